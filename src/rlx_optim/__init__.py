@@ -1,0 +1,63 @@
+"""rlx-optim: fourteen training-step optimizers, each written once, with state by parameter name.
+
+    import rlx_optim
+    opt = rlx_optim.AdamW(lr=3e-4, weight_decay=0.1)
+    opt.step_all(params, grads)          # mappings from names to float32 arrays, updated in place
+
+Importing this package imports no engine, no numba, no torch and no jax.
+"""
+
+from . import schedules
+from .engines import list_engines
+from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm
+from .named import (
+    MARS,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    KronPSGD,
+    Lamb,
+    Lion,
+    Muon,
+    NAdamW,
+    QHAdamW,
+    RAdam,
+    Sophia,
+    create,
+    list_optimizers,
+)
+from .optimizer import NamedOptimizer, Optimizer
+from .threads import get_threads, set_threads
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MARS",
+    "SGD",
+    "SOAP",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "KronPSGD",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "NAdamW",
+    "NamedOptimizer",
+    "Optimizer",
+    "QHAdamW",
+    "RAdam",
+    "Sophia",
+    "clip_scale",
+    "create",
+    "get_threads",
+    "global_grad_clip_scale",
+    "global_norm",
+    "l2_norm",
+    "list_engines",
+    "list_optimizers",
+    "schedules",
+    "set_threads",
+]

@@ -1,0 +1,94 @@
+"""What a caller's arrays must be before anything is written. Every refusal names the optimizer, the parameter and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .spec import Shape
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def check_array(owner: str, name: str, role: str, array: Any, writable: bool = False) -> None:
+    what = f"{owner}: {role} of {name!r}"
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype != FLOAT32:
+        raise TypeError(f"{what} must be float32, got {array.dtype}; convert it with .astype(np.float32)")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what} must be C-contiguous, got strides {array.strides}; pass np.ascontiguousarray(…)")
+    if not array.flags.aligned:
+        raise ValueError(f"{what} must be aligned to 4 bytes in memory; pass a copy")
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{what} is read-only, and a step writes to it in place; pass a writable array")
+
+
+def logical_shape(owner: str, name: str, param: np.ndarray, shape: Any) -> Shape:
+    """The tensor's own shape, which a flat buffer is given beside it."""
+    if shape is None:
+        return param.shape
+    try:
+        wanted = tuple(int(n) for n in shape)
+    except (TypeError, ValueError):
+        raise TypeError(f"{owner}: shape of {name!r} must be a tuple of integers, got {shape!r}") from None
+    if any(n < 0 for n in wanted) or math.prod(wanted) != param.size:
+        raise ValueError(f"{owner}: shape {wanted} of {name!r} does not multiply to its {param.size} elements")
+    return wanted
+
+
+def check_pair(owner: str, name: Any, param: Any, grad: Any, shape: Any) -> Shape:
+    """Check one parameter and its gradient, and give the tensor's shape."""
+    if not isinstance(name, str):
+        raise TypeError(f"{owner}: a parameter's name must be a string, got {name!r}")
+    check_array(owner, name, "parameter", param, writable=True)
+    check_array(owner, name, "gradient", grad)
+    if param.shape != grad.shape:
+        raise ValueError(f"{owner}: gradient of {name!r} has shape {grad.shape}, its parameter {param.shape}")
+    return logical_shape(owner, name, param, shape)
+
+
+def check_scale(owner: str, scale: Any) -> float:
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{owner}: grad_scale must be a number, got {scale!r}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{owner}: grad_scale must be finite, got {scale!r}")
+    return value
+
+
+def check_overlap(owner: str, names: Sequence[str], params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> None:
+    """No parameter may share memory with another one or with any gradient: the result would depend on the order."""
+    spans = []
+    for role, arrays in (("parameter", params), ("gradient", grads)):
+        for name, array in zip(names, arrays, strict=True):
+            if array.size:
+                start = array.__array_interface__["data"][0]
+                spans.append((start, start + array.nbytes, role, name))
+    spans.sort()
+    reach: dict[str, tuple[int, str]] = {}  # role -> (where its memory ends so far, whose that is)
+    for start, stop, role, name in spans:
+        for other, (end, whose) in reach.items():
+            if start < end and "parameter" in (role, other):
+                raise ValueError(f"{owner}: {role} of {name!r} and {other} of {whose!r} overlap in memory; pass a copy")
+        reach[role] = max(reach.get(role, (0, "")), (stop, name))
+
+
+def check_names(owner: str, params: Any, grads: Any) -> None:
+    for role, mapping in (("params", params), ("grads", grads)):
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"{owner}: {role} must be a mapping from names to arrays, got {type(mapping).__name__}")
+    missing, extra = set(params) - set(grads), set(grads) - set(params)
+    if missing:
+        raise ValueError(f"{owner}: no gradient for {listed(missing)}; step_all needs one for every parameter")
+    if extra:
+        raise ValueError(f"{owner}: gradient for {listed(extra)}, which is not among the parameters")
+
+
+def listed(names: Any, most: int = 5) -> str:
+    shown = sorted(map(repr, names))
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

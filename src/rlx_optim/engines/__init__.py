@@ -1,0 +1,63 @@
+"""The places a rule runs. Third parties add theirs through the entry-point group `rlx_optim.engines`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from importlib.metadata import entry_points
+from typing import Any
+
+from ..engine import Engine
+
+#: name -> "module:class", imported when first asked for
+BUILT_IN = {
+    "reference": "rlx_optim.engines.reference:Reference",
+    "cpu": "rlx_optim.engines.cpu:Cpu",
+}
+PRECISIONS = ("float32", "float64")
+
+
+def list_engines() -> list[str]:
+    """Every engine that can be named, whether or not its libraries are installed."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group="rlx_optim.engines"))})
+
+
+def check_engine(name: Any, precision: str) -> None:
+    """Refuse what `get_engine` could not give, without importing anything."""
+    known = ", ".join(map(repr, ["auto", *list_engines()]))
+    if not isinstance(name, (str, Engine)):
+        raise TypeError(f"engine must be one of {known} or an Engine, got {name!r}")
+    if isinstance(name, str) and name != "auto" and name not in list_engines():
+        raise ValueError(f"unknown engine {name!r}; known are {known}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+
+
+def get_engine(name: Any = "auto", precision: str = "float32") -> Engine:
+    """The engine of that name; an engine object is taken as it is."""
+    check_engine(name, precision)
+    return _engine(_automatic() if name == "auto" else name, precision) if isinstance(name, str) else name
+
+
+@functools.cache
+def _automatic() -> str:
+    if importlib.util.find_spec("numba") is None:
+        warnings.warn("rlx_optim: numba is not installed: stepping on the slow reference engine (pip install numba)", stacklevel=5)
+        return "reference"
+    return "cpu"
+
+
+@functools.cache
+def _engine(name: str, precision: str) -> Engine:
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        make = getattr(importlib.import_module(module), attribute)
+    else:
+        (point,) = entry_points(group="rlx_optim.engines", name=name)
+        make = point.load()
+    engine = make(precision) if name == "cpu" else make()
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine {name!r} does not follow rlx_optim.engine.Engine (see docs/engines.md)")
+    return engine

@@ -1,0 +1,5 @@
+"""The cpu engine: rules compiled by numba into one parallel pass over all tensors, matrices through BLAS and LAPACK."""
+
+from .engine import Cpu
+
+__all__ = ["Cpu"]

@@ -1,0 +1,259 @@
+"""The cpu engine itself: bundles become address tables, `map` becomes one compiled pass over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import threads
+from ...engine import ArrayEngine, Bundle, Rule, Values, signature
+from ...spec import Shape, Spec
+from .kernels import CHUNK, Layout, compiled
+from .parallel import description, may_spread, spread
+from .watch import HeaderWatch, address, trusted
+
+GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
+WORTHWHILE = 16384  # elements from which a second thread pays
+
+
+class Handle:
+    """One buffer per tensor of a bundle, by address. `drop` names the axes of the parameter that the buffers lack."""
+
+    def __init__(self, plan: Plan, addresses: np.ndarray, drop: tuple[int, ...] = (), scaled: bool = False, owned: Any = None):
+        self.plan, self.addresses, self.drop, self.scaled = plan, addresses, drop, scaled
+        self.owned = owned  # keeps scratch alive
+
+
+class Pass:
+    """A kernel with its tables, ready to run on a set of tensors of given domain shapes."""
+
+    def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape]):
+        self.layout = layout
+        kernel = compiled(rule, layout)
+        self.kernel, self.alone = kernel.address, kernel.ctypes
+        rows, starts = chunk_table(shapes, layout)
+        self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
+        self.starts = np.array(starts, np.int64)
+        self.sizes = np.array([math.prod(shape) for shape in shapes], np.float64)
+        self.elements = int(self.sizes.sum())
+        norms, columns = layout.count("norm", "rms"), layout.count("column_mean")
+        width = len(layout.takes) - layout.takes.count("number") + len(layout.gives) - layout.count("norm", "rms", "update")
+        self.addresses = np.zeros((len(shapes), width), np.int64)
+        self.numbers = np.ones((len(shapes), layout.takes.count("number") + 1))
+        self.partial = np.zeros((len(self.chunks), norms))
+        self.scratch = np.empty(int((self.chunks[:, 4]).sum()) * columns if columns else 0)
+        self.bounds, self.pieces = np.zeros(0, np.int64), 0
+        tables = (self.addresses, self.numbers, self.chunks)
+        self.tables, self.results = [address(a) for a in tables], [address(a) for a in (self.partial, self.scratch)]
+
+    def run(self) -> None:
+        count = threads.get_threads()
+        if self.elements < WORTHWHILE or count < 2 or not may_spread():
+            self.alone(*self.tables, 0, len(self.chunks), *self.results)
+            return
+        if count != self.pieces:
+            self.pieces, self.bounds = count, even_bounds(self.chunks, self.layout, count)
+        spread(self.kernel, *self.tables, address(self.bounds), count, *self.results, threads=count)
+
+    def norms(self) -> np.ndarray:
+        """Per tensor and reduction: the root of the sum of squares, summed in a fixed order."""
+        return np.sqrt(np.add.reduceat(self.partial, self.starts, axis=0))
+
+    def fold_columns(self, out: list[list[np.ndarray]]) -> None:
+        """Finish column means: add up the chunks of each matrix, in order."""
+        for k, arrays in enumerate(out):
+            total = self.scratch[:0]
+            for tensor, first, last, rows, columns, offset in self.chunks.tolist():
+                sums = self.scratch[offset + k * columns : offset + (k + 1) * columns]
+                if first % rows == 0:
+                    total = sums
+                else:
+                    total += sums
+                if last % rows == 0:
+                    begin = first // rows * columns
+                    arrays[tensor].reshape(-1)[begin : begin + columns] = total / rows
+
+
+def chunk_table(shapes: Sequence[Shape], layout: Layout) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Chunks of about GRAIN elements, and the first chunk of each tensor. A chunk of rows stays within one matrix."""
+    table: list[tuple[int, ...]] = []
+    starts, scratch, columns_out = [], 0, layout.count("column_mean")
+    for tensor, shape in enumerate(shapes):
+        starts.append(len(table))
+        if not layout.by_row:
+            size = math.prod(shape)
+            table += [(tensor, lo, min(lo + GRAIN, size), 1, 1, 0) for lo in range(0, size, GRAIN)]
+            continue
+        columns = shape[-1]
+        rows = shape[-2] if len(shape) > 1 else 1
+        # a chunk that sums columns has a row of scratch of its own: keep those few
+        height = max(1, GRAIN // columns, min(rows, 64) if columns_out else 1)
+        for matrix in range(math.prod(shape[:-2])):
+            for lo in range(0, rows, height):
+                table.append((tensor, matrix * rows + lo, matrix * rows + min(lo + height, rows), rows, columns, scratch))
+                scratch += columns * columns_out
+    return table, starts
+
+
+def even_bounds(chunks: np.ndarray, layout: Layout, pieces: int) -> np.ndarray:
+    """Where to cut the list of chunks so that each thread has about the same number of elements."""
+    work = np.cumsum((chunks[:, 2] - chunks[:, 1]) * (chunks[:, 4] if layout.by_row else 1))
+    cuts = np.searchsorted(work, work[-1] * np.arange(1, pieces) / pieces)
+    return np.array([0, *np.maximum.accumulate(cuts), len(chunks)], np.int64)
+
+
+class Plan:
+    """What is kept for a bundle: handles of its buffers and the passes its update has made so far."""
+
+    def __init__(self, bundle: Bundle):
+        n = len(bundle.names)
+        self.shapes = bundle.shapes
+        self.handles: dict[str, Handle] = {}
+        for name, arrays in bundle.buffers.items():
+            own = name not in ("p", "g")
+            addresses = np.array([address(a) for a in arrays], np.int64) if own else np.zeros(n, np.int64)
+            drop = bundle.slots[name].drop if own else ()
+            self.handles[name] = Handle(self, addresses, drop, scaled=name == "g")
+        self.passes: dict[Any, tuple[Pass, list[tuple[int, Handle]], dict[str, Any]]] = {}
+        self.latest: dict[str, list[np.ndarray]] = {}
+
+    def refresh(self, bundle: Bundle) -> None:
+        """Take over the addresses of this call's arrays."""
+        for name in ("p", "g"):
+            if name in self.handles:
+                if bundle.watch is None:
+                    self.handles[name].addresses[:] = [address(a) for a in bundle.buffers[name]]
+                else:
+                    found = bundle.watch.params if name == "p" else bundle.watch.grads
+                    self.handles[name].addresses[:] = found[bundle.index] if len(bundle.index) < bundle.watch.n else found
+
+
+class Cpu(ArrayEngine):
+    """numba for what goes coordinate by coordinate, BLAS and LAPACK for matrices; float32 arithmetic unless asked for more."""
+
+    name = "cpu"
+
+    def __init__(self, precision: str = "float32"):
+        self.precision = precision
+        self.dtype = np.dtype(precision)
+
+    def live(self, spec: Spec) -> str:
+        how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()})"
+        return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
+
+    # bundles -------------------------------------------------------------------------------------------------------
+    def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> HeaderWatch | None:
+        return HeaderWatch(params, grads) if trusted() else None
+
+    def finite(self, grads: Sequence[np.ndarray]) -> bool:
+        arrays = [g for g in grads if g.size]
+        if not arrays:
+            return True
+        check = Pass(vanishing, Layout(("full",), ("norm",)), [g.shape for g in arrays])
+        check.addresses[:, 0] = [address(g) for g in arrays]
+        check.run()
+        return bool(np.isfinite(check.partial).all())
+
+    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
+        if bundle.spec.matrix:
+            return super().run(bundle, update)
+        plan = bundle.plan
+        if plan is None:
+            plan = bundle.plan = Plan(bundle)
+        plan.refresh(bundle)
+        return update(self, Values(plan.handles, **bundle.numbers, scale=bundle.scale))
+
+    def wide(self, X: np.ndarray) -> np.ndarray:
+        return X.astype(np.float64)
+
+    def narrow(self, X: np.ndarray) -> np.ndarray:
+        return X.astype(self.dtype)
+
+    # the compiled pass -----------------------------------------------------------------------------------------------
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        takes, gives = signature(rule)
+        handles = [x[name] for name in takes if isinstance(x[name], Handle)]
+        if not handles:
+            return self._map_stack(rule, x)
+        plan: Plan = handles[0].plan
+        if rule not in plan.passes:
+            plan.passes[rule] = self._prepare(plan, rule, x, reduce)
+        made, sources, fresh = plan.passes[rule]
+        for slot, handle in sources:
+            made.addresses[:, slot] = handle.addresses
+        values = [x[name] for name, kind in zip(takes, made.layout.takes, strict=True) if kind == "number"]
+        if all(isinstance(value, (float, int)) for value in values):
+            made.numbers[:] = (*values, x.scale)
+        else:
+            for j, value in enumerate((*values, x.scale)):
+                made.numbers[:, j] = value
+        made.run()
+        result: dict[str, Any] = dict(fresh)
+        if made.layout.count("norm", "rms"):
+            norms = iter(made.norms().T)
+            for name, kind in zip(gives, made.layout.gives, strict=True):
+                if kind in ("norm", "rms"):
+                    norm = next(norms)
+                    result[name] = norm if kind == "norm" else norm / np.sqrt(made.sizes)
+        if made.layout.count("column_mean"):
+            made.fold_columns([fresh[n].owned for n, k in zip(gives, made.layout.gives, strict=True) if k == "column_mean"])
+        return x.set(**result)
+
+    def _prepare(self, plan: Plan, rule: Rule, x: Values, reduce: dict[str, str]) -> Any:
+        """A pass for this rule over the plan's tensors: its layout, where its addresses come from, what it makes anew."""
+        takes, gives = signature(rule)
+        handles = [x[name] for name in takes if isinstance(x[name], Handle)]
+        domain = tuple(d for d in handles[0].drop if all(d in h.drop for h in handles))
+
+        def kind(value: Any) -> str:
+            if not isinstance(value, Handle):
+                return "number"
+            missing = set(value.drop) - set(domain)
+            if not missing:
+                return "scaled" if value.scaled else "full"
+            return "column" if missing == {-2} and -1 not in domain else "row"
+
+        kinds = tuple(kind(x[name]) for name in takes)
+        outcome = tuple(reduce.get(name, "update" if name in takes else "store") for name in gives)
+        layout = Layout(kinds, outcome, "float32", self.precision)
+        shapes = [without(shape, domain) for shape in plan.shapes]
+        made = Pass(rule, layout, shapes)
+        sources = [(slot, h) for slot, h in enumerate(handles)]
+        fresh: dict[str, Any] = {}
+        slot = len(handles)
+        for name, how in zip(gives, layout.gives, strict=True):
+            if how in ("norm", "rms", "update"):
+                continue
+            drop = (*domain, -2) if how == "column_mean" else domain if how == "store" else (*domain, -2 if -1 in domain else -1)
+            arrays = [np.empty(without(shape, drop), np.float32) for shape in plan.shapes]
+            handle = fresh[name] = Handle(plan, np.array([address(a) for a in arrays], np.int64), drop, owned=arrays)
+            sources.append((slot, handle))
+            slot += 1
+        return made, sources, fresh
+
+    def _map_stack(self, rule: Rule, x: Values) -> Values:
+        """A rule on whole stacks: compiled too, into new arrays."""
+        takes, gives = signature(rule)
+        values = [x[name] for name in takes]
+        arrays = [np.ascontiguousarray(v, self.dtype) for v in values if isinstance(v, np.ndarray) and v.ndim]
+        kinds = tuple("full" if isinstance(v, np.ndarray) and v.ndim else "number" for v in values)
+        made = Pass(rule, Layout(kinds, ("store",) * len(gives), self.precision, self.precision), [arrays[0].shape])
+        out = [np.empty(arrays[0].shape, self.dtype) for _ in gives]
+        made.addresses[0] = [address(a) for a in (*arrays, *out)]
+        made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
+        made.run()
+        return x.set(**dict(zip(gives, out, strict=True)))
+
+
+def without(shape: Shape, drop: tuple[int, ...]) -> Shape:
+    """A shape less some of its last two axes."""
+    kept = range(-len(shape), 0)
+    return tuple(shape[axis] for axis in kept if axis not in drop)
+
+
+def vanishing(g):  # type: ignore[no-untyped-def]
+    zero = g - g  # NaN where g is not finite
+    return zero

@@ -1,0 +1,50 @@
+"""Running a kernel over its chunks: on this thread, or on several through numba's threading layer.
+
+Two things numba leaves to its user are settled here. Its "workqueue" layer must not be entered by two threads at once: a lock
+keeps them apart. GNU OpenMP must not be used in a child that was forked after its parent used it: there we stay on one thread.
+"""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def, attr-defined"
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import numba as nb
+from numba import njit, prange, types
+
+from .native import call, int64_at
+
+_lock = threading.Lock()
+_first_used_in: list[int] = []  # the process that started numba's threads
+
+
+@njit(types.void(*[types.int64] * 8), parallel=True, nogil=True, cache=True)
+def _spread(kernel, address, numbers, chunks, bounds, pieces, partial, scratch):
+    for k in prange(pieces):
+        edge = int64_at(bounds)
+        call(kernel, address, numbers, chunks, edge[k], edge[k + 1], partial, scratch)
+
+
+def may_spread() -> bool:
+    """False in a forked child whose parent used OpenMP: entering it there ends the process."""
+    return not _first_used_in or _first_used_in[0] == os.getpid() or nb.threading_layer() != "omp"
+
+
+def spread(*arguments: int, threads: int) -> None:
+    """Run the pieces of a kernel on several threads."""
+    if not _first_used_in:
+        with _lock:  # starts the layer
+            _spread(*arguments)
+            _first_used_in.append(os.getpid())
+            return
+    guard = _lock if nb.threading_layer() == "workqueue" else contextlib.nullcontext()
+    with guard:
+        nb.set_num_threads(min(threads, nb.config.NUMBA_NUM_THREADS))
+        _spread(*arguments)
+
+
+def description() -> str:
+    return nb.threading_layer() if _first_used_in else "not started"

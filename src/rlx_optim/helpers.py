@@ -1,0 +1,45 @@
+"""Norms and clipping over gradients, in float64, that never touch the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def _square_sum(x: Any) -> float:
+    flat = np.asarray(x).reshape(-1)
+    if flat.dtype.kind not in "fiu":
+        raise TypeError(f"an array of real numbers is needed, got {flat.dtype}")
+    total = 0.0
+    for lo in range(0, flat.size, 1 << 16):  # in pieces, so that nothing the size of x is made
+        piece = flat[lo : lo + (1 << 16)].astype(np.float64)
+        total += float(np.square(piece[np.isfinite(piece)]).sum())
+    return total
+
+
+def l2_norm(x: Any) -> float:
+    """The 2-norm over the finite entries of one array; 0 for an empty one."""
+    return math.sqrt(_square_sum(x))
+
+
+def global_norm(arrays: Iterable[Any]) -> float:
+    """The 2-norm over the finite entries of all arrays together."""
+    return math.sqrt(math.fsum(_square_sum(x) for x in arrays))
+
+
+def global_grad_clip_scale(arrays: Iterable[Any], max_norm: float) -> float:
+    """What to pass as grad_scale so that the gradients together have at most this norm: max_norm/norm, or 1.0.
+
+    opt.step_all(params, grads, grad_scale=global_grad_clip_scale(grads.values(), 1.0))
+    """
+    if not max_norm > 0:  # NaN too
+        raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
+    norm = global_norm(arrays)
+    return max_norm / norm if norm > max_norm else 1.0
+
+
+#: the same function under the name of what it is for
+clip_scale = global_grad_clip_scale

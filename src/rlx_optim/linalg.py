@@ -1,0 +1,71 @@
+"""Linear algebra on stacks of tensors, in the words of the engine protocol alone.
+
+Axis 0 of every array counts tensors of equal shape, the other axes are the tensor's own. A *factor* belongs to one axis of
+the tensor: a matrix (B, n, n) or a diagonal (B, n).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+TINY = 2.0**-126  # the smallest normal float32
+
+
+def along(E: Any, f: Callable[[Any], Any], X: Any, axis: int) -> Any:
+    """f, which acts on (B, n, rest), applied to one axis of a stack."""
+    Y = E.moveaxis(X, axis, 1)
+    return E.moveaxis(f(Y.reshape(*Y.shape[:2], -1)).reshape(Y.shape), 1, axis)
+
+
+def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: Any) -> Any:
+    """f(factor, ·) along each axis that has a factor."""
+    for axis, q in factors.items():
+        X = along(E, lambda U, q=q: f(q, U), X, axis)
+    return X
+
+
+def times(q: Any, U: Any) -> Any:
+    return q @ U if q.ndim == 3 else q[..., None] * U
+
+
+def times_transposed(q: Any, U: Any) -> Any:
+    return q.mT @ U if q.ndim == 3 else q[..., None] * U
+
+
+def gram(E: Any, X: Any, axis: int, diagonal: bool = False) -> Any:
+    """X contracted with itself over every axis of the tensor but one."""
+    U = E.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1)
+    return (U * U).sum(-1) if diagonal else U @ U.mT
+
+
+def permute(E: Any, X: Any, order: Any, axis: int) -> Any:
+    """X with one axis reordered, each tensor of the stack by its own order (B, n)."""
+    return E.take(X, order.reshape(order.shape[0], *(-1 if i == axis else 1 for i in range(1, X.ndim))), axis)
+
+
+def finite(E: Any, X: Any) -> Any:
+    """Per tensor, broadcastable: no entry is infinite or NaN."""
+    return E.norm(X, math.inf) < math.inf
+
+
+def spectral_bound(E: Any, T: Any) -> Any:
+    """A cheap lower bound on the spectral norm of symmetric T: one power step from its largest column, floored at TINY."""
+    top = E.floor(E.norm(T, math.inf), TINY)
+    T = T / top
+    largest = (T * T).sum(-2).argmax(-1)[:, None, None]
+    x = T @ E.take(T, largest, 2)
+    return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
+
+
+def orthogonalize(E: Any, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:
+    """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side."""
+    a, b, c = coefficients
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    X = X / (E.norm(X) + eps)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X.mT if tall else X

@@ -1,0 +1,511 @@
+"""The named-step API: one object steps a whole model, its state kept by parameter name.
+
+    opt = AdamW(lr=3e-4, weight_decay=0.1)
+    opt.step("layers.0.q_proj", w, g)      # in place
+    opt.end_iteration()
+    opt.step_all(params, grads)            # mappings by name: every tensor in one pass, then end_iteration
+
+Everything is checked before anything is written; arrays that pass once are watched by the engine, so that the same check
+costs next to nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from . import admission
+from .engine import Bundle, Engine
+from .engines import check_engine, get_engine
+from .routing import Route, report
+from .settings import Settings
+from .spec import Shape, Slot, Spec
+
+NONFINITE = ("propagate", "raise", "skip")
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """All a trainer needs. Ours follow it, and so may a backend with its own kernels and device-resident state."""
+
+    def step(self, name: str, param: Any, grad: Any) -> None:
+        """Update one parameter in place from its gradient."""
+
+    def end_iteration(self) -> None:
+        """Close the iteration: every parameter may be stepped again."""
+
+
+class Record:
+    """What is kept for one name."""
+
+    __slots__ = ("counters", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
+
+    def __init__(self, name: str, shape: Shape, group: int, counters: dict[str, float]):
+        self.name, self.shape, self.group, self.counters = name, shape, group, counters
+        self.size = int(np.prod(shape, dtype=np.int64))
+        self.t = 0
+        self.stepped = -1  # the iteration of its last step
+        self.slots: dict[str, Slot] = {}
+        self.state: dict[str, np.ndarray] = {}
+        self.part: Part | None = None  # this tensor alone, for `step`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.part = None
+
+
+class Part:
+    """One bundle and, in it, the records that share a group, a step count and counters (their numbers are taken once)."""
+
+    __slots__ = ("bundle", "cohorts", "member")
+
+    def __init__(self, member: NamedOptimizer, bundle: Bundle, cohorts: list[list[Record]]):
+        self.member, self.bundle, self.cohorts = member, bundle, cohorts
+
+
+class Plan:
+    """The bundles of one set of names, good while the same names come together and nothing else moved them."""
+
+    __slots__ = ("empty", "names", "parts", "stamp", "watch")
+
+    def __init__(self, names: list[str], parts: list[Part], empty: list[Record], watch: Any):
+        self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
+        self.stamp: Any = None
+
+
+@dataclasses.dataclass
+class Item:
+    """One tensor of a call, checked."""
+
+    member: NamedOptimizer
+    record: Record
+    param: np.ndarray
+    grad: np.ndarray
+    route: Route
+
+
+class NamedOptimizer:
+    """Base of the fourteen. Subclasses say which spec they run; `rlx_optim.create` makes them by name."""
+
+    spec: ClassVar[type[Spec]]
+
+    _settings: Settings  # first, so that __getattr__ has it
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = "auto",
+        precision: str = "float32",
+        nonfinite: str = "propagate",
+        otherwise: NamedOptimizer | None = None,
+        **hyperparameters: Any,
+    ):
+        self.__dict__["_settings"] = Settings(self.spec, hyperparameters, groups)
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
+        if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
+            raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
+        if otherwise is None and any(group.otherwise for group in self._settings.groups):
+            raise ValueError(f'{self._owner}: a group says "use": "otherwise", but there is no otherwise')
+        check_engine(engine, precision)
+        self._engine_choice = (engine, precision)
+        self.nonfinite = nonfinite
+        self.otherwise = otherwise
+        if otherwise is not None:
+            otherwise._join(self)
+        self._iteration = self._skipped = 0
+        self._records: dict[str, Record] = {}
+        self._routes: dict[str, Route] = {}
+        self._clock = 0  # moves with every step that a plan did not take
+        self._plan: Plan | None = None
+        self._numbers: dict[Any, dict[str, Any]] = {}
+        self._told: set[str] = set()
+
+    def _join(self, owner: NamedOptimizer) -> None:
+        """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
+        if self._records:
+            raise ValueError(f"{owner._owner}: otherwise has already stepped; give a fresh optimizer")
+        self._engine_choice = owner._engine_choice
+        if self.otherwise is not None:
+            self.otherwise._join(owner)
+
+    # ---- hyperparameters as attributes ---------------------------------------------------------------------------
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("_settings")
+        if settings is not None and name in settings.given:
+            return settings.given[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.spec.fields:
+            self._settings.assign(name, value, bool(self._records), self._iteration)
+            self._numbers.clear()
+        elif name == "nonfinite" and value not in NONFINITE:
+            raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
+        elif not name.startswith("_") and name not in ("nonfinite", "otherwise"):
+            known = ", ".join([*self.spec.fields, "nonfinite"])
+            raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
+        else:
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        given = {**self._settings.given, **({"otherwise": self.otherwise} if self.otherwise is not None else {})}
+        return f"{self._owner}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def hyperparameters(self, name: str | None = None) -> dict[str, Any]:
+        """The values in force now, schedules evaluated: for one parameter, or for those in no group."""
+        if name is not None and name in self._routes and self._routes[name].otherwise:
+            assert self.otherwise is not None
+            return self.otherwise.hyperparameters(name)
+        index = -1 if name is None else self._settings.group_of(name)
+        return self._settings.specs(self._iteration)[index].values()
+
+    # ---- what can be asked -----------------------------------------------------------------------------------------
+    @property
+    def iteration(self) -> int:
+        """How many iterations have ended."""
+        return self._iteration
+
+    @property
+    def skipped(self) -> int:
+        """How many steps nonfinite="skip" has left out."""
+        return self._skipped
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        return get_engine(*self._engine_choice)  # not before it is needed: it may import a compiler
+
+    @property
+    def engine(self) -> Engine:
+        """The engine the steps run on."""
+        return self._engine
+
+    def _family(self) -> Iterator[NamedOptimizer]:
+        yield self
+        if self.otherwise is not None:
+            yield from self.otherwise._family()
+
+    def _find(self, name: str) -> tuple[NamedOptimizer, Record]:
+        for member in self._family():
+            if name in member._records:
+                return member, member._records[name]
+        known = admission.listed(n for member in self._family() for n in member._records) or "none yet"
+        raise KeyError(f"{self._owner}: no state for {name!r}; stepped so far: {known}")
+
+    def state(self, name: str) -> dict[str, np.ndarray]:
+        """Read-only views of a parameter's state by slot name; counters as 0-D arrays."""
+        _, record = self._find(name)
+        views = {slot: array.view() for slot, array in record.state.items()}
+        views |= {counter: np.array(value) for counter, value in record.counters.items()}
+        for view in views.values():
+            view.flags.writeable = False
+        return views
+
+    def step_count(self, name: str) -> int:
+        """t: how many steps this parameter has taken."""
+        return self._find(name)[1].t
+
+    def state_bytes(self) -> int:
+        """Bytes of all state buffers, those of `otherwise` included."""
+        return sum(a.nbytes for member in self._family() for r in member._records.values() for a in r.state.values())
+
+    def engine_report(self) -> dict[str, str]:
+        """What runs each optimizer in use: {"Muon": "cpu: …", "AdamW": "cpu: …"}."""
+        return {m._owner: m._engine.live(m._settings.specs(m._iteration)[-1]) for m in self._family()}
+
+    def routing_report(self) -> str:
+        """A table: parameter, shape, rule, why."""
+        rows = []
+        for member in self._family():
+            rows += [(n, member._records[n].shape, member._owner, r.why) for n, r in member._routes.items() if n in member._records]
+        return report(rows)
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+    def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
+        """Update one parameter in place. A second step of the same name needs `end_iteration` first."""
+        record = self._records.get(name)
+        if (
+            record is not None
+            and (part := record.part) is not None
+            and record.stepped != self._iteration
+            and (shape is None or shape == record.shape)
+            and type(grad_scale) is float
+            and -1e300 < grad_scale < 1e300
+            and self.nonfinite == "propagate"
+            and part.bundle.watch is not None
+            and part.bundle.watch.admit((param,), (grad,))
+            and self._same_structure(part)
+        ):
+            self._run(part, (param,), (grad,), grad_scale)
+            self._clock += 1
+            return
+        scale = admission.check_scale(self._owner, grad_scale)
+        self._commit([self._checked(name, param, grad, shape)], scale)
+
+    def step_all(self, params: Mapping[str, np.ndarray], grads: Mapping[str, np.ndarray], grad_scale: float = 1.0) -> None:
+        """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""
+        scale = admission.check_scale(self._owner, grad_scale)
+        plan = self._plan
+        if plan is None or not self._repeat(plan, params, grads, scale):
+            admission.check_names(self._owner, params, grads)
+            items = [self._checked(name, params[name], grads[name], None) for name in params]
+            admission.check_overlap(
+                self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
+            )
+            self._plan = self._commit(items, scale)
+        self.end_iteration()
+
+    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float) -> bool:
+        """Step by the plan of an earlier call if this call is certainly like it."""
+        if plan.stamp != self._stamp() or plan.watch is None or not len(params) == len(grads) == len(plan.names):
+            return False
+        try:
+            ps, gs = [params[name] for name in plan.names], [grads[name] for name in plan.names]
+        except (KeyError, TypeError, IndexError):
+            return False  # the full check says which
+        if not plan.watch.admit(ps, gs):
+            return False
+        if self._passes(plan.names, gs):
+            self._execute(plan, ps, gs, scale)
+        return True
+
+    def end_iteration(self) -> None:
+        """Close the iteration: schedules move on, and every parameter may be stepped again."""
+        self._iteration += 1
+        if self._iteration == 1 and (unmatched := self._settings.unmatched()):
+            owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
+            self._tell("groups", f"group pattern {admission.listed(unmatched)} matched no parameter in the first iteration{owned}")
+        self._numbers.clear()
+        if self.otherwise is not None:
+            self.otherwise.end_iteration()
+
+    # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
+    def _stamp(self) -> Any:
+        """Changes whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
+        for member in self._family():
+            member._settings.specs(member._iteration)
+        return tuple((member._clock, member._settings.structures) for member in self._family())
+
+    def _same_structure(self, part: Part) -> bool:
+        specs = self._settings.specs(self._iteration)
+        return specs[part.cohorts[0][0].group].structure() == part.bundle.spec.structure()
+
+    def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
+        shape = admission.check_pair(self._owner, name, param, grad, shape)
+        admission.check_overlap(self._owner, [name], [param], [grad])
+        member, record, route = self._lookup(name, shape)
+        if record.stepped == member._iteration:
+            raise ValueError(
+                f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
+            )
+        return Item(member, record, param, grad, route)
+
+    def _lookup(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Record, Route]:
+        """The record of a name, or a new one that is not kept yet."""
+        for member in self._family():
+            if name in member._records:
+                record = member._records[name]
+                if record.shape != shape:
+                    raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
+                return member, record, member._routes[name]
+        member, route = self._route(name, shape)
+        settings = member._settings
+        group = settings.group_of(name)
+        return member, Record(name, shape, group, settings.specs(member._iteration)[group].counters()), route
+
+    def _route(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Route]:
+        group = self._settings.group_for(name)
+        reason = self._settings.specs(self._iteration)[-1].takes(shape)
+        if group is not None and group.otherwise:
+            group.matched = True
+            reason = f"matches {group.pattern!r}"
+        if reason is None:
+            return self, Route("")
+        if self.otherwise is not None:
+            member, route = self.otherwise._route(name, shape)
+            return member, Route(route.why or reason)
+        if not self.spec.everywhere:
+            raise ValueError(f"{self._owner}: {name!r} has shape {shape}: {reason}. Give otherwise=AdamW(…) for such tensors")
+        return self, Route("no otherwise")
+
+    def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
+        """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
+        if self.nonfinite == "propagate" or self._engine.finite(grads):
+            return True
+        if self.nonfinite == "raise":
+            bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
+            raise ValueError(f"{self._owner}: gradient of {admission.listed(bad)} is not finite; nothing was stepped")
+        self._skipped += 1
+        return False
+
+    # ---- doing ----------------------------------------------------------------------------------------------------
+    def _commit(self, items: list[Item], scale: float) -> Plan | None:
+        """Step checked items. Gives the plan by which the same items can be stepped again."""
+        for member in self._family():
+            member._settings.specs(member._iteration)  # a schedule's bad value is refused here
+        names = [item.record.name for item in items]
+        params, grads = [item.param for item in items], [item.grad for item in items]
+        if not self._passes(names, grads):
+            return None
+        for item in items:
+            item.member._furnish(item.record)
+        for item in items:
+            item.member._records[item.record.name] = item.record
+            item.member._routes[item.record.name] = item.route
+            item.member._advise(item.record)
+        watch = self._engine.watch(params, grads)
+        parts = self._parts(items, watch)
+        plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
+        if len(items) == 1 and parts and items[0].member is self:
+            items[0].record.part = parts[0]
+        self._execute(plan, params, grads, scale)
+        self._clock += 1
+        plan.stamp = self._stamp()
+        return plan
+
+    def _execute(self, plan: Plan, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
+        for part in plan.parts:
+            index = part.bundle.index
+            part.member._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
+        for record in plan.empty:  # nothing to compute, but the step counts
+            record.t += 1
+            record.stepped = self._iteration
+
+    def _furnish(self, record: Record) -> None:
+        """Give a record the state its settings ask for: at first, or when a structural change needs more."""
+        spec = self._settings.specs(self._iteration)[record.group]
+        slots = spec.slots(record.shape)
+        record.state |= {name: self._engine.allocate(slot) for name, slot in slots.items() if name not in record.state}
+        record.slots = slots
+        record.counters = {**spec.counters(), **record.counters}
+
+    def _parts(self, items: list[Item], watch: Any) -> list[Part]:
+        """Bundle the items: an elementwise rule takes all that share a structure, a matrix rule stacks of one shape and count."""
+        bundles: dict[Any, list[int]] = {}
+        for i, item in enumerate(items):
+            record, member = item.record, item.member
+            if record.size:
+                spec = member._settings.specs(member._iteration)[record.group]
+                alike: Any = (record.shape, *_cohort(record)) if spec.matrix else spec.structure()
+                bundles.setdefault((id(member), tuple(record.slots), alike), []).append(i)
+        parts = []
+        for indices in bundles.values():
+            first = items[indices[0]]
+            limit = self._engine.stack(first.record.shape) if first.member.spec.matrix else len(indices)
+            for lo in range(0, len(indices), limit):
+                parts.append(self._part(first.member, [items[i].record for i in indices[lo : lo + limit]], indices[lo : lo + limit], watch))
+        return parts
+
+    def _part(self, member: NamedOptimizer, records: list[Record], indices: list[int], watch: Any) -> Part:
+        cohorts: dict[Any, list[Record]] = {}
+        for record in records:
+            cohorts.setdefault(_cohort(record), []).append(record)
+        slots = records[0].slots
+        buffers: dict[str, list[np.ndarray]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
+        spec = member._settings.specs(member._iteration)[records[0].group]
+        bundle = Bundle(spec, [r.name for r in records], [r.shape for r in records], slots, buffers, watch=watch, index=indices)
+        return Part(member, bundle, list(cohorts.values()))
+
+    def _run(self, part: Part, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
+        bundle, cohorts = part.bundle, part.cohorts
+        first = cohorts[0][0]
+        spec = bundle.spec = self._settings.specs(self._iteration)[first.group]
+        each = [self._scalars(cohort[0]) for cohort in cohorts]
+        bundle.numbers = each[0] if len(each) == 1 else _columns(bundle.names, cohorts, each)
+        bundle.t, bundle.scale = first.t + 1, scale
+        bundle.buffers["p"], bundle.buffers["g"] = params, grads  # type: ignore[assignment]
+        try:
+            x = self._engine.run(bundle, spec.update)
+        finally:
+            bundle.buffers["p"] = bundle.buffers["g"] = []  # gradients are never kept
+        for cohort, numbers in zip(cohorts, each, strict=True):
+            source: Mapping[str, Any] = x if spec.matrix else numbers
+            for record in cohort:
+                record.t += 1
+                record.stepped = self._iteration
+                for counter in record.counters:
+                    record.counters[counter] = source.get(counter, record.counters[counter])
+
+    def _scalars(self, record: Record) -> dict[str, Any]:
+        key = _cohort(record)
+        numbers = self._numbers.get(key)
+        if numbers is None:
+            spec = self._settings.specs(self._iteration)[record.group]
+            numbers = self._numbers[key] = {**record.counters, **spec.scalars(record.t + 1, record.counters)}
+        return numbers
+
+    def _advise(self, record: Record) -> None:
+        advice = self._settings.specs(self._iteration)[record.group].advice(record.counters)
+        if advice:
+            self._tell("advice", f"{record.name!r} {advice}")
+
+    def _tell(self, topic: str, message: str) -> None:
+        if topic not in self._told:
+            self._told.add(topic)
+            warnings.warn(f"{self._owner}: {message}", stacklevel=5)
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_plan", "_numbers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _plan=None, _numbers={})
+
+
+class CurvatureOptimizer(NamedOptimizer):
+    """Base of those that take estimates of the Hessian's diagonal."""
+
+    def update_hessian(self, name: str, estimate: np.ndarray, shape: Any = None) -> None:
+        """Average an estimate into the curvature of one parameter; the next step uses it. Legal before the first step."""
+        admission.check_array(self._owner, name, "Hessian estimate", estimate)
+        wanted = admission.logical_shape(self._owner, name, estimate, shape)
+        known = self._records.get(name)
+        if known is not None and wanted == (known.size,):
+            wanted = known.shape  # flat, like a flat parameter
+        if known is not None and wanted != known.shape:
+            raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
+        member, record, route = self._lookup(name, wanted)
+        if not self._passes([name], [estimate]):
+            return
+        self._furnish(record)
+        self._records[name], self._routes[name] = record, route
+        if record.size:
+            spec: Any = self._settings.specs(self._iteration)[record.group]
+            buffers = {"g": [estimate], "h": [record.state["h"]]}
+            bundle = Bundle(spec, [name], [record.shape], record.slots, buffers, numbers=self._scalars(record), t=record.t)
+            self._engine.run(bundle, spec.observe)
+        record.counters["estimates"] += 1
+        self._clock += 1
+
+
+def _cohort(record: Record) -> Any:
+    return (record.group, record.t, *record.counters.values())
+
+
+def _columns(names: list[str], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
+    """One number per tensor of the bundle, where its cohorts differ."""
+    place = {name: i for i, name in enumerate(names)}
+    index = [np.array([place[r.name] for r in cohort]) for cohort in cohorts]
+    columns = {}
+    for key, value in each[0].items():
+        if value is None or all(numbers[key] == value for numbers in each):
+            columns[key] = value
+        else:
+            column = columns[key] = np.empty(len(names))
+            for where, numbers in zip(index, each, strict=True):
+                column[where] = numbers[key]
+    return columns

@@ -1,0 +1,51 @@
+"""Counter-based random numbers, the same on every engine.
+
+Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in shifts, sums
+and xor of 32-bit words, so that one text runs on NumPy, torch and JAX. A draw depends on (key, t, kind, position) alone, so
+neither call order nor stacking, sharding or resuming changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+MASK = 0xFFFFFFFF
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+KINDS = {"normal": 0, "uniform": 1}
+
+
+def key(seed: int, name: str) -> tuple[int, int]:
+    """The two words that stand for (seed, name)."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+def threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+    """Two random words for each counter (x0, x1). Words are integers below 2**32 in any wider type, or uint32."""
+    keys = (key0, key1, (key0 ^ key1 ^ 0x1BD11BDA) & MASK)
+    x0, x1 = (x0 + keys[0]) & MASK, (x1 + keys[1]) & MASK
+    for block in range(5):
+        for r in ROTATIONS[block % 2]:
+            x0 = (x0 + x1) & MASK
+            x1 = (((x1 << r) & MASK) | (x1 >> (32 - r))) ^ x0
+        x0 = (x0 + keys[(block + 1) % 3]) & MASK
+        x1 = (x1 + keys[(block + 2) % 3] + block + 1) & MASK
+    return x0, x1
+
+
+def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
+    """Two streams of n numbers in (0, 1), as float arrays of the engine, for one tensor."""
+    words = threefry(*keys, E.counter(n), E.word(4 * t + KINDS[kind]))
+    first, second = (E.real(word >> 8) * 2.0**-24 + 2.0**-25 for word in words)
+    return first, second
+
+
+def draw(E: Any, kind: str, keys: Any, t: Any, n: int) -> Any:
+    """n numbers for one tensor: standard normal (Box–Muller) or uniform in (0, 1)."""
+    if kind == "uniform":
+        return uniforms(E, kind, keys, t, n)[0]
+    a, b = uniforms(E, kind, keys, t, (n + 1) // 2)
+    radius, angle = E.sqrt(-2.0 * E.log(a)), 2.0 * math.pi * b
+    return E.concatenate((radius * E.cos(angle), radius * E.sin(angle)))[:n]

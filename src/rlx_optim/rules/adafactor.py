@@ -1,0 +1,162 @@
+"""Adafactor: Adam's second moment from row and column means alone.
+
+Idea. Keep the second moment of a matrix as one average per row and one per column; their outer product stands for the whole
+(Shazeer & Stern, arXiv:1804.04235). The update is clipped by its own rms and scaled by the parameter's.
+
+Formulas. b2_t = 1 − t^beta2_decay. Two or more dimensions, over the last two: R, C average the row and column means of
+g² + eps[0]; V = (R/mean(R))·C, the mean over the rows of each matrix; fewer dimensions: V averages g² + eps[0].
+u = g/√V; u ← u/max(1, rms(u)/clip_threshold). Step: lr, or min(1e-2, 1/√t) where lr is None; times max(eps[1], rms(p)) where
+scale_parameter. p ← p − step·weight_decay·p − step·u, rms(p) before the decay. With beta1 the applied change is the average
+of step·u, not bias-corrected.
+"torch" follows torch.optim.Adafactor: step = min(lr, 1/√t)·max(eps[1], rms(p)) with lr None = 1e-2; R, C, V average g²
+alone; mean(R) is at least eps[0] and V at least eps[0]²; the decay uses lr. It has no beta1 and always scales.
+"rlx" follows the Rust crate rlx-optim 0.2.6: only rank-2 tensors are factored, V = R·C/ΣR with R, C still means (u is √rows
+too large, so the clip nearly always acts), u ← u/max(1, clip_threshold·rms(u)), a given lr is used unscaled, without one the
+step is min(1e-2, 1/√t)·max(eps[1], rms(p)); ΣR is at least eps[0] and √V at least √eps[0]. No beta1.
+
+Deviation in form, not in value: 1/√V is kept as a product of a row factor and a column factor, so the passes over the matrix
+need no root and no division, and R·C is never formed (it underflows in float32).
+
+When, and what it costs. When memory is what is short: about 0 bytes of state a parameter for matrices (4 with beta1).
+Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p written: 12): 24 bytes of traffic a parameter.
+"""
+
+import math
+
+from ..spec import Slot, Spec, choice, flag, like, real, reals
+from ..vocabulary import maximum, minimum, rsqrt, sqrt
+
+HUGE = 3e38  # below float32's largest: keeps 0 · (1/√0) at 0 where eps[0] is 0
+
+
+# the second moment of a matrix ---------------------------------------------------------------------------------------
+def squares(g, eps1):
+    row_mean = g * g + eps1
+    col_mean = g * g + eps1
+    return row_mean, col_mean
+
+
+def average_rows(row, row_mean, beta2, alpha2):
+    row = beta2 * row + alpha2 * row_mean
+    total = row
+    return row, total
+
+
+def average_columns(col, col_mean, beta2, alpha2):
+    col = beta2 * col + alpha2 * col_mean
+    col_factor = rsqrt(col)
+    return col, col_factor
+
+
+def row_factors(row, total, least):
+    row_factor = sqrt(maximum(total, least) / row)
+    return row_factor
+
+
+def measure(p, g, row_factor, col_factor, top):
+    size = p
+    pace = g * minimum(row_factor * col_factor, top)
+    return size, pace
+
+
+def descend(p, g, row_factor, col_factor, top, keep, step):
+    p = keep * p - step * (g * minimum(row_factor * col_factor, top))
+    return p
+
+
+def glide(p, g, m, row_factor, col_factor, top, keep, step, beta1, alpha1):
+    m = beta1 * m + alpha1 * (step * (g * minimum(row_factor * col_factor, top)))
+    p = keep * p - m
+    return p, m
+
+
+# the second moment elementwise ---------------------------------------------------------------------------------------
+def measure_whole(p, g, v, eps1, beta2, alpha2, top):
+    v = beta2 * v + alpha2 * (g * g + eps1)
+    size = p
+    pace = g * minimum(rsqrt(v), top)
+    return v, size, pace
+
+
+def descend_whole(p, g, v, top, keep, step):
+    p = keep * p - step * (g * minimum(rsqrt(v), top))
+    return p
+
+
+def glide_whole(p, g, v, m, top, keep, step, beta1, alpha1):
+    m = beta1 * m + alpha1 * (step * (g * minimum(rsqrt(v), top)))
+    p = keep * p - m
+    return p, m
+
+
+# the step, one number a tensor ---------------------------------------------------------------------------------------
+def scaled_step(size, pace, base, unscaled, eps2, clip, weight_decay, fixed_decay):
+    pace_clip = maximum(1.0, pace * clip)
+    change = base * maximum(unscaled, maximum(eps2, size) * (1 - unscaled))
+    keep = 1 - fixed_decay - change * weight_decay
+    step = change / pace_clip
+    return keep, step
+
+
+class Adafactor(Spec):
+    lr: float | None = real(None, optional=True)
+    beta2_decay: float = real(-0.8, low=-math.inf, high=0.0)
+    eps: tuple[float, float] = reals((1e-30, 1e-3))
+    clip_threshold: float = real(1.0, open_low=True, infinite=True)
+    weight_decay: float = real(0.0)
+    beta1: float | None = real(None, high=1.0, open_high=True, optional=True)
+    scale_parameter: bool = flag(True)
+    convention: str = choice("paper", "torch", "rlx")
+
+    def check(self):
+        if self.convention != "paper" and self.beta1 is not None:
+            raise self.refuse(f"beta1 has no place in convention {self.convention!r}; got beta1={self.beta1!r}")
+        if self.convention != "paper" and not self.scale_parameter:
+            raise self.refuse(f"scale_parameter=False has no place in convention {self.convention!r}")
+
+    def structure(self):
+        return (self.convention, self.beta1 is None)
+
+    def factored(self, shape):
+        return len(shape) == 2 or (len(shape) > 2 and self.convention != "rlx")
+
+    def slots(self, shape):
+        momentum = {} if self.beta1 is None else like(shape, "m")
+        if not self.factored(shape):
+            return like(shape, "v") | momentum
+        rows, cols = Slot(shape[:-1], drop=(-1,)), Slot(shape[:-2] + shape[-1:], drop=(-2,))
+        return {"row": rows, "col": cols} | momentum
+
+    def scalars(self, t, counters):
+        eps1, eps2 = self.eps
+        alpha2 = t**self.beta2_decay
+        relative = 1 / sqrt(t)
+        numbers = {"beta1": self.beta1, "alpha1": None if self.beta1 is None else 1 - self.beta1, "eps2": eps2}
+        numbers |= {"beta2": 1 - alpha2, "alpha2": alpha2, "eps1": eps1, "least": 0.0, "top": HUGE}
+        numbers |= {"clip": 1 / self.clip_threshold, "weight_decay": self.weight_decay, "fixed_decay": 0.0}
+        if self.convention == "torch":
+            lr = 1e-2 if self.lr is None else self.lr
+            numbers |= {"base": minimum(lr, relative), "unscaled": 0.0, "eps1": 0.0, "least": eps1}
+            numbers |= {"top": reciprocal(eps1), "weight_decay": 0.0, "fixed_decay": lr * self.weight_decay}
+        else:
+            scaled = self.lr is None or self.convention == "paper"
+            numbers["base"] = minimum(1e-2, relative) if self.lr is None else self.lr
+            numbers["unscaled"] = 0.0 if scaled and self.scale_parameter else 1.0
+        if self.convention == "rlx":
+            numbers |= {"least": eps1, "top": reciprocal(math.sqrt(eps1)), "clip": self.clip_threshold}
+        return numbers
+
+    def update(self, E, x):
+        glides = self.beta1 is not None
+        if "row" not in x:
+            x = E.map(measure_whole, x, size="rms", pace="rms")
+            return E.map(glide_whole if glides else descend_whole, E.each(scaled_step, x))
+        x = E.map(squares, x, row_mean="row_mean", col_mean="column_mean")
+        x = E.map(average_rows, x, total="row_sum" if self.convention == "rlx" else "row_mean")
+        x = E.map(row_factors, E.map(average_columns, x))
+        x = E.map(measure, x, size="rms", pace="rms")
+        return E.map(glide if glides else descend, E.each(scaled_step, x))
+
+
+def reciprocal(eps):
+    return 1 / eps if eps > 1 / HUGE else HUGE

@@ -1,0 +1,59 @@
+"""Adam: step by the ratio of the gradient's mean to its root mean square.
+
+Idea. Divide each coordinate's average gradient by the root of its average square, so that every coordinate moves about
+lr a step whatever its scale (Kingma & Ba, arXiv:1412.6980).
+
+Formulas. g ← g + weight_decay·p (coupled decay); m ← b1·m + (1 − b1)·g; v ← b2·v + (1 − b2)·g²;
+p ← p − lr·(m/bc1)/(√(v/bc2) + eps) with bc = 1 − b^t. eps stands outside the root, after bias correction.
+amsgrad divides by the running maximum of the uncorrected v instead. Equal to torch.optim.Adam.
+
+When, and what it costs. Where an existing recipe says Adam; with weight decay prefer AdamW.
+8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter.
+"""
+
+from ..spec import Spec, betas, flag, like, real
+from ..vocabulary import less_power, maximum, sqrt
+
+
+def adam(p, g, m, v, decay, step, beta1, alpha1, beta2, alpha2, root, eps):
+    g = g + decay * p
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    p = p - step * m / (sqrt(v) * root + eps)
+    return p, m, v
+
+
+def amsgrad(p, g, m, v, vmax, decay, step, beta1, alpha1, beta2, alpha2, root, eps):
+    g = g + decay * p
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    vmax = maximum(vmax, v)
+    p = p - step * m / (sqrt(vmax) * root + eps)
+    return p, m, v, vmax
+
+
+class Adam(Spec):
+    lr: float = real(1e-3)
+    betas: tuple[float, float] = betas(0.9, 0.999)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.0)
+    amsgrad: bool = flag(False)
+
+    def slots(self, shape):
+        return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        return {
+            "decay": self.weight_decay,
+            "step": self.lr / less_power(beta1, t),
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "root": 1 / sqrt(less_power(beta2, t)),
+            "eps": self.eps,
+        }
+
+    def update(self, E, x):
+        return E.map(amsgrad if self.amsgrad else adam, x)

@@ -1,0 +1,57 @@
+"""AdamW: Adam with decoupled weight decay.
+
+Idea. Shrink the parameters beside the adaptive step, not through it, so that the decay does not depend on the gradient's
+scale (Loshchilov & Hutter, arXiv:1711.05101).
+
+Formulas. m ← b1·m + (1 − b1)·g; v ← b2·v + (1 − b2)·g²;
+p ← (1 − lr·weight_decay)·p − lr·(m/bc1)/(√(v/bc2) + eps) with bc = 1 − b^t.
+amsgrad divides by the running maximum of the uncorrected v instead. Equal to torch.optim.AdamW.
+
+When, and what it costs. The default choice for transformers. 8 bytes of state a parameter (12 with amsgrad),
+28 bytes of traffic a parameter.
+"""
+
+from ..spec import Spec, betas, flag, like, real
+from ..vocabulary import less_power, maximum, sqrt
+
+
+def adamw(p, g, m, v, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    p = keep * p - step * m / (sqrt(v) * root + eps)
+    return p, m, v
+
+
+def amsgrad(p, g, m, v, vmax, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    vmax = maximum(vmax, v)
+    p = keep * p - step * m / (sqrt(vmax) * root + eps)
+    return p, m, v, vmax
+
+
+class AdamW(Spec):
+    lr: float = real(1e-3)
+    betas: tuple[float, float] = betas(0.9, 0.999)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.01)
+    amsgrad: bool = flag(False)
+
+    def slots(self, shape):
+        return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        return {
+            "keep": 1 - self.lr * self.weight_decay,
+            "step": self.lr / less_power(beta1, t),
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "root": 1 / sqrt(less_power(beta2, t)),
+            "eps": self.eps,
+        }
+
+    def update(self, E, x):
+        return E.map(amsgrad if self.amsgrad else adamw, x)

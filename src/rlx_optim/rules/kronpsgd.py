@@ -1,0 +1,120 @@
+"""KronPSGD: momentum whitened by a Kronecker-factored preconditioner that is learned by descent on a Lie group.
+
+Idea. Keep one small factor q per dimension whose product Q makes the momentum's covariance the identity: QᵀQ approaches
+covariance^(−1/2). Fit it by comparing the preconditioned momentum with inversely preconditioned noise, without any
+eigendecomposition (Li, arXiv:1512.04202 and 2402.11858; the rule is that of kron_torch without its damping noise).
+
+Formulas. m ← beta1·m + (1 − beta1)·g, m̂ = m/bc1. Per dimension q: upper triangular, or diagonal when the dimension exceeds
+max_size, the tensor has fewer than min_ndim_triangular dimensions, or memory_save_mode says so ("one_diag": the largest
+dimension, the last of equals; "all_diag": every one); initially precond_init_scale^(1/ndim)·I. A 0-D tensor counts as length 1.
+When q is updated, V is standard normal noise: A = the q's applied to m̂ (to g with momentum_into_precond_update=False), B = the
+inverse transposes applied to V; for each factor T1, T2 are the contractions of A and of B with themselves over all other
+dimensions; q ← q − precond_lr·triu(T1 − T2)·q/s, s a cheap lower bound on the spectral norm of T1 + T2;
+diagonal: q ← q − precond_lr·(T1 − T2)·q/max|T1 + T2|.
+With balance_probability per update the factors are rescaled to equal largest entries, which changes no step.
+u = QᵀQ applied to m̂, times min(1, 1.1/(rms(u) + 1e-12)); weight_decay·p joins u for two dimensions and up; p ← p − lr·u.
+Updates come with probability max(0.03, min(1, exp(−0.001·(n − 500)))), n = t − 1, or the one given: the counter rises by 1 a
+step, at 1/probability or more there is an update and it returns to 0.
+Noise is keyed by (seed, name, t); probe(name, t, shape) replaces it. Factors are left alone where they would stop being finite.
+
+When, and what it costs. Where Adam's diagonal is too coarse and an eigendecomposition too dear. 4 bytes of state a parameter
+and 4·n² for every triangular dimension n; two products of the tensor with each q a step, and per update two more products,
+a triangular solve and two Gram matrices.
+"""
+
+import math
+
+from .. import linalg
+from ..spec import Slot, Spec, choice, flag, function, integer, like, real
+from ..vocabulary import exp, less_power
+
+
+def average(m, g, beta, alpha):
+    m = beta * m + alpha * g
+    return m
+
+
+def descend(p, u, lr, decay):
+    p = p - lr * (u + decay * p)
+    return p
+
+
+class KronPSGD(Spec):
+    lr: float = real(1e-3)
+    beta1: float = real(0.9, high=1.0, open_high=True)
+    weight_decay: float = real(0.0)
+    precond_lr: float = real(0.1)
+    precond_init_scale: float = real(1.0, open_low=True)
+    preconditioner_update_probability: float | None = real(None, open_low=True, high=1.0, optional=True)
+    max_size: int = integer(8192, 0, fixed=True)
+    min_ndim_triangular: int = integer(2, 0, fixed=True)
+    memory_save_mode: str | None = choice(None, "one_diag", "all_diag")
+    momentum_into_precond_update: bool = flag(True)
+    balance_probability: float = real(0.01, high=1.0)
+    seed: int = integer(0, 0)
+    probe: object = function()
+
+    matrix = True
+
+    def diagonal(self, dims):
+        """Which factors are diagonal."""
+        if self.memory_save_mode == "all_diag" or len(dims) < self.min_ndim_triangular:
+            return set(range(len(dims)))
+        spared = {max((n, i) for i, n in enumerate(dims))[1]} if self.memory_save_mode == "one_diag" else set()
+        return spared | {i for i, n in enumerate(dims) if n > self.max_size}
+
+    def slots(self, shape):
+        dims = shape or (1,)
+        scale, diagonal = self.precond_init_scale ** (1 / len(dims)), self.diagonal(dims)
+        factors = {
+            f"q{i}": Slot((n,), scale) if i - 1 in diagonal else Slot((n, n), scale, eye=True) for i, n in enumerate(dims, 1)
+        }
+        return like(shape, "m") | factors
+
+    def counters(self):
+        return {"counter": 0}
+
+    def scalars(self, t, counters):
+        return {"beta": self.beta1, "alpha": 1 - self.beta1, "lr": self.lr}
+
+    def update(self, E, x):
+        stack = x.p.shape if x.p.ndim > 1 else (*x.p.shape, 1)
+        x = E.map(average, x)
+        mhat = (x.m / less_power(self.beta1, x.t)).reshape(stack)
+        q = {i: x[f"q{i}"] for i in range(1, len(stack))}
+        counter = x.counter + 1
+
+        def fit(q, counter):
+            V = E.random("normal", x, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
+            A = linalg.every(E, linalg.times, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
+            B = linalg.every(E, lambda f, U: E.solve(f, U) if f.ndim == 3 else U / f[..., None], q, V)
+            new, sound = {}, True
+            for i, f in q.items():
+                T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
+                if f.ndim == 3:
+                    new[i] = f - self.precond_lr * (E.triu(T1 - T2) @ f) / linalg.spectral_bound(E, T1 + T2)
+                else:
+                    new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
+                sound = linalg.finite(E, new[i]).reshape(-1) & sound
+            if self.balance_probability and len(q) > 1:
+                new = balanced(new)
+            return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}, 0 * counter
+
+        def balanced(q):
+            top = {i: E.norm(f, math.inf).reshape(-1) for i, f in q.items()}
+            mean = math.prod(size ** (1 / len(q)) for size in top.values())
+            coin = E.random("uniform", x, (stack[0],)) < self.balance_probability
+            return {i: f * E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1)) for i, f in q.items()}
+
+        given = self.preconditioner_update_probability
+        if given is not None:
+            due = counter >= 1 / given
+        else:  # 1 / p(n), n = t - 1
+            due = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)
+        q, counter = E.cond(due, fit, lambda *same: same, q, counter)
+        u = linalg.every(E, linalg.times_transposed, q, linalg.every(E, linalg.times, q, mhat))
+        rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
+        u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
+        decay = self.weight_decay if x.p.ndim > 2 else 0.0
+        x = E.map(descend, x.set(u=u, decay=decay))
+        return x.set(counter=counter, **{f"q{i}": f for i, f in q.items()})

@@ -1,0 +1,82 @@
+"""MARS: AdamW (or Lion) on a variance-reduced gradient.
+
+Idea. Correct the gradient by a scaled difference to the previous one, which cancels part of the noise that consecutive
+batches share (Yuan et al., arXiv:2411.10438).
+
+Formulas. c = g + gamma·b1/(1 − b1)·(g − g_prev), g_prev = 0 at first; c ← c·min(1, clip_norm/‖c‖) per tensor; then AdamW on c;
+with variant "lion" m ← b1·m + (1 − b1)·c and the update sign(m). Decoupled decay in both. Rank-2 tensors only, the rest
+goes to `otherwise`; otherwise=None is MARS everywhere. clip_norm=None does not clip.
+
+When, and what it costs. Language models, as a drop-in for AdamW with a larger lr. 12 bytes of state a parameter (8 with
+"lion"). Two passes: the first measures c (g, g_prev read: 8 bytes), the second recomputes it
+(p, g, g_prev, m, v read, p, g_prev, m, v written: 36 bytes): 44 bytes of traffic a parameter and no scratch.
+"""
+
+from ..spec import Otherwise, Spec, betas, choice, like, real
+from ..vocabulary import less_power, minimum, sign, sqrt
+
+
+def measure(g, prev, gain):
+    length = g + gain * (g - prev)
+    return length
+
+
+def clipping(length, clip_norm):
+    clip = minimum(1.0, clip_norm / length)
+    return clip
+
+
+def adamw(p, g, m, v, prev, gain, clip, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+    c = clip * (g + gain * (g - prev))
+    m = beta1 * m + alpha1 * c
+    v = beta2 * v + alpha2 * c * c
+    p = keep * p - step * m / (sqrt(v) * root + eps)
+    prev = g
+    return p, m, v, prev
+
+
+def lion(p, g, m, prev, gain, clip, keep, lr, beta1, alpha1):
+    m = beta1 * m + alpha1 * clip * (g + gain * (g - prev))
+    p = keep * p - lr * sign(m)
+    prev = g
+    return p, m, prev
+
+
+class MARS(Spec):
+    lr: float = real(3e-3)
+    betas: tuple[float, float] = betas(0.95, 0.99)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.0)
+    gamma: float = real(0.025)
+    clip_norm: float | None = real(1.0, open_low=True, infinite=True, optional=True)
+    variant: str = choice("adamw", "lion")
+
+    otherwise_default = Otherwise("adamw", {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
+
+    def takes(self, shape):
+        return None if len(shape) == 2 else f"{len(shape)} dimensions; MARS takes 2"
+
+    def slots(self, shape):
+        return like(shape, "m", "prev", *(["v"] if self.variant == "adamw" else []))
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        return {
+            "gain": self.gamma * beta1 / (1 - beta1),
+            "clip_norm": self.clip_norm,
+            "clip": 1.0,
+            "keep": 1 - self.lr * self.weight_decay,
+            "lr": self.lr,
+            "step": self.lr / less_power(beta1, t),
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "root": 1 / sqrt(less_power(beta2, t)),
+            "eps": self.eps,
+        }
+
+    def update(self, E, x):
+        if self.clip_norm is not None:
+            x = E.each(clipping, E.map(measure, x, length="norm"))
+        return E.map(adamw if self.variant == "adamw" else lion, x)

@@ -1,0 +1,79 @@
+"""Muon: momentum, orthogonalised.
+
+Idea. The momentum of a weight matrix is dominated by few directions; replace its singular values by about 1, so that every
+direction is learned at one pace (Jordan et al., 2024). The singular values are pushed towards 1 by a few Newton–Schulz
+steps, which are matrix products alone.
+
+Formulas. m ← momentum·m + (1 − momentum)·g; u = (1 − momentum)·g + momentum·m with Nesterov, else m. X = u (transposed so that
+rows ≤ columns) / (‖u‖ + eps); ns_steps times X ← a·X + (b·A + c·A²)·X with A = XXᵀ.
+p ← (1 − lr·weight_decay)·p − lr·scale·X. Tensors of more than two dimensions are viewed as (first, rest), scale included.
+"keller": scale √max(1, rows/columns). "moonlight": 0.2·√max(rows, columns), so that AdamW's lr and decay carry over.
+"rlx" (the Rust crate): √max(rows, columns), m ← momentum·m + g, u = g + momentum·m with Nesterov, and every tensor whose rank
+is not 2 takes the step p ← (1 − lr·weight_decay)·p − lr·u.
+Float32 on the CPU; engines with half-precision matrix units use them and say so.
+
+When, and what it costs. The hidden matrices of a network; embeddings, heads, norms and biases go to `otherwise`. 4 bytes of
+state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations for rows ≤ columns.
+"""
+
+import math
+
+from ..spec import Otherwise, Spec, choice, flag, integer, like, real, reals
+
+
+def nesterov(g, m, beta, alpha):
+    m = beta * m + alpha * g
+    u = alpha * g + beta * m
+    return u, m
+
+
+def heavy_ball(g, m, beta, alpha):
+    m = beta * m + alpha * g
+    u = m
+    return u, m
+
+
+def descend(p, u, keep, step):
+    p = keep * p - step * u
+    return p
+
+
+SCALES = {
+    "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "moonlight": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "rlx": lambda rows, columns: math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(Spec):
+    lr: float = real(0.02)
+    momentum: float = real(0.95, high=1.0, open_high=True)
+    nesterov: bool = flag(True)
+    weight_decay: float = real(0.0)
+    ns_steps: int = integer(5, 1)
+    ns_coefficients: tuple[float, float, float] = reals((3.4445, -4.7750, 2.0315), low=-math.inf)
+    eps: float = real(1e-7)
+    convention: str = choice("keller", "moonlight", "rlx")
+
+    matrix = True
+    everywhere = False
+    otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
+
+    def takes(self, shape):
+        return None if len(shape) >= 2 or self.convention == "rlx" else f"{len(shape)} dimensions; Muon takes 2 or more"
+
+    def slots(self, shape):
+        return like(shape, "m")
+
+    def scalars(self, t, counters):
+        alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum
+        return {"beta": self.momentum, "alpha": alpha, "keep": 1 - self.lr * self.weight_decay, "step": self.lr}
+
+    def update(self, E, x):
+        x = E.map(nesterov if self.nesterov else heavy_ball, x)
+        if self.convention == "rlx" and x.u.ndim != 3:
+            return E.map(descend, x)
+        U = x.u.reshape(*x.u.shape[:2], -1)
+        X = E.orthogonalize(U, self.ns_steps, self.ns_coefficients, self.eps)
+        scale = SCALES[self.convention](*U.shape[1:])
+        return E.map(descend, x.set(u=X.reshape(x.u.shape), step=x.step * scale))

@@ -1,0 +1,63 @@
+"""NAdamW: AdamW with Nesterov momentum.
+
+Idea. Use the momentum that the next step would see (Dozat, 2016).
+
+Formulas. m and v as in AdamW, v̂ = v/bc2, p ← (1 − lr·weight_decay)·p − lr·m̂/(√v̂ + eps). Three rules share the name and
+differ by 7 to 49 % after 20 steps, so the convention is explicit:
+"dozat" (optax.nadamw): m̂ = b1·m/(1 − b1^(t+1)) + (1 − b1)·g/bc1.
+"algoperf" (timm, MLCommons): m̂ = (b1·m + (1 − b1)·g)/bc1.
+"torch" (torch.optim.NAdam with decoupled decay): μ_t = b1·(1 − ½·0.96^(t·momentum_decay)), Π_t = μ_1·…·μ_t,
+m̂ = μ_{t+1}·m/(1 − Π_{t+1}) + (1 − μ_t)·g/(1 − Π_t); m itself still averages with b1. Π is state.
+
+When, and what it costs. Often a little ahead of AdamW at the same cost (it won MLCommons' AlgoPerf baselines).
+8 bytes of state a parameter, 28 bytes of traffic a parameter.
+"""
+
+from ..spec import Spec, betas, choice, like, real
+from ..vocabulary import less_power, sqrt
+
+
+def nadamw(p, g, m, v, keep, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    p = keep * p - (from_m * m + from_g * g) / (sqrt(v) * root + eps)
+    return p, m, v
+
+
+class NAdamW(Spec):
+    lr: float = real(1e-3)
+    betas: tuple[float, float] = betas(0.9, 0.999)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.01)
+    convention: str = choice("dozat", "algoperf", "torch")
+    momentum_decay: float = real(4e-3)
+
+    def slots(self, shape):
+        return like(shape, "m", "v")
+
+    def counters(self):
+        return {"mu_product": 1.0} if self.convention == "torch" else {}
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        numbers = {
+            "keep": 1 - self.lr * self.weight_decay,
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "root": 1 / sqrt(less_power(beta2, t)),
+            "eps": self.eps,
+        }
+        if self.convention == "torch":
+            now, after = (beta1 * (1 - 0.5 * 0.96 ** (n * self.momentum_decay)) for n in (t, t + 1))
+            product = counters["mu_product"] * now
+            from_m, from_g = after / (1 - product * after), (1 - now) / (1 - product)
+            numbers["mu_product"] = product
+        else:
+            from_m = beta1 / less_power(beta1, t + (self.convention == "dozat"))
+            from_g = (1 - beta1) / less_power(beta1, t)
+        return numbers | {"from_m": self.lr * from_m, "from_g": self.lr * from_g}
+
+    def update(self, E, x):
+        return E.map(nadamw, x)

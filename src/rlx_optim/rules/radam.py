@@ -1,0 +1,71 @@
+"""RAdam: Adam that waits until its second moment can be trusted.
+
+Idea. Early on, v is an average of few squares and its reciprocal root varies wildly. Measure that by ρ_t, the length of
+the average; step by plain momentum while it is short, and rectify the adaptive step by r afterwards (Liu et al.,
+arXiv:1908.03265). It does without warm-up.
+
+Formulas. ρ∞ = 2/(1 − b2) − 1, ρ_t = ρ∞ − 2t·b2^t/bc2, r = √((ρ_t − 4)(ρ_t − 2)ρ∞ / ((ρ∞ − 4)(ρ∞ − 2)ρ_t)).
+Rectified: p ← p − lr·r·(m/bc1)/den; otherwise p ← p − lr·m/bc1.
+"torch" (torch.optim.RAdam): rectified while ρ_t > 5, den = (√v + eps)/√bc2.
+"paper": rectified while ρ_t > 4, den = √(v/bc2) + eps.
+weight_decay joins the gradient, or shrinks p where decoupled_weight_decay.
+ρ_t and r are taken in float64: in float32 the cancellation in ρ_t costs 1.2 % at t = 6.
+
+When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of state a parameter, 28 of traffic.
+"""
+
+from ..spec import Spec, betas, choice, flag, like, real
+from ..vocabulary import less_power, sqrt, where
+
+
+def radam(p, g, m, v, keep, decay, step, rectified, beta1, alpha1, beta2, alpha2, root, eps):
+    g = g + decay * p
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    u = where(rectified > 0, m / (sqrt(v) * root + eps), m)
+    p = keep * p - step * u
+    return p, m, v
+
+
+class RAdam(Spec):
+    lr: float = real(1e-3)
+    betas: tuple[float, float] = betas(0.9, 0.999)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.0)
+    decoupled_weight_decay: bool = flag(False)
+    convention: str = choice("torch", "paper")
+
+    def scalars(self, t, counters):
+        (beta1, beta2), torch = self.betas, self.convention == "torch"
+        c1, c2 = less_power(beta1, t), less_power(beta2, t)
+        rectified, r = rectification(beta2, t, c2, threshold=5 if torch else 4)
+        adaptive = r * (sqrt(c2) if torch else 1)
+        return {
+            "keep": 1 - self.lr * self.weight_decay * self.decoupled_weight_decay,
+            "decay": self.weight_decay * (not self.decoupled_weight_decay),
+            "step": self.lr / c1 * where(rectified, adaptive, 1.0),
+            "rectified": where(rectified, 1.0, 0.0),
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "root": 1 if torch else 1 / sqrt(c2),
+            "eps": self.eps,
+        }
+
+    def slots(self, shape):
+        return like(shape, "m", "v")
+
+    def update(self, E, x):
+        return E.map(radam, x)
+
+
+def rectification(beta2, t, c2, threshold):
+    """Whether the step is rectified at t, and by what factor."""
+    longest = 2 / (1 - beta2) - 1
+    if longest <= threshold:  # ρ_t < ρ∞: never
+        return False, 1.0
+    rho = longest - 2 * t * (1 - c2) / c2
+    rectified = rho > threshold
+    rho = where(rectified, rho, longest)  # r is not real below 4
+    return rectified, sqrt((rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho))

@@ -1,0 +1,131 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
+
+Idea. Rotate the gradient into the eigenvectors of its own second-moment matrices, where Adam's diagonal scaling is close to
+the full one, and rotate the step back (Vyas et al., arXiv:2409.11321).
+
+Formulas (the authors' code). Per dimension no larger than max_precond_dim an average L ← beta·L + (1 − beta)·GGᵀ of the
+gradient's Gram matrix (beta = shampoo_beta, or betas[1]); a larger dimension is not rotated. The first call only sets L and
+Q = eigenvectors of L, descending, and moves nothing. Afterwards, with n counting the steps that move:
+m and v average the rotated gradient and its square, p ← p − lr·(√bc2/bc1)·Q(m/(√v + eps))Qᵀ, eps before bias correction, then
+p ← (1 − lr·weight_decay)·p; then L; and whenever n is a multiple of precondition_frequency Q is refreshed by one power step:
+order by the estimated eigenvalues diag(QᵀLQ), permute v to match, Q ← qr(L·Q), and m follows the basis.
+Tensors of fewer than two dimensions are that rule with Q = I unless precondition_1d. merge_dims first folds neighbouring
+dimensions, from the left, while their product is at most max_precond_dim.
+The Gram matrices and the refresh are taken in float64 where the engine has it cheaply: the order of two nearly equal
+eigenvalues decides which basis follows, and float32 gets it wrong sooner.
+L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not).
+
+When, and what it costs. The fewest steps to a given loss of all that are here; pays where a step of the model is expensive.
+8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with n×n matrices a step and
+a QR of each L every precondition_frequency steps.
+"""
+
+from .. import linalg
+from ..spec import Slot, Spec, betas, flag, integer, like, real
+from ..vocabulary import less_power, sqrt
+
+
+def average(old, new, beta, alpha):
+    old = beta * old + alpha * new
+    return old
+
+
+def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
+    m = beta1 * m + alpha1 * g
+    v = beta2 * v + alpha2 * g * g
+    u = m / (sqrt(v) + eps)
+    return m, v, u
+
+
+def descend(p, u, step, keep):
+    p = keep * (p - step * u)  # decay after the step
+    return p
+
+
+class SOAP(Spec):
+    lr: float = real(3e-3)
+    betas: tuple[float, float] = betas(0.95, 0.95)
+    shampoo_beta: float | None = real(None, high=1.0, open_high=True, optional=True)
+    eps: float = real(1e-8)
+    weight_decay: float = real(0.01)
+    precondition_frequency: int = integer(10, 1)
+    max_precond_dim: int = integer(10000, 0, fixed=True)
+    merge_dims: bool = flag(False, fixed=True)
+    precondition_1d: bool = flag(False, fixed=True)
+
+    matrix = True
+
+    def merged(self, shape):
+        """The shape whose dimensions are rotated."""
+        if not self.merge_dims or len(shape) < 2:
+            return shape
+        folded, product = [], 1
+        for n in shape:
+            if product * n <= self.max_precond_dim:
+                product *= n
+            elif product > 1:
+                folded, product = [*folded, product], n
+            else:
+                folded = [*folded, n]
+        return (*folded, product) if product > 1 or not folded else tuple(folded)
+
+    def rotated(self, shape):
+        """The axes, counted in a stack of merged tensors, that have a basis."""
+        merged = self.merged(shape)
+        wanted = len(shape) > 1 or self.precondition_1d
+        return [axis for axis, n in enumerate(merged, 1) if wanted and n <= self.max_precond_dim]
+
+    def slots(self, shape):
+        merged = self.merged(shape)
+        square = {axis: (merged[axis - 1],) * 2 for axis in self.rotated(shape)}
+        factors = {f"L{axis}": Slot(s) for axis, s in square.items()}
+        return like(shape, "m", "v") | factors | {f"Q{axis}": Slot(s, eye=True, fill=1.0) for axis, s in square.items()}
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        numbers = {"beta1": beta1, "alpha1": 1 - beta1, "beta2": beta2, "alpha2": 1 - beta2, "eps": self.eps}
+        beta = beta2 if self.shampoo_beta is None else self.shampoo_beta
+        keep = 1 - self.lr * self.weight_decay
+        return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "keep": keep}
+
+    def update(self, E, x):
+        (beta1, beta2), n = self.betas, x.t - 1  # n: steps that moved, this one included
+        shape = x.p.shape[1:]
+        axes = self.rotated(shape)
+        stacked = (x.p.shape[0], *self.merged(shape))
+        P, G, m, v = (X.reshape(stacked) for X in (x.p, x.g, x.m, x.v))
+        Q = {i: x[f"Q{i}"] for i in axes}
+        L = {}
+        for i in axes:
+            old = x[f"L{i}"]
+            square = E.narrow(linalg.gram(E, E.wide(G), i))
+            new = E.map(average, x.set(old=old, new=square)).old
+            L[i] = E.where(linalg.finite(E, new), new, old)
+
+        def initialise(P, m, v, Q):
+            return P, m, v, {i: E.eigh(L[i]) for i in axes}
+
+        def move(P, m, v, Q):
+            rotated = linalg.every(E, linalg.times_transposed, Q, G)
+            y = E.map(direction, x.set(g=rotated, m=m, v=v))
+            step = x.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
+            P = E.map(descend, x.set(p=P, u=linalg.every(E, linalg.times, Q, y.u), step=step)).p
+            m, v, Q = E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
+            return P, m, v, Q
+
+        def refresh(m, v, Q):
+            new = {}
+            for i in axes:
+                LQ = E.wide(L[i]) @ E.wide(Q[i])
+                order = (-(Q[i] * LQ).sum(-2)).argsort(-1)  # by the estimated eigenvalues diag(Q' L Q), descending
+                v = linalg.permute(E, v, order, i)
+                new[i] = E.narrow(E.qr(linalg.permute(E, LQ, order, 2)))  # L times the permuted Q is the permuted L Q
+            whole = linalg.every(E, linalg.times, Q, m)
+            return linalg.every(E, linalg.times_transposed, new, whole), v, new  # m follows the basis
+
+        def same(*x):
+            return x
+
+        P, m, v, Q = E.cond(x.t == 1, initialise, move, P, m, v, Q)
+        slots = {f"L{i}": L[i] for i in axes} | {f"Q{i}": Q[i] for i in axes}
+        return x.set(p=P.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)

@@ -1,0 +1,75 @@
+"""Sophia: momentum over a diagonal Hessian estimate, clipped.
+
+Idea. Divide by the curvature, estimated now and then, and clip each coordinate so that flat or negative curvature cannot
+throw the parameter away (Liu et al., arXiv:2305.14342; this is the paper's Sophia-H).
+
+Formulas. m ← b1·m + (1 − b1)·g, no bias correction. An estimate of the Hessian's diagonal sets h ← b2·h + (1 − b2)·estimate
+and is used in the same step. p ← (1 − lr·weight_decay)·p − lr·clip(m / max(gamma·h, eps), −clip, clip).
+The estimate is the caller's: Hutchinson's u⊙Hu for random signs u, every 10 steps or so, or a Gauss–Newton–Bartlett
+estimate. Before the first one h = 0 and the step is the clipped sign of m.
+
+When, and what it costs. Language-model pretraining where a Hessian product every ten steps is affordable. 8 bytes of
+state a parameter, 24 of traffic a parameter, and the estimate.
+"""
+
+import math
+
+from ..spec import Spec, betas, like, real
+from ..vocabulary import maximum, minimum
+
+
+def sophia(p, g, m, h, keep, lr, beta1, alpha1, gamma, clip, eps):
+    m = beta1 * m + alpha1 * g
+    p = keep * p - lr * minimum(maximum(m / maximum(gamma * h, eps), -clip), clip)
+    return p, m
+
+
+def observe(h, g, beta2, alpha2):
+    h = beta2 * h + alpha2 * g  # g: the estimate
+    return h
+
+
+class Sophia(Spec):
+    lr: float = real(1e-3)
+    betas: tuple[float, float] = betas(0.965, 0.99)
+    gamma: float = real(0.01)
+    clip: float = real(1.0, open_low=True, high=math.inf, infinite=True)
+    eps: float = real(1e-12, open_low=True)
+    weight_decay: float = real(0.1)
+
+    observes = True
+
+    def slots(self, shape):
+        return like(shape, "m", "h")
+
+    def counters(self):
+        return {"estimates": 0}  # how many the tensor has had; 0 warns once
+
+    def scalars(self, t, counters):
+        beta1, beta2 = self.betas
+        return {
+            "keep": 1 - self.lr * self.weight_decay,
+            "lr": self.lr,
+            "beta1": beta1,
+            "alpha1": 1 - beta1,
+            "beta2": beta2,
+            "alpha2": 1 - beta2,
+            "gamma": self.gamma,
+            "clip": self.clip,
+            "eps": self.eps,
+        }
+
+    def advice(self, counters):
+        if counters["estimates"]:
+            return None
+        return (
+            "is stepped before any estimate of the Hessian's diagonal, so the step is the clipped sign of the momentum; "
+            "call update_hessian(name, estimate) every 10 steps or so"
+        )
+
+    def update(self, E, x):
+        return E.map(sophia, x)
+
+    def observe(self, E, x):
+        """The estimate, as x.g, joins h."""
+        return E.map(observe, x)

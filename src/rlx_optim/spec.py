@@ -1,0 +1,274 @@
+"""What an optimizer is, apart from where it runs: hyperparameters with ranges, state by name, one update.
+
+A `Spec` is a frozen, validated set of hyperparameters with the mathematics attached. Its fields are declared once, in the
+file of the rule, and give the constructor signatures, the checks, the messages and the documentation of every front end.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+Shape = tuple[int, ...]
+
+
+# ---- hyperparameters ------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One hyperparameter: its default, its range, and what kind of thing it is.
+
+    structural: its value picks the rule or the state, so tensors that differ in it never share a pass.
+    fixed: the layout of the state depends on it, so it cannot change once a tensor has state.
+    """
+
+    default: Any
+    expected: str
+    check: Callable[[Any], Any]
+    annotation: str
+    structural: bool = False
+    fixed: bool = False
+
+    def validated(self, owner: str, name: str, value: Any) -> Any:
+        try:
+            return self.check(value)
+        except (TypeError, ValueError) as problem:
+            kind = TypeError if isinstance(problem, TypeError) else ValueError
+            raise kind(f"{owner}: {name} must be {self.expected}, got {value!r}") from None
+
+
+REQUIRED = object()
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError
+    return float(value)
+
+
+def _in_range(low: float, high: float, open_low: bool, open_high: bool, infinite: bool) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        x = _number(value)
+        above = x > low if open_low else x >= low
+        below = x < high if open_high else x <= high
+        if not (above and below and (infinite or math.isfinite(x))):  # a NaN fails both comparisons
+            raise ValueError
+        return x
+
+    return check
+
+
+def _bounds(low: float, high: float, open_low: bool, open_high: bool) -> str:
+    lower = "" if low == -math.inf else f"> {low:g}" if open_low else f">= {low:g}"
+    upper = "" if high == math.inf else f"< {high:g}" if open_high else f"<= {high:g}"
+    return " and ".join(part for part in (lower, upper) if part)
+
+
+def real(
+    default: Any,
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    infinite: bool = False,
+    optional: bool = False,
+) -> Any:
+    """A number in a range; with optional=True also None, which is structural."""
+    check = _in_range(low, high, open_low, open_high, infinite)
+    bounds = _bounds(low, high, open_low, open_high)
+    expected = f"a {'' if infinite else 'finite '}number{' ' + bounds if bounds else ''}{' or None' if optional else ''}"
+    return Field(
+        default,
+        expected,
+        (lambda x: None if x is None else check(x)) if optional else check,
+        "float | None" if optional else "float",
+        structural=False,
+    )
+
+
+def reals(default: tuple[float, ...], low: float = 0.0, high: float = math.inf, *, open_high: bool = False) -> Any:
+    """A tuple of numbers, each in the same range. Lists are taken as tuples."""
+    one, n = _in_range(low, high, False, open_high, False), len(default)
+
+    def check(value: Any) -> tuple[float, ...]:
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+            raise TypeError
+        values = tuple(value)
+        if len(values) != n:
+            raise ValueError
+        return tuple(one(x) for x in values)
+
+    bounds = _bounds(low, high, False, open_high)
+    expected = f"{n} finite numbers{', each ' + bounds if bounds else ''}"
+    return Field(default, expected, check, f"tuple[{', '.join(['float'] * n)}]")
+
+
+def betas(first: float, second: float) -> Any:
+    return reals((first, second), 0.0, 1.0, open_high=True)
+
+
+def integer(default: int, low: int, *, fixed: bool = False) -> Any:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError
+        if value < low:
+            raise ValueError
+        return int(value)
+
+    return Field(default, f"an integer >= {low}", check, "int", structural=True, fixed=fixed)
+
+
+def flag(default: bool, *, fixed: bool = False) -> Any:
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool) and type(value).__name__ != "bool":  # numpy's bool too
+            raise TypeError
+        return bool(value)
+
+    return Field(default, "True or False", check, "bool", structural=True, fixed=fixed)
+
+
+def choice(*options: str | None) -> Any:
+    """One of a few names; the first is the default."""
+    names = ", ".join(repr(o) for o in options if o is not None)
+    annotation = f"Literal[{names}]" + (" | None" if None in options else "")
+
+    def check(value: Any) -> str | None:
+        if not isinstance(value, str | None) or value not in options:
+            raise ValueError
+        return value
+
+    expected = "one of " + ", ".join(repr(o) for o in options)
+    return Field(options[0], expected, check, annotation, structural=True, fixed=True)
+
+
+def function() -> Any:
+    """A callable that is itself the value (never a schedule), or None."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not callable(value):
+            raise TypeError
+        return value
+
+    return Field(None, "callable or None", check, "Callable[..., Any] | None", structural=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Otherwise:
+    """The default optimizer for tensors that are not for this rule: a name in the registry and its settings."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One buffer of state: its shape, what it starts as, and which of the parameter's last two axes it lacks.
+
+    `drop` says how the buffer lines up with the parameter in a rule: (-1,) is one number per row, (-2,) one per column.
+    A `factor` (eye=True: a scaled identity) does not line up with the parameter at all; matrix rules use those.
+    """
+
+    shape: Shape
+    fill: float = 0.0
+    eye: bool = False
+    drop: tuple[int, ...] = ()
+
+
+def like(shape: Shape, *names: str) -> dict[str, Slot]:
+    """Slots of the parameter's own shape, from zero."""
+    return {name: Slot(shape) for name in names}
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+class Spec(abc.ABC):
+    """A frozen set of hyperparameters and the update they parametrise. Subclasses are the files in `rules/`."""
+
+    fields: ClassVar[dict[str, Field]] = {}
+    #: the unit of `update` is a stack of tensors of equal shape, step count and hyperparameters
+    matrix: ClassVar[bool] = False
+    #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take
+    everywhere: ClassVar[bool] = True
+    #: it takes estimates of the Hessian's diagonal, through a second update `observe`
+    observes: ClassVar[bool] = False
+    #: the optimizer for tensors this one does not take; None where it takes all
+    otherwise_default: ClassVar[Otherwise | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        cls.fields = {**cls.fields, **own}
+        for name in own:
+            delattr(cls, name)
+
+    def __init__(self, **values: Any) -> None:
+        owner = type(self).__name__
+        unknown = set(values) - set(self.fields)
+        if unknown:
+            raise TypeError(
+                f"{owner}: unknown hyperparameter {', '.join(sorted(map(repr, unknown)))}; known are {', '.join(self.fields)}"
+            )
+        for name, field in self.fields.items():
+            value = values.get(name, field.default)
+            if value is REQUIRED:
+                raise TypeError(f"{owner}: {name} is required ({field.expected})")
+            self.__dict__[name] = field.validated(owner, name, value)
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.values().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.__dict__.values()))
+
+    def values(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def replace(self, **values: Any) -> Self:
+        return type(self)(**{**self.values(), **values})
+
+    def refuse(self, message: str) -> ValueError:
+        return ValueError(f"{type(self).__name__}: {message}")
+
+    # What a rule's file says --------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Conditions on several hyperparameters at once."""
+
+    def takes(self, shape: Shape) -> str | None:
+        """None if this rule takes a tensor of this shape, else why not."""
+        return None
+
+    @abc.abstractmethod
+    def slots(self, shape: Shape) -> dict[str, Slot]:
+        """The state of a tensor of this shape."""
+
+    def counters(self) -> dict[str, float]:
+        """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones."""
+        return {}
+
+    def scalars(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
+        """Every number the rule needs at step t, by the rule's argument names, in float64."""
+        return {}
+
+    @abc.abstractmethod
+    def update(self, E: Any, x: Any) -> Any:
+        """The step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the structural
+        fields alone: everything else reaches the rule through `scalars`."""
+
+    def advice(self, counters: Mapping[str, float]) -> str | None:
+        """What to warn about once, if a tensor is stepped with these counters."""
+        return None
+
+    def structure(self) -> tuple[Any, ...]:
+        """What tensors must share to be stepped in one pass."""
+        return tuple(value if self.fields[name].structural else value is None for name, value in self.__dict__.items())
