@@ -78,6 +78,7 @@ class Bundle:
 
     buffers: "p" and "g" (the caller's arrays, g never written) and one entry per slot, each a list with an array per tensor.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
+    uniform: every number is a float.
     t: the step count of this step; only of matrix bundles is it the same for all.
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
@@ -89,6 +90,7 @@ class Bundle:
     slots: dict[str, Slot]
     buffers: dict[str, Sequence[np.ndarray]]
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    uniform: bool = True
     scale: float = 1.0
     t: int = 0
     watch: Any = None

@@ -6,6 +6,7 @@ the tensor: a matrix (B, n, n) or a diagonal (B, n).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ def along(E: Any, f: Callable[[Any], Any], X: Any, axis: int) -> Any:
 def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: Any) -> Any:
     """f(factor, ·) along each axis that has a factor."""
     for axis, q in factors.items():
-        X = along(E, lambda U, q=q: f(q, U), X, axis)
+        X = along(E, functools.partial(f, q), X, axis)
     return X
 
 

@@ -1,4 +1,4 @@
-"""The fourteen named-step optimizers, made from their specs. `named.pyi` beside it tells editors and type checkers what is here."""
+"""The fourteen named-step optimizers, made from their specs. `named.pyi` beside it shows them to editors and type checkers."""
 
 from __future__ import annotations
 

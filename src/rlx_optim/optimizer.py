@@ -22,7 +22,7 @@ import numpy as np
 from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine, get_engine
-from .routing import Route, report
+from .routing import report
 from .settings import Settings
 from .spec import Shape, Slot, Spec
 
@@ -66,10 +66,11 @@ class Record:
 class Part:
     """One bundle and, in it, the records that share a group, a step count and counters (their numbers are taken once)."""
 
-    __slots__ = ("bundle", "cohorts", "member")
+    __slots__ = ("bundle", "cohorts", "member", "version")
 
     def __init__(self, member: NamedOptimizer, bundle: Bundle, cohorts: list[list[Record]]):
         self.member, self.bundle, self.cohorts = member, bundle, cohorts
+        self.version = member._settings.version
 
 
 class Plan:
@@ -79,7 +80,7 @@ class Plan:
 
     def __init__(self, names: list[str], parts: list[Part], empty: list[Record], watch: Any):
         self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
-        self.stamp: Any = None
+        self.stamp = -1
 
 
 @dataclasses.dataclass
@@ -90,7 +91,7 @@ class Item:
     record: Record
     param: np.ndarray
     grad: np.ndarray
-    route: Route
+    why: str  # it came to this member
 
 
 class NamedOptimizer:
@@ -125,7 +126,7 @@ class NamedOptimizer:
             otherwise._join(self)
         self._iteration = self._skipped = 0
         self._records: dict[str, Record] = {}
-        self._routes: dict[str, Route] = {}
+        self._why: dict[str, str] = {}
         self._clock = 0  # moves with every step that a plan did not take
         self._plan: Plan | None = None
         self._numbers: dict[Any, dict[str, Any]] = {}
@@ -168,10 +169,11 @@ class NamedOptimizer:
 
     def hyperparameters(self, name: str | None = None) -> dict[str, Any]:
         """The values in force now, schedules evaluated: for one parameter, or for those in no group."""
-        if name is not None and name in self._routes and self._routes[name].otherwise:
-            assert self.otherwise is not None
-            return self.otherwise.hyperparameters(name)
-        index = -1 if name is None else self._settings.group_of(name)
+        for member in self._family():
+            if name in member._records:
+                return member._settings.specs(member._iteration)[member._records[name].group].values()
+        group = None if name is None else self._settings.group_for(name)
+        index = -1 if group is None else self._settings.groups.index(group)
         return self._settings.specs(self._iteration)[index].values()
 
     # ---- what can be asked -----------------------------------------------------------------------------------------
@@ -231,7 +233,9 @@ class NamedOptimizer:
         """A table: parameter, shape, rule, why."""
         rows = []
         for member in self._family():
-            rows += [(n, member._records[n].shape, member._owner, r.why) for n, r in member._routes.items() if n in member._records]
+            rows += [
+                (n, member._records[n].shape, member._owner, r.why) for n, r in member._routes.items() if n in member._records
+            ]
         return report(rows)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
@@ -246,9 +250,10 @@ class NamedOptimizer:
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
-            and part.bundle.watch is not None
-            and part.bundle.watch.admit((param,), (grad,))
-            and self._same_structure(part)
+            and (watch := part.bundle.watch) is not None
+            and watch.admit((param,), (grad,))
+            and self._settings.specs(self._iteration)
+            and part.version == self._settings.version
         ):
             self._run(part, (param,), (grad,), grad_scale)
             self._clock += 1
@@ -288,59 +293,60 @@ class NamedOptimizer:
         self._iteration += 1
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
-            self._tell("groups", f"group pattern {admission.listed(unmatched)} matched no parameter in the first iteration{owned}")
+            self._tell(
+                "groups", f"group pattern {admission.listed(unmatched)} matched no parameter in the first iteration{owned}"
+            )
         self._numbers.clear()
         if self.otherwise is not None:
             self.otherwise.end_iteration()
 
     # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
-    def _stamp(self) -> Any:
-        """Changes whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
+    def _stamp(self) -> int:
+        """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
+        stamp = 0
         for member in self._family():
             member._settings.specs(member._iteration)
-        return tuple((member._clock, member._settings.structures) for member in self._family())
-
-    def _same_structure(self, part: Part) -> bool:
-        specs = self._settings.specs(self._iteration)
-        return specs[part.cohorts[0][0].group].structure() == part.bundle.spec.structure()
+            stamp += member._clock + member._settings.version
+        return stamp
 
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
         shape = admission.check_pair(self._owner, name, param, grad, shape)
         admission.check_overlap(self._owner, [name], [param], [grad])
-        member, record, route = self._lookup(name, shape)
+        member, record, why = self._lookup(name, shape)
         if record.stepped == member._iteration:
             raise ValueError(
                 f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
             )
-        return Item(member, record, param, grad, route)
+        return Item(member, record, param, grad, why)
 
-    def _lookup(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Record, Route]:
+    def _lookup(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Record, str]:
         """The record of a name, or a new one that is not kept yet."""
         for member in self._family():
             if name in member._records:
                 record = member._records[name]
                 if record.shape != shape:
                     raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
-                return member, record, member._routes[name]
-        member, route = self._route(name, shape)
+                return member, record, member._why[name]
+        member, why = self._route(name, shape)
         settings = member._settings
         group = settings.group_of(name)
-        return member, Record(name, shape, group, settings.specs(member._iteration)[group].counters()), route
+        return member, Record(name, shape, group, settings.specs(member._iteration)[group].counters()), why
 
-    def _route(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Route]:
+    def _route(self, name: str, shape: Shape) -> tuple[NamedOptimizer, str]:
+        """Which of the family takes a tensor, and why where it is not the first."""
         group = self._settings.group_for(name)
         reason = self._settings.specs(self._iteration)[-1].takes(shape)
         if group is not None and group.otherwise:
             group.matched = True
             reason = f"matches {group.pattern!r}"
         if reason is None:
-            return self, Route("")
+            return self, ""
         if self.otherwise is not None:
-            member, route = self.otherwise._route(name, shape)
-            return member, Route(route.why or reason)
+            member, why = self.otherwise._route(name, shape)
+            return member, why or reason
         if not self.spec.everywhere:
             raise ValueError(f"{self._owner}: {name!r} has shape {shape}: {reason}. Give otherwise=AdamW(…) for such tensors")
-        return self, Route("no otherwise")
+        return self, "no otherwise"
 
     def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
@@ -365,7 +371,7 @@ class NamedOptimizer:
             item.member._furnish(item.record)
         for item in items:
             item.member._records[item.record.name] = item.record
-            item.member._routes[item.record.name] = item.route
+            item.member._why[item.record.name] = item.why
             item.member._advise(item.record)
         watch = self._engine.watch(params, grads)
         parts = self._parts(items, watch)
@@ -407,7 +413,9 @@ class NamedOptimizer:
             first = items[indices[0]]
             limit = self._engine.stack(first.record.shape) if first.member.spec.matrix else len(indices)
             for lo in range(0, len(indices), limit):
-                parts.append(self._part(first.member, [items[i].record for i in indices[lo : lo + limit]], indices[lo : lo + limit], watch))
+                parts.append(
+                    self._part(first.member, [items[i].record for i in indices[lo : lo + limit]], indices[lo : lo + limit], watch)
+                )
         return parts
 
     def _part(self, member: NamedOptimizer, records: list[Record], indices: list[int], watch: Any) -> Part:
@@ -415,7 +423,7 @@ class NamedOptimizer:
         for record in records:
             cohorts.setdefault(_cohort(record), []).append(record)
         slots = records[0].slots
-        buffers: dict[str, list[np.ndarray]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
+        buffers: dict[str, Sequence[np.ndarray]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
         spec = member._settings.specs(member._iteration)[records[0].group]
         bundle = Bundle(spec, [r.name for r in records], [r.shape for r in records], slots, buffers, watch=watch, index=indices)
         return Part(member, bundle, list(cohorts.values()))
@@ -425,20 +433,22 @@ class NamedOptimizer:
         first = cohorts[0][0]
         spec = bundle.spec = self._settings.specs(self._iteration)[first.group]
         each = [self._scalars(cohort[0]) for cohort in cohorts]
-        bundle.numbers = each[0] if len(each) == 1 else _columns(bundle.names, cohorts, each)
+        bundle.uniform = len(each) == 1
+        bundle.numbers = each[0] if bundle.uniform else _columns(bundle.names, cohorts, each)
         bundle.t, bundle.scale = first.t + 1, scale
-        bundle.buffers["p"], bundle.buffers["g"] = params, grads  # type: ignore[assignment]
+        bundle.buffers["p"], bundle.buffers["g"] = params, grads
         try:
             x = self._engine.run(bundle, spec.update)
         finally:
             bundle.buffers["p"] = bundle.buffers["g"] = []  # gradients are never kept
+        iteration = self._iteration
         for cohort, numbers in zip(cohorts, each, strict=True):
-            source: Mapping[str, Any] = x if spec.matrix else numbers
+            source = x if spec.matrix else numbers
             for record in cohort:
                 record.t += 1
-                record.stepped = self._iteration
-                for counter in record.counters:
-                    record.counters[counter] = source.get(counter, record.counters[counter])
+                record.stepped = iteration
+                if record.counters:
+                    record.counters = {counter: source[counter] for counter in record.counters}
 
     def _scalars(self, record: Record) -> dict[str, Any]:
         key = _cohort(record)
@@ -478,14 +488,14 @@ class CurvatureOptimizer(NamedOptimizer):
             wanted = known.shape  # flat, like a flat parameter
         if known is not None and wanted != known.shape:
             raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
-        member, record, route = self._lookup(name, wanted)
+        _, record, why = self._lookup(name, wanted)
         if not self._passes([name], [estimate]):
             return
         self._furnish(record)
-        self._records[name], self._routes[name] = record, route
+        self._records[name], self._why[name] = record, why
         if record.size:
             spec: Any = self._settings.specs(self._iteration)[record.group]
-            buffers = {"g": [estimate], "h": [record.state["h"]]}
+            buffers: dict[str, Sequence[np.ndarray]] = {"g": [estimate], "h": [record.state["h"]]}
             bundle = Bundle(spec, [name], [record.shape], record.slots, buffers, numbers=self._scalars(record), t=record.t)
             self._engine.run(bundle, spec.observe)
         record.counters["estimates"] += 1

@@ -37,9 +37,8 @@ def threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 
 def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
     """Two streams of n numbers in (0, 1), as float arrays of the engine, for one tensor."""
-    words = threefry(*keys, E.counter(n), E.word(4 * t + KINDS[kind]))
-    first, second = (E.real(word >> 8) * 2.0**-24 + 2.0**-25 for word in words)
-    return first, second
+    first, second = threefry(keys[0], keys[1], E.counter(n), E.word(4 * t + KINDS[kind]))
+    return E.real(first >> 8) * 2.0**-24 + 2.0**-25, E.real(second >> 8) * 2.0**-24 + 2.0**-25
 
 
 def draw(E: Any, kind: str, keys: Any, t: Any, n: int) -> Any:

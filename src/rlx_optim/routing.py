@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """Why a tensor is where it is; empty where nothing stood in the way."""
-
-    why: str
 
 
 def report(rows: Sequence[tuple[str, tuple[int, ...], str, str]]) -> str:
@@ -18,4 +10,6 @@ def report(rows: Sequence[tuple[str, tuple[int, ...], str, str]]) -> str:
     table = [("parameter", "shape", "rule", "why")]
     table += [(name, "×".join(map(str, shape)) or "scalar", rule, why) for name, shape, rule, why in rows]
     widths = [max(len(row[k]) for row in table) for k in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in table)
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in table
+    )

@@ -24,7 +24,9 @@ class Group:
         unknown = set(given) - set(fields) - set(RESERVED)
         if unknown:
             known = ", ".join([*RESERVED, *fields])
-            raise TypeError(f"{owner}: group {given['match']!r} sets unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}")
+            raise TypeError(
+                f"{owner}: group {given['match']!r} sets unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}"
+            )
         if given.get("use", "otherwise") != "otherwise":
             raise ValueError(f'{owner}: group {given["match"]!r}: "use" must be "otherwise", got {given["use"]!r}')
         self.pattern: str = given["match"]
@@ -51,13 +53,17 @@ class Settings:
         self.groups = [Group(self.owner, kind.fields, group) for group in groups or ()]
         self._evaluated: tuple[Any, list[Spec]] = (None, [])
         self.structures: tuple[Any, ...] = ()
+        self.version = 0  # moves when a structural field does
         self.specs(0)
 
     def assign(self, name: str, value: Any, stepped: bool, iteration: int) -> None:
         """Change one hyperparameter; on refusal nothing has changed."""
         before = self.given[name]
         if stepped and self.kind.fields[name].fixed and value != before:
-            raise ValueError(f"{self.owner}: {name} shapes the state and cannot change after the first step (is {before!r}, got {value!r}); make a new optimizer")
+            raise ValueError(
+                f"{self.owner}: {name} shapes the state and cannot change after the first step (is {before!r}, got {value!r}); "
+                "make a new optimizer"
+            )
         self.given[name] = self._clean(name, value)
         try:
             self._evaluated = (None, [])
@@ -80,9 +86,13 @@ class Settings:
             return specs
         sets = [{**self.given, **group.overrides} for group in self.groups] + [self.given]
         schedules: dict[Any, Any] = {}
-        specs = [self.kind(**{name: self._now(name, value, iteration, schedules) for name, value in given.items()}) for given in sets]
+        specs = [
+            self.kind(**{name: self._now(name, value, iteration, schedules) for name, value in given.items()}) for given in sets
+        ]
         self._evaluated = (iteration if schedules else "constant", specs)
-        self.structures = tuple(spec.structure() for spec in specs)
+        structures = tuple(spec.structure() for spec in specs)
+        if structures != self.structures:
+            self.structures, self.version = structures, self.version + 1
         return specs
 
     def _now(self, name: str, value: Any, iteration: int, called: dict[Any, Any]) -> Any:

@@ -241,7 +241,7 @@ class Spec(abc.ABC):
         return ValueError(f"{type(self).__name__}: {message}")
 
     # What a rule's file says --------------------------------------------------------------------------------------
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Conditions on several hyperparameters at once."""
 
     def takes(self, shape: Shape) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 _threads: int | None = None
 
 
+@functools.cache
 def available() -> int:
     """The cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

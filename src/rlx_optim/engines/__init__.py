@@ -44,7 +44,9 @@ def get_engine(name: Any = "auto", precision: str = "float32") -> Engine:
 @functools.cache
 def _automatic() -> str:
     if importlib.util.find_spec("numba") is None:
-        warnings.warn("rlx_optim: numba is not installed: stepping on the slow reference engine (pip install numba)", stacklevel=5)
+        warnings.warn(
+            "rlx_optim: numba is not installed: stepping on the slow reference engine (pip install numba)", stacklevel=5
+        )
         return "reference"
     return "cpu"
 

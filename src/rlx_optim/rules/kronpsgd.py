@@ -88,14 +88,15 @@ class KronPSGD(Spec):
             V = E.random("normal", x, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
             A = linalg.every(E, linalg.times, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
             B = linalg.every(E, lambda f, U: E.solve(f, U) if f.ndim == 3 else U / f[..., None], q, V)
-            new, sound = {}, True
+            new = {}
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
                     new[i] = f - self.precond_lr * (E.triu(T1 - T2) @ f) / linalg.spectral_bound(E, T1 + T2)
                 else:
                     new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
-                sound = linalg.finite(E, new[i]).reshape(-1) & sound
+            # one factor that is not finite spoils the tensor's others: keep them all as they were
+            sound = math.prod(linalg.finite(E, f).reshape(-1) for f in new.values()) > 0
             if self.balance_probability and len(q) > 1:
                 new = balanced(new)
             return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}, 0 * counter
@@ -107,10 +108,8 @@ class KronPSGD(Spec):
             return {i: f * E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1)) for i, f in q.items()}
 
         given = self.preconditioner_update_probability
-        if given is not None:
-            due = counter >= 1 / given
-        else:  # 1 / p(n), n = t - 1
-            due = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)
+        scheduled = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
+        due = scheduled if given is None else counter >= 1 / given
         q, counter = E.cond(due, fit, lambda *same: same, q, counter)
         u = linalg.every(E, linalg.times_transposed, q, linalg.every(E, linalg.times, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))

@@ -59,15 +59,16 @@ class SOAP(Spec):
         """The shape whose dimensions are rotated."""
         if not self.merge_dims or len(shape) < 2:
             return shape
-        folded, product = [], 1
+        folded: tuple[int, ...] = ()
+        product = 1
         for n in shape:
             if product * n <= self.max_precond_dim:
                 product *= n
             elif product > 1:
-                folded, product = [*folded, product], n
+                folded, product = (*folded, product), n
             else:
-                folded = [*folded, n]
-        return (*folded, product) if product > 1 or not folded else tuple(folded)
+                folded = (*folded, n)
+        return (*folded, product) if product > 1 or not folded else folded
 
     def rotated(self, shape):
         """The axes, counted in a stack of merged tensors, that have a basis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,13 +47,28 @@ class Pass:
         self.partial = np.zeros((len(self.chunks), norms))
         self.scratch = np.empty(int((self.chunks[:, 4]).sum()) * columns if columns else 0)
         self.bounds, self.pieces = np.zeros(0, np.int64), 0
-        tables = (self.addresses, self.numbers, self.chunks)
-        self.tables, self.results = [address(a) for a in tables], [address(a) for a in (self.partial, self.scratch)]
+        self.tables = [address(a) for a in (self.addresses, self.numbers, self.chunks)]
+        self.results = [address(a) for a in (self.partial, self.scratch)]
+        self.whole = (*self.tables, 0, len(self.chunks), *self.results)  # the arguments on one thread
+        self.row = (ctypes.c_double * self.numbers.shape[1]).from_buffer(self.numbers.data) if len(shapes) == 1 else None
+
+    def set_numbers(self, values: list[Any], uniform: bool) -> None:
+        """Fill the table of numbers: each value a float, or (not uniform) a float or an array with one per tensor."""
+        if not uniform:
+            for j, value in enumerate(values):
+                self.numbers[:, j] = value
+        elif self.row is not None:
+            self.row[:] = values
+        else:
+            self.numbers[:] = values
 
     def run(self) -> None:
+        if self.elements < WORTHWHILE:
+            self.alone(*self.whole)
+            return
         count = threads.get_threads()
-        if self.elements < WORTHWHILE or count < 2 or not may_spread():
-            self.alone(*self.tables, 0, len(self.chunks), *self.results)
+        if count < 2 or not may_spread():
+            self.alone(*self.whole)
             return
         if count != self.pieces:
             self.pieces, self.bounds = count, even_bounds(self.chunks, self.layout, count)
@@ -117,18 +133,39 @@ class Plan:
             addresses = np.array([address(a) for a in arrays], np.int64) if own else np.zeros(n, np.int64)
             drop = bundle.slots[name].drop if own else ()
             self.handles[name] = Handle(self, addresses, drop, scaled=name == "g")
-        self.passes: dict[Any, tuple[Pass, list[tuple[int, Handle]], dict[str, Any]]] = {}
-        self.latest: dict[str, list[np.ndarray]] = {}
+        self.steps: dict[Rule, Step] = {}
+        self.taken: list[Step | None] = []  # by the update now running; None for what is not a pass
+        self.only: Step | None = None  # the whole update, where it is one pass without reductions
+        self.version = -1  # of the watch whose addresses these are
 
     def refresh(self, bundle: Bundle) -> None:
         """Take over the addresses of this call's arrays."""
+        watch = bundle.watch
+        if watch is not None and watch.version == self.version:
+            return
         for name in ("p", "g"):
             if name in self.handles:
-                if bundle.watch is None:
+                if watch is None:
                     self.handles[name].addresses[:] = [address(a) for a in bundle.buffers[name]]
                 else:
-                    found = bundle.watch.params if name == "p" else bundle.watch.grads
-                    self.handles[name].addresses[:] = found[bundle.index] if len(bundle.index) < bundle.watch.n else found
+                    found = watch.params if name == "p" else watch.grads
+                    self.handles[name].addresses[:] = found if len(bundle.index) == watch.n else found[bundle.index]
+        for step in self.steps.values():
+            step.refresh()
+        self.version = -1 if watch is None else watch.version
+
+
+class Step:
+    """A pass of an update: where its addresses and numbers come from, and what it makes anew."""
+
+    def __init__(self, made: Pass, numbers: list[str], sources: list[tuple[int, Handle]], fresh: dict[str, Handle]):
+        self.made, self.numbers, self.sources, self.fresh = made, numbers, sources, fresh
+        self.reduces = made.layout.count("norm", "rms", "column_mean") > 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        for slot, handle in self.sources:
+            self.made.addresses[:, slot] = handle.addresses
 
 
 class Cpu(ArrayEngine):
@@ -164,7 +201,16 @@ class Cpu(ArrayEngine):
         if plan is None:
             plan = bundle.plan = Plan(bundle)
         plan.refresh(bundle)
-        return update(self, Values(plan.handles, **bundle.numbers, scale=bundle.scale))
+        if plan.only is not None:
+            numbers = bundle.numbers
+            plan.only.made.set_numbers([*[numbers[name] for name in plan.only.numbers], bundle.scale], bundle.uniform)
+            plan.only.made.run()
+            return Values()
+        plan.taken = []
+        x = update(self, Values(plan.handles, **bundle.numbers, scale=bundle.scale, plan=plan))
+        if len(plan.taken) == 1 and plan.taken[0] is not None and not plan.taken[0].reduces:
+            plan.only = plan.taken[0]
+        return x
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)
@@ -174,36 +220,34 @@ class Cpu(ArrayEngine):
 
     # the compiled pass -----------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        takes, gives = signature(rule)
-        handles = [x[name] for name in takes if isinstance(x[name], Handle)]
-        if not handles:
+        plan = x.get("plan")
+        if plan is None:
             return self._map_stack(rule, x)
-        plan: Plan = handles[0].plan
-        if rule not in plan.passes:
-            plan.passes[rule] = self._prepare(plan, rule, x, reduce)
-        made, sources, fresh = plan.passes[rule]
-        for slot, handle in sources:
-            made.addresses[:, slot] = handle.addresses
-        values = [x[name] for name, kind in zip(takes, made.layout.takes, strict=True) if kind == "number"]
-        if all(isinstance(value, (float, int)) for value in values):
-            made.numbers[:] = (*values, x.scale)
-        else:
-            for j, value in enumerate((*values, x.scale)):
-                made.numbers[:, j] = value
+        step = plan.steps.get(rule)
+        if step is None:
+            step = plan.steps[rule] = self._prepare(plan, rule, x, reduce)
+        plan.taken.append(step)
+        made = step.made
+        made.set_numbers([*[x[name] for name in step.numbers], x.scale], uniform=False)
         made.run()
-        result: dict[str, Any] = dict(fresh)
-        if made.layout.count("norm", "rms"):
+        result: dict[str, Any] = dict(step.fresh)
+        if step.reduces:
+            _, gives = signature(rule)
             norms = iter(made.norms().T)
             for name, kind in zip(gives, made.layout.gives, strict=True):
                 if kind in ("norm", "rms"):
                     norm = next(norms)
                     result[name] = norm if kind == "norm" else norm / np.sqrt(made.sizes)
-        if made.layout.count("column_mean"):
-            made.fold_columns([fresh[n].owned for n, k in zip(gives, made.layout.gives, strict=True) if k == "column_mean"])
+            made.fold_columns([h.owned for n, h in step.fresh.items() if reduce.get(n) == "column_mean"])
         return x.set(**result)
 
-    def _prepare(self, plan: Plan, rule: Rule, x: Values, reduce: dict[str, str]) -> Any:
-        """A pass for this rule over the plan's tensors: its layout, where its addresses come from, what it makes anew."""
+    def each(self, function: Rule, x: Values) -> Values:
+        x.plan.taken.append(None)
+        with np.errstate(all="ignore"):
+            return super().each(function, x)
+
+    def _prepare(self, plan: Plan, rule: Rule, x: Values, reduce: dict[str, str]) -> Step:
+        """A pass for this rule over the plan's tensors."""
         takes, gives = signature(rule)
         handles = [x[name] for name in takes if isinstance(x[name], Handle)]
         domain = tuple(d for d in handles[0].drop if all(d in h.drop for h in handles))
@@ -222,7 +266,7 @@ class Cpu(ArrayEngine):
         shapes = [without(shape, domain) for shape in plan.shapes]
         made = Pass(rule, layout, shapes)
         sources = [(slot, h) for slot, h in enumerate(handles)]
-        fresh: dict[str, Any] = {}
+        fresh: dict[str, Handle] = {}
         slot = len(handles)
         for name, how in zip(gives, layout.gives, strict=True):
             if how in ("norm", "rms", "update"):
@@ -232,7 +276,8 @@ class Cpu(ArrayEngine):
             handle = fresh[name] = Handle(plan, np.array([address(a) for a in arrays], np.int64), drop, owned=arrays)
             sources.append((slot, handle))
             slot += 1
-        return made, sources, fresh
+        numbers = [name for name, each in zip(takes, kinds, strict=True) if each == "number"]
+        return Step(made, numbers, sources, fresh)
 
     def _map_stack(self, rule: Rule, x: Values) -> Values:
         """A rule on whole stacks: compiled too, into new arrays."""

@@ -65,7 +65,6 @@ def source(rule: Rule, layout: Layout) -> str:
     words = ", ".join(word for word in vocabulary.RULE if word in rule.__code__.co_names)
     norms = [k for k, kind in enumerate(layout.gives) if kind in ("norm", "rms")]
     columns = [k for k, kind in enumerate(layout.gives) if kind == "column_mean"]
-    rows = [k for k, kind in enumerate(layout.gives) if kind in ("row_mean", "row_sum")]
 
     def where(slot: int, offset: str, n: str | None) -> str:
         pointer = f"{layout.element}_at(address_of[{width} * t + {slot}] + {size} * ({offset}))"
@@ -79,7 +78,9 @@ def source(rule: Rule, layout: Layout) -> str:
         else:
             setup.append(f"a_{name} = {where(slot, '(r // rows) * columns' if kind == 'column' else start, n)}")
     for name, kind in zip(takes, layout.takes, strict=True):
-        values.append({"number": f"n_{name}", "row": f"a_{name}", "scaled": f"F(a_{name}[i]) * n_scale"}.get(kind, f"F(a_{name}[i])"))
+        values.append(
+            {"number": f"n_{name}", "row": f"a_{name}", "scaled": f"F(a_{name}[i]) * n_scale"}.get(kind, f"F(a_{name}[i])")
+        )
     inner = [f"{', '.join(results)} = {rule.__name__}({', '.join(values)})"]
     after = []
     inner += [f"a_{name}[i] = y{k}" for k, (name, kind) in enumerate(zip(gives, layout.gives, strict=True)) if kind == "update"]
@@ -152,7 +153,7 @@ def _folder() -> Path:
 @functools.cache
 def _foundation() -> str:
     """What every kernel rests on beside its own text."""
-    return inspect.getsource(native) + numba.__version__
+    return f"{inspect.getsource(native)}{numba.__version__}"
 
 
 @functools.cache
@@ -167,7 +168,8 @@ def compiled(rule: Rule, layout: Layout) -> Any:
             file.write(text)
         os.replace(file.name, path)  # whole or not at all, whoever else writes it
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # numba's cache looks the module up by name
     spec.loader.exec_module(module)

@@ -4,7 +4,6 @@ Everything here is used inside compiled code.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ARG001
 
 import math
 

@@ -4,7 +4,7 @@ Two things numba leaves to its user are settled here. Its "workqueue" layer must
 keeps them apart. GNU OpenMP must not be used in a child that was forked after its parent used it: there we stay on one thread.
 """
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def, attr-defined"
+# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def, attr-defined, call-arg"
 
 from __future__ import annotations
 

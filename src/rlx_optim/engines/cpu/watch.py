@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +28,15 @@ NDARRAY, FLOAT32 = id(np.ndarray), id(np.dtype(np.float32))
 
 @cfunc(types.int64(types.int64, types.int64), cache=True)
 def _admit(table, n):
-    """1 if all headers are as expected and no gradient lies in a parameter; leaves the gradients' addresses in the table.
+    """0 unless all headers are as expected and no gradient lies in a parameter. Leaves the gradients' addresses in the table:
+    2 if one has moved, else 1.
 
     table: n ids of parameters, n of gradients, n parameter addresses, n gradient addresses (written), n numbers of dimensions,
     n offsets into the dimensions, n parameter starts in order, n ends in that order, ids of ndarray and float32, dimensions.
     """
     t = int64_at(table)
     ndarray, float32, dims = t[8 * n], t[8 * n + 1], 8 * n + 2
+    verdict = 1
     for k in range(2 * n):
         i = k % n
         header = t[k]
@@ -53,7 +56,10 @@ def _admit(table, n):
             if data != t[2 * n + i]:
                 return 0
             continue
+        if t[3 * n + i] == data:
+            continue
         t[3 * n + i] = data
+        verdict = 2
         lo, hi = 0, n  # the first parameter that ends after the gradient starts
         while lo < hi:
             middle = (lo + hi) // 2
@@ -62,14 +68,15 @@ def _admit(table, n):
             else:
                 hi = middle
         if lo < n and size > 0 and t[6 * n + lo] < data + size:
+            t[3 * n + i] = 0  # not to be taken for checked next time
             return 0
-    return 1
+    return verdict
 
 
 @functools.cache
 def _quick() -> Any:
     # PYFUNCTYPE keeps the interpreter lock: nobody changes a header while it is read
-    return ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_admit.address)
+    return ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_admit.address or 0)
 
 
 def address(array: np.ndarray) -> int:
@@ -86,19 +93,25 @@ class HeaderWatch:
         # empty arrays own no memory: they stand beyond every other
         spans = sorted((s, s + p.nbytes) if p.size else (2**62, 2**62) for s, p in zip(starts, params, strict=True))
         dims = [p.shape for p in params]
-        offsets = np.cumsum([0, *(len(shape) for shape in dims)])[:-1] if n else []
+        offsets = itertools.accumulate((len(shape) for shape in dims[:-1]), initial=0)
         parts: list[Any] = [map(id, params), map(id, grads), starts, map(address, grads), map(len, dims), offsets]
         parts += [(s for s, _ in spans), (e for _, e in spans), (NDARRAY, FLOAT32), (d for shape in dims for d in shape)]
         self.table = np.array([int(value) for part in parts for value in part], np.int64)
         self.where = address(self.table)
+        self.pair = (ctypes.c_int64 * 2).from_buffer(self.table.data)  # the ids of a single pair; faster than through NumPy
+        self.version = 0  # moves when a gradient does
+        self.check = _quick()
         self.ids, self.params, self.grads = self.table[: 2 * n], self.table[2 * n : 3 * n], self.table[3 * n : 4 * n]
 
     def admit(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> bool:
         if self.n == 1:
-            self.ids[0], self.ids[1] = id(params[0]), id(grads[0])
+            self.pair[:] = [id(params[0]), id(grads[0])]
         else:
             self.ids[:] = [*map(id, params), *map(id, grads)]
-        return bool(_quick()(self.where, self.n))
+        verdict = self.check(self.where, self.n)
+        if verdict == 2:
+            self.version += 1
+        return verdict > 0  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -111,7 +124,8 @@ def trusted() -> bool:
     locked.flags.writeable = False
     watch = HeaderWatch([good], [other])
     moved = np.ones((3, 5), np.float32)
-    refused = [(locked, other), (good, good), (good, other.T), (good, np.zeros((3, 5))), (good, np.zeros((5, 3), np.float32))]
+    refused: list[tuple[np.ndarray, np.ndarray]] = [(locked, other), (good, good), (good, other.T)]
+    refused += [(good, np.zeros((3, 5))), (good, np.zeros((5, 3), np.float32))]
     return (
         watch.admit([good], [other])
         and int(watch.grads[0]) == address(other)

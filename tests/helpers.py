@@ -1,0 +1,61 @@
+"""What several test files share."""
+
+import numpy as np
+
+import rlx_optim
+
+NAMES = rlx_optim.list_optimizers()
+MATRIX = ("soap", "kronpsgd", "muon")
+REDUCING = ("lamb", "mars", "adafactor")
+ELEMENTWISE = tuple(name for name in NAMES if name not in MATRIX + REDUCING)
+SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2)}
+
+
+def make(name, **settings):
+    """An optimizer by name, with a learning rate where there is no default."""
+    return rlx_optim.create(name, **({"lr": 0.01} if name == "sgd" else {}), **settings)
+
+
+def problem(shapes=SHAPES, seed=0, steps=1):
+    """Parameters, and a list with the gradients of each step."""
+    rng = np.random.default_rng(seed)
+
+    def draw(scale):
+        return {k: np.asarray(rng.standard_normal(s) * scale, np.float32).reshape(s) for k, s in shapes.items()}
+
+    return draw(1.0), [draw(0.1) for _ in range(steps)]
+
+
+def copies(arrays):
+    return {k: v.copy() for k, v in arrays.items()}
+
+
+def feed(opt, params, t):
+    """Sophia's estimates, every third step, from a seed of their own."""
+    if isinstance(opt, rlx_optim.Sophia) and t % 3 == 0:
+        for i, (k, p) in enumerate(params.items()):
+            noise = np.random.default_rng(1000 * t + i).random(p.shape, dtype=np.float32)
+            opt.update_hessian(k, np.asarray(noise * 10, np.float32).reshape(p.shape))
+
+
+def run(opt, params, gradients, start=0):
+    """Step through gradients in place and give the parameters."""
+    for t, grads in enumerate(gradients, start):
+        feed(opt, params, t)
+        opt.step_all(params, grads)
+    return params
+
+
+def distance(got, want, start):
+    """max|got − want| over the distance travelled, the worst of all tensors. One unit in the last place of p is free."""
+    worst = 0.0
+    for k in want:
+        free = np.spacing(np.abs(want[k]).max())
+        moved = np.abs(want[k].astype(np.float64) - start[k]).max()
+        gap = np.abs(got[k].astype(np.float64) - want[k]).max()
+        worst = max(worst, max(0.0, gap - free) / max(moved, 1e-30))
+    return worst
+
+
+def same_bits(a, b):
+    return all(a[k].tobytes() == b[k].tobytes() for k in b) and a.keys() == b.keys()
