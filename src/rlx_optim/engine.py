@@ -275,11 +275,12 @@ class ArrayEngine:
         return self.xp.take_along_axis(X, index, axis)
 
     def wide(self, X: Array) -> Array:
-        """X in the widest arithmetic that is cheap here, for decisions that rounding would tip; `narrow` goes back."""
+        """X in the widest arithmetic that is cheap here, for decisions that rounding would tip."""
         return X
 
     def narrow(self, X: Array) -> Array:
-        return X
+        """X rounded to what is stored, and back in this engine's arithmetic."""
+        return X.astype(np.float32).astype(self.dtype)
 
     def eigh(self, L: Array) -> Array:
         """Eigenvectors of symmetric matrices, by descending eigenvalue."""

@@ -59,14 +59,14 @@ def measure(p, g, row_factor, col_factor, top):
     return size, pace
 
 
-def descend(p, g, row_factor, col_factor, top, keep, step):
-    p = keep * p - step * (g * minimum(row_factor * col_factor, top))
+def descend(p, g, row_factor, col_factor, top, shrink, step):
+    p = p - (shrink * p + step * (g * minimum(row_factor * col_factor, top)))
     return p
 
 
-def glide(p, g, m, row_factor, col_factor, top, keep, step, beta1, alpha1):
+def glide(p, g, m, row_factor, col_factor, top, shrink, step, beta1, alpha1):
     m = beta1 * m + alpha1 * (step * (g * minimum(row_factor * col_factor, top)))
-    p = keep * p - m
+    p = p - (shrink * p + m)
     return p, m
 
 
@@ -78,14 +78,14 @@ def measure_whole(p, g, v, eps1, beta2, alpha2, top):
     return v, size, pace
 
 
-def descend_whole(p, g, v, top, keep, step):
-    p = keep * p - step * (g * minimum(rsqrt(v), top))
+def descend_whole(p, g, v, top, shrink, step):
+    p = p - (shrink * p + step * (g * minimum(rsqrt(v), top)))
     return p
 
 
-def glide_whole(p, g, v, m, top, keep, step, beta1, alpha1):
+def glide_whole(p, g, v, m, top, shrink, step, beta1, alpha1):
     m = beta1 * m + alpha1 * (step * (g * minimum(rsqrt(v), top)))
-    p = keep * p - m
+    p = p - (shrink * p + m)
     return p, m
 
 
@@ -93,9 +93,9 @@ def glide_whole(p, g, v, m, top, keep, step, beta1, alpha1):
 def scaled_step(size, pace, base, unscaled, eps2, clip, weight_decay, fixed_decay):
     pace_clip = maximum(1.0, pace * clip)
     change = base * maximum(unscaled, maximum(eps2, size) * (1 - unscaled))
-    keep = 1 - fixed_decay - change * weight_decay
+    shrink = fixed_decay + change * weight_decay
     step = change / pace_clip
-    return keep, step
+    return shrink, step
 
 
 class Adafactor(Spec):

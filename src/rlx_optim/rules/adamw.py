@@ -15,18 +15,18 @@ from ..spec import Spec, betas, flag, like, real
 from ..vocabulary import less_power, maximum, sqrt
 
 
-def adamw(p, g, m, v, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+def adamw(p, g, m, v, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = keep * p - step * m / (sqrt(v) * root + eps)
+    p = p - (shrink * p + step * m / (sqrt(v) * root + eps))
     return p, m, v
 
 
-def amsgrad(p, g, m, v, vmax, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+def amsgrad(p, g, m, v, vmax, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
     vmax = maximum(vmax, v)
-    p = keep * p - step * m / (sqrt(vmax) * root + eps)
+    p = p - (shrink * p + step * m / (sqrt(vmax) * root + eps))
     return p, m, v, vmax
 
 
@@ -43,7 +43,7 @@ class AdamW(Spec):
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
         return {
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "step": self.lr / less_power(beta1, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,

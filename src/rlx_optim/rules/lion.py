@@ -13,8 +13,8 @@ from ..spec import Spec, betas, like, real
 from ..vocabulary import sign
 
 
-def lion(p, g, m, keep, lr, beta1, alpha1, beta2, alpha2):
-    p = keep * p - lr * sign(beta1 * m + alpha1 * g)
+def lion(p, g, m, shrink, lr, beta1, alpha1, beta2, alpha2):
+    p = p - (shrink * p + lr * sign(beta1 * m + alpha1 * g))
     m = beta2 * m + alpha2 * g
     return p, m
 
@@ -30,7 +30,7 @@ class Lion(Spec):
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
         return {
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "lr": self.lr,
             "beta1": beta1,
             "alpha1": 1 - beta1,

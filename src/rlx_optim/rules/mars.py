@@ -26,18 +26,18 @@ def clipping(length, clip_norm):
     return clip
 
 
-def adamw(p, g, m, v, prev, gain, clip, keep, step, beta1, alpha1, beta2, alpha2, root, eps):
+def adamw(p, g, m, v, prev, gain, clip, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
     c = clip * (g + gain * (g - prev))
     m = beta1 * m + alpha1 * c
     v = beta2 * v + alpha2 * c * c
-    p = keep * p - step * m / (sqrt(v) * root + eps)
+    p = p - (shrink * p + step * m / (sqrt(v) * root + eps))
     prev = g
     return p, m, v, prev
 
 
-def lion(p, g, m, prev, gain, clip, keep, lr, beta1, alpha1):
+def lion(p, g, m, prev, gain, clip, shrink, lr, beta1, alpha1):
     m = beta1 * m + alpha1 * clip * (g + gain * (g - prev))
-    p = keep * p - lr * sign(m)
+    p = p - (shrink * p + lr * sign(m))
     prev = g
     return p, m, prev
 
@@ -65,7 +65,7 @@ class MARS(Spec):
             "gain": self.gamma * beta1 / (1 - beta1),
             "clip_norm": self.clip_norm,
             "clip": 1.0,
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "lr": self.lr,
             "step": self.lr / less_power(beta1, t),
             "beta1": beta1,

@@ -33,8 +33,8 @@ def heavy_ball(g, m, beta, alpha):
     return u, m
 
 
-def descend(p, u, keep, step):
-    p = keep * p - step * u
+def descend(p, u, shrink, step):
+    p = p - (shrink * p + step * u)
     return p
 
 
@@ -67,7 +67,7 @@ class Muon(Spec):
 
     def scalars(self, t, counters):
         alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum
-        return {"beta": self.momentum, "alpha": alpha, "keep": 1 - self.lr * self.weight_decay, "step": self.lr}
+        return {"beta": self.momentum, "alpha": alpha, "shrink": self.lr * self.weight_decay, "step": self.lr}
 
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)

@@ -17,10 +17,10 @@ from ..spec import Spec, betas, choice, like, real
 from ..vocabulary import less_power, sqrt
 
 
-def nadamw(p, g, m, v, keep, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):
+def nadamw(p, g, m, v, shrink, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = keep * p - (from_m * m + from_g * g) / (sqrt(v) * root + eps)
+    p = p - (shrink * p + (from_m * m + from_g * g) / (sqrt(v) * root + eps))
     return p, m, v
 
 
@@ -41,7 +41,7 @@ class NAdamW(Spec):
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
         numbers = {
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,

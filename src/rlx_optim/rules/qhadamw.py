@@ -13,10 +13,10 @@ from ..spec import Spec, betas, like, real, reals
 from ..vocabulary import less_power, sqrt
 
 
-def qhadamw(p, g, m, v, keep, from_g, from_m, from_gg, from_v, beta1, alpha1, beta2, alpha2, eps):
+def qhadamw(p, g, m, v, shrink, from_g, from_m, from_gg, from_v, beta1, alpha1, beta2, alpha2, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = keep * p - (from_g * g + from_m * m) / (sqrt(from_gg * g * g + from_v * v) + eps)
+    p = p - (shrink * p + (from_g * g + from_m * m) / (sqrt(from_gg * g * g + from_v * v) + eps))
     return p, m, v
 
 
@@ -33,7 +33,7 @@ class QHAdamW(Spec):
     def scalars(self, t, counters):
         (beta1, beta2), (nu1, nu2) = self.betas, self.nus
         return {
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "from_g": self.lr * (1 - nu1),
             "from_m": self.lr * nu1 / less_power(beta1, t),
             "from_gg": 1 - nu2,

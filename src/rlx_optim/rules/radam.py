@@ -18,12 +18,12 @@ from ..spec import Spec, betas, choice, flag, like, real
 from ..vocabulary import less_power, sqrt, where
 
 
-def radam(p, g, m, v, keep, decay, step, rectified, beta1, alpha1, beta2, alpha2, root, eps):
+def radam(p, g, m, v, shrink, decay, step, rectified, beta1, alpha1, beta2, alpha2, root, eps):
     g = g + decay * p
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
     u = where(rectified > 0, m / (sqrt(v) * root + eps), m)
-    p = keep * p - step * u
+    p = p - (shrink * p + step * u)
     return p, m, v
 
 
@@ -41,7 +41,7 @@ class RAdam(Spec):
         rectified, r = rectification(beta2, t, c2, threshold=5 if torch else 4)
         adaptive = r * (sqrt(c2) if torch else 1)
         return {
-            "keep": 1 - self.lr * self.weight_decay * self.decoupled_weight_decay,
+            "shrink": self.lr * self.weight_decay * self.decoupled_weight_decay,
             "decay": self.weight_decay * (not self.decoupled_weight_decay),
             "step": self.lr / c1 * where(rectified, adaptive, 1.0),
             "rectified": where(rectified, 1.0, 0.0),

@@ -11,8 +11,8 @@ p ← (1 − lr·weight_decay)·p; then L; and whenever n is a multiple of preco
 order by the estimated eigenvalues diag(QᵀLQ), permute v to match, Q ← qr(L·Q), and m follows the basis.
 Tensors of fewer than two dimensions are that rule with Q = I unless precondition_1d. merge_dims first folds neighbouring
 dimensions, from the left, while their product is at most max_precond_dim.
-The Gram matrices and the refresh are taken in float64 where the engine has it cheaply: the order of two nearly equal
-eigenvalues decides which basis follows, and float32 gets it wrong sooner.
+L and Q are computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues and the
+null space of a rank-deficient L are decided by rounding, so engines that round alike walk the same path.
 L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not).
 
 When, and what it costs. The fewest steps to a given loss of all that are here; pays where a step of the model is expensive.
@@ -25,11 +25,6 @@ from ..spec import Slot, Spec, betas, flag, integer, like, real
 from ..vocabulary import less_power, sqrt
 
 
-def average(old, new, beta, alpha):
-    old = beta * old + alpha * new
-    return old
-
-
 def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
@@ -37,8 +32,9 @@ def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     return m, v, u
 
 
-def descend(p, u, step, keep):
-    p = keep * (p - step * u)  # decay after the step
+def descend(p, u, step, shrink):
+    p = p - step * u
+    p = p - shrink * p  # decay after the step
     return p
 
 
@@ -86,8 +82,8 @@ class SOAP(Spec):
         beta1, beta2 = self.betas
         numbers = {"beta1": beta1, "alpha1": 1 - beta1, "beta2": beta2, "alpha2": 1 - beta2, "eps": self.eps}
         beta = beta2 if self.shampoo_beta is None else self.shampoo_beta
-        keep = 1 - self.lr * self.weight_decay
-        return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "keep": keep}
+        shrink = self.lr * self.weight_decay
+        return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "shrink": shrink}
 
     def update(self, E, x):
         (beta1, beta2), n = self.betas, x.t - 1  # n: steps that moved, this one included
@@ -98,13 +94,11 @@ class SOAP(Spec):
         Q = {i: x[f"Q{i}"] for i in axes}
         L = {}
         for i in axes:
-            old = x[f"L{i}"]
-            square = E.narrow(linalg.gram(E, E.wide(G), i))
-            new = E.map(average, x.set(old=old, new=square)).old
-            L[i] = E.where(linalg.finite(E, new), new, old)
+            new = E.narrow(x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i))
+            L[i] = E.where(linalg.finite(E, new), new, x[f"L{i}"])
 
         def initialise(P, m, v, Q):
-            return P, m, v, {i: E.eigh(L[i]) for i in axes}
+            return P, m, v, {i: E.narrow(E.eigh(E.wide(L[i]))) for i in axes}
 
         def move(P, m, v, Q):
             rotated = linalg.every(E, linalg.times_transposed, Q, G)

@@ -18,9 +18,9 @@ from ..spec import Spec, betas, like, real
 from ..vocabulary import maximum, minimum
 
 
-def sophia(p, g, m, h, keep, lr, beta1, alpha1, gamma, clip, eps):
+def sophia(p, g, m, h, shrink, lr, beta1, alpha1, gamma, clip, eps):
     m = beta1 * m + alpha1 * g
-    p = keep * p - lr * minimum(maximum(m / maximum(gamma * h, eps), -clip), clip)
+    p = p - (shrink * p + lr * minimum(maximum(m / maximum(gamma * h, eps), -clip), clip))
     return p, m
 
 
@@ -48,7 +48,7 @@ class Sophia(Spec):
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
         return {
-            "keep": 1 - self.lr * self.weight_decay,
+            "shrink": self.lr * self.weight_decay,
             "lr": self.lr,
             "beta1": beta1,
             "alpha1": 1 - beta1,

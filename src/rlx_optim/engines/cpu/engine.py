@@ -215,9 +215,6 @@ class Cpu(ArrayEngine):
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)
 
-    def narrow(self, X: np.ndarray) -> np.ndarray:
-        return X.astype(self.dtype)
-
     # the compiled pass -----------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         plan = x.get("plan")

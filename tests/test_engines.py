@@ -1,0 +1,287 @@
+"""The engines against each other, and what only shows when several threads, processes or engines are at work."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import tracemalloc
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+
+import rlx_optim
+from helpers import ELEMENTWISE, MATRIX, NAMES, REDUCING, SHAPES, copies, distance, make, problem, run, same_bits
+from rlx_optim import engines
+from rlx_optim.engine import ArrayEngine, Engine
+from rlx_optim.engines.cpu import watch
+
+#: structural settings that pick another rule, beside the defaults
+VARIANTS = [
+    ("sgd", {"momentum": 0.9}),
+    ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("sgd", {"momentum": 0.9, "dampening": 0.3}),
+    ("adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("adamw", {"amsgrad": True}),
+    ("nadamw", {"convention": "algoperf"}),
+    ("nadamw", {"convention": "torch"}),
+    ("radam", {"convention": "paper", "weight_decay": 0.1, "betas": (0.9, 0.99)}),
+    ("radam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("lamb", {"bias_correction": False, "trust_clip": 2.0}),
+    ("adafactor", {"beta1": 0.9, "weight_decay": 0.1}),
+    ("adafactor", {"convention": "torch", "lr": 0.01, "weight_decay": 0.1}),
+    ("adafactor", {"convention": "rlx"}),
+    ("mars", {"variant": "lion", "lr": 1e-3}),
+    ("mars", {"clip_norm": None, "otherwise": None}),
+    ("muon", {"nesterov": False, "convention": "moonlight"}),
+    ("muon", {"convention": "rlx", "lr": 1e-3}),
+    ("soap", {"precondition_1d": True, "max_precond_dim": 30}),
+    ("soap", {"merge_dims": True, "max_precond_dim": 36, "shampoo_beta": 0.9}),
+    ("kronpsgd", {"memory_save_mode": "one_diag", "weight_decay": 0.1}),
+    ("kronpsgd", {"memory_save_mode": "all_diag", "momentum_into_precond_update": False}),
+]
+EVERY = [(name, {}) for name in NAMES] + VARIANTS
+
+
+def ids(case):
+    return "-".join([case[0], *(f"{k}={v}" for k, v in case[1].items())]) if isinstance(case, tuple) else str(case)
+
+
+@pytest.mark.parametrize("case", [c for c in EVERY if c[0] in ELEMENTWISE], ids=ids)
+def test_cpu_in_float64_is_the_reference_bit_for_bit(case):
+    name, settings = case
+    params, gradients = problem(steps=12)
+    want = run(make(name, engine="reference", **settings), copies(params), gradients)
+    got = run(make(name, engine="cpu", precision="float64", **settings), copies(params), gradients)
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("case", EVERY, ids=ids)
+def test_cpu_in_float32_follows_the_reference_for_100_steps(case):
+    name, settings = case
+    params, gradients = problem(steps=100)
+    want = run(make(name, engine="reference", **settings), copies(params), gradients)
+    got = run(make(name, engine="cpu", **settings), copies(params), gradients)
+    assert distance(got, want, params) < (1e-3 if name in MATRIX else 2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_do_not_depend_on_the_number_of_threads(name):
+    shapes = {"w": (300, 200), "v": (100, 700), "b": (50_000,)}
+    if name in MATRIX:
+        shapes = {"w": (60, 40), "b": (50_000,)}
+    params, gradients = problem(shapes, steps=3)
+    results = []
+    for n in (1, 2):
+        rlx_optim.set_threads(n)
+        try:
+            results.append(run(make(name, engine="cpu"), copies(params), gradients))
+        finally:
+            rlx_optim.set_threads(None)
+    assert distance(results[0], results[1], params) == 0 if name in MATRIX else same_bits(*results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_by_one_equals_all_at_once(name):
+    """step in any order and step_all give the same bits: sums and noise do not depend on what else is stepped."""
+    params, gradients = problem(steps=4)
+    together, apart = copies(params), copies(params)
+    run(make(name, engine="cpu"), together, gradients)
+    opt = make(name, engine="cpu")
+    from helpers import feed
+
+    for t, grads in enumerate(gradients):
+        feed(opt, apart, t)
+        for k in reversed(grads):
+            opt.step(k, apart[k], grads[k])
+        opt.end_iteration()
+    assert same_bits(apart, together)
+
+
+def test_nothing_of_the_cpu_engine_runs_on_the_reference(monkeypatch):
+    """Every coordinate of every rule goes through a compiled kernel: the array-by-array map is never entered."""
+    monkeypatch.setattr(ArrayEngine, "map", lambda *a, **k: pytest.fail("ran array by array"))
+    for name, settings in EVERY:
+        opt = make(name, engine="cpu", **settings)
+        params, gradients = problem(steps=2)
+        run(opt, params, gradients)
+        report = opt.engine_report()
+        assert all(text.startswith("cpu: compiled by numba") for text in report.values())
+        assert ("BLAS" in next(iter(report.values()))) == (name in MATRIX)
+
+
+def test_the_reference_says_so():
+    assert rlx_optim.AdamW(engine="reference").engine_report() == {"AdamW": "reference: NumPy in float64, tensor by tensor"}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE + REDUCING)
+def test_steps_allocate_nothing_that_grows_with_the_tensors(name):
+    """After the first step, the peak of new memory during a step stays far below one buffer of the model."""
+    shapes = {"a": (700, 600), "b": (400_000,)}  # MARS hands b to AdamW
+    params, gradients = problem(shapes, steps=1)
+    opt = make(name, engine="cpu")
+    if name == "sophia":
+        for k, p in params.items():
+            opt.update_hessian(k, np.ones_like(p))
+    for _ in range(2):
+        opt.step_all(params, gradients[0])
+    tracemalloc.start()
+    opt.step_all(params, gradients[0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60_000
+
+
+@pytest.mark.parametrize("name", ["lamb", "mars"])
+def test_no_scratch_of_the_models_size(name):
+    """What a first step allocates is the state and little more."""
+    params, gradients = problem({"a": (1000, 1000)}, steps=1)
+    make(name, engine="cpu").step_all(*(dict(x) for x in (problem({"a": (2, 2)})[0], problem({"a": (2, 2)})[0])))  # compile
+    opt = make(name, engine="cpu")
+    tracemalloc.start()
+    opt.step_all(params, gradients[0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert opt.state_bytes() <= peak < opt.state_bytes() + 500_000
+
+
+def test_two_threads_step_two_optimizers():
+    shapes = {"w": (400, 300), "b": (1000,)}
+    params, gradients = problem(shapes, steps=30)
+    want = run(make("adamw", engine="cpu"), copies(params), gradients)
+    results, failures = [copies(params) for _ in range(4)], []
+
+    def work(mine):
+        try:
+            run(make("adamw", engine="cpu"), mine, gradients)
+        except BaseException as problem:  # noqa: BLE001
+            failures.append(problem)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(same_bits(mine, want) for mine in results)
+
+
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_a_forked_child_steps_on(layer):
+    """After the parent stepped on several threads; under both threading layers that numba ships, and from two threads."""
+    code = """
+        import os, sys, threading
+        import numpy as np, rlx_optim
+        def go(opt, p, g, n=3):
+            for _ in range(n): opt.step_all(p, g)
+        p = {"w": np.ones((500, 400), np.float32)}; g = {"w": np.full((500, 400), 0.5, np.float32)}
+        opt = rlx_optim.AdamW(lr=0.1, engine="cpu"); go(opt, p, g)
+        child = os.fork()
+        go(opt, p, g)
+        if child == 0:
+            os._exit(0 if abs(float(p["w"][0, 0]) - 0.4) < 0.01 else 3)
+        others = [(rlx_optim.AdamW(lr=0.1, engine="cpu"), {"w": np.ones((500, 400), np.float32)}) for _ in range(3)]
+        threads = [threading.Thread(target=go, args=(o, q, g, 20)) for o, q in others]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        assert len({q["w"].tobytes() for _, q in others}) == 1
+        _, status = os.waitpid(child, 0)
+        import numba
+        print(numba.threading_layer(), os.waitstatus_to_exitcode(status))
+    """
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": layer}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.split() == [layer, "0"], done.stderr
+
+
+def test_compiled_code_is_cached_between_processes(tmp_path):
+    code = """
+        import time, numpy as np, rlx_optim
+        t = time.perf_counter()
+        rlx_optim.AdamW(engine="cpu").step("w", np.ones(50_000, np.float32), np.ones(50_000, np.float32))
+        print(time.perf_counter() - t)
+    """
+    environment = {**os.environ, "RLX_OPTIM_CACHE": str(tmp_path)}
+
+    def once():
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=True)
+        return float(done.stdout)
+
+    once()
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert any(path.suffix == ".nbi" for path in made)
+    once()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == made, "compiled again"
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    from rlx_optim.engines.cpu.kernels import cache_folder
+
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("RLX_OPTIM_CACHE", str(blocked / "below"))
+    folder = cache_folder()
+    assert folder.is_dir()
+    assert blocked not in folder.parents
+
+
+def test_auto_falls_back_to_the_reference_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    engines._automatic.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="numba is not installed"):
+            assert rlx_optim.AdamW().engine.name == "reference"
+        assert rlx_optim.Lion().engine.name == "reference"  # no second warning: pytest.warns would be needed
+    finally:
+        engines._automatic.cache_clear()
+
+
+class Single(ArrayEngine):
+    """A third party's engine: NumPy, but in float32."""
+
+    name = "single"
+    dtype = np.float32
+
+
+@pytest.fixture
+def third_party(monkeypatch):
+    point = EntryPoint("single", f"{__name__}:Single", "rlx_optim.engines")
+
+    def entry_points(group, name=None):
+        return [point] if group == "rlx_optim.engines" and name in (None, "single") else []
+
+    monkeypatch.setattr(engines, "entry_points", entry_points)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Single)
+    engines._engine.cache_clear()
+    yield
+    engines._engine.cache_clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_third_partys_engine_runs_all_fourteen(name, third_party):
+    assert "single" in rlx_optim.list_engines()
+    params, gradients = problem(steps=10)
+    # without float64, an engine may differ where SOAP's first basis is not determined: rotate the short dimensions alone
+    settings = {"max_precond_dim": 6} if name == "soap" else {}
+    opt = make(name, engine="single", **settings)
+    assert isinstance(opt.engine, Engine)
+    got = run(opt, copies(params), gradients)
+    want = run(make(name, engine="reference", **settings), copies(params), gradients)
+    assert 0 < distance(got, params, want)
+    assert distance(got, want, params) < (2e-3 if name in MATRIX else 1e-4)
+    assert "Single" in next(iter(opt.engine_report().values()))
+
+
+def test_an_engine_object_is_taken_as_it_is():
+    opt = rlx_optim.Muon(engine=Single())
+    assert isinstance(opt.engine, Single)
+    assert isinstance(opt.otherwise.engine, Single)  # it runs on its owner's engine
+
+
+def test_headers_are_trusted_here():
+    """The quick path is live on this interpreter; if this fails, every step is checked the slow way."""
+    assert watch.trusted()
+
+
+def test_shapes_of_the_problem_cover_what_we_promise():
+    assert {len(shape) for shape in SHAPES.values()} == {0, 1, 2, 4}
