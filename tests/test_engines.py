@@ -190,7 +190,9 @@ def test_a_forked_child_steps_on(layer):
         print(numba.threading_layer(), os.waitstatus_to_exitcode(status))
     """
     environment = {**os.environ, "NUMBA_THREADING_LAYER": layer}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert done.stdout.split() == [layer, "0"], done.stderr
 
 
@@ -204,7 +206,9 @@ def test_compiled_code_is_cached_between_processes(tmp_path):
     environment = {**os.environ, "RLX_OPTIM_CACHE": str(tmp_path)}
 
     def once():
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=True
+        )
         return float(done.stdout)
 
     once()

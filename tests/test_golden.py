@@ -52,7 +52,9 @@ TRANSLATE = {
     "nadamw": lambda h, reference: {**h, "convention": "dozat" if reference == "optax" else "torch"},
     "qhadamw": lambda h, reference: {k: v for k, v in h.items() if k != "decouple_weight_decay"},
     "soap": lambda h, reference: {**h, "shampoo_beta": None},
-    "sophiah": lambda h, reference: {k: h[k] for k in ("lr", "eps", "gamma", "clip", "weight_decay")} | {"betas": (h["b1"], h["b2"])},
+    "sophiah": lambda h, reference: (
+        {k: h[k] for k in ("lr", "eps", "gamma", "clip", "weight_decay")} | {"betas": (h["b1"], h["b2"])}
+    ),
 }
 
 

@@ -154,10 +154,12 @@ class ArrayEngine:
         return self.xp.asarray(array, dtype=self.dtype)
 
     def store(self, buffer: np.ndarray, value: Array) -> None:
-        np.copyto(buffer, np.asarray(value), casting="unsafe")
+        np.copyto(buffer, np.asarray(value).reshape(buffer.shape), casting="unsafe")
 
     def values(self, bundle: Bundle) -> Values:
         loaded = {name: [self.load(a) for a in arrays] for name, arrays in bundle.buffers.items()}
+        for name in loaded.keys() & {"p", "g"}:  # the caller's may be flat
+            loaded[name] = [a.reshape(shape) for a, shape in zip(loaded[name], bundle.shapes, strict=True)]
         if bundle.scale != 1.0:
             loaded["g"] = [g * bundle.scale for g in loaded["g"]]
         if bundle.spec.matrix:

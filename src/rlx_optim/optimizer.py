@@ -131,6 +131,7 @@ class NamedOptimizer:
         self._plan: Plan | None = None
         self._numbers: dict[Any, dict[str, Any]] = {}
         self._told: set[str] = set()
+        self._estimators: dict[str, Bundle] = {}  # for those that take estimates
 
     def _join(self, owner: NamedOptimizer) -> None:
         """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
@@ -233,9 +234,7 @@ class NamedOptimizer:
         """A table: parameter, shape, rule, why."""
         rows = []
         for member in self._family():
-            rows += [
-                (n, member._records[n].shape, member._owner, r.why) for n, r in member._routes.items() if n in member._records
-            ]
+            rows += [(name, record.shape, member._owner, member._why[name]) for name, record in member._records.items()]
         return report(rows)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
@@ -448,14 +447,15 @@ class NamedOptimizer:
                 record.t += 1
                 record.stepped = iteration
                 if record.counters:
-                    record.counters = {counter: source[counter] for counter in record.counters}
+                    record.counters |= {name: source[name] for name in record.counters if name in source}
 
     def _scalars(self, record: Record) -> dict[str, Any]:
         key = _cohort(record)
         numbers = self._numbers.get(key)
         if numbers is None:
             spec = self._settings.specs(self._iteration)[record.group]
-            numbers = self._numbers[key] = {**record.counters, **spec.scalars(record.t + 1, record.counters)}
+            numbers = spec.scalars(record.t + 1, record.counters)
+            numbers = self._numbers[key] = {**record.counters, **numbers} if spec.matrix else numbers
         return numbers
 
     def _advise(self, record: Record) -> None:
@@ -469,11 +469,13 @@ class NamedOptimizer:
             warnings.warn(f"{self._owner}: {message}", stacklevel=5)
 
     # ---- copies -----------------------------------------------------------------------------------------------------
+    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_plan", "_numbers")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _plan=None, _numbers={})
+        self.__dict__.update(state, _plan=None, _numbers={}, _estimators={})
 
 
 class CurvatureOptimizer(NamedOptimizer):
@@ -491,15 +493,21 @@ class CurvatureOptimizer(NamedOptimizer):
         _, record, why = self._lookup(name, wanted)
         if not self._passes([name], [estimate]):
             return
-        self._furnish(record)
-        self._records[name], self._why[name] = record, why
+        if known is None:
+            self._furnish(record)
+            self._records[name], self._why[name] = record, why
         if record.size:
             spec: Any = self._settings.specs(self._iteration)[record.group]
-            buffers: dict[str, Sequence[np.ndarray]] = {"g": [estimate], "h": [record.state["h"]]}
-            bundle = Bundle(spec, [name], [record.shape], record.slots, buffers, numbers=self._scalars(record), t=record.t)
-            self._engine.run(bundle, spec.observe)
+            bundle = self._estimators.get(name)
+            if bundle is None:
+                buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
+                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers)
+            bundle.numbers, bundle.buffers["g"] = self._scalars(record), [estimate]
+            try:
+                self._engine.run(bundle, spec.observe)
+            finally:
+                bundle.buffers["g"] = []
         record.counters["estimates"] += 1
-        self._clock += 1
 
 
 def _cohort(record: Record) -> Any:
