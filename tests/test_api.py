@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from helpers import NAMES, SHAPES, copies, feed, make, problem, run, same_bits
 
 import rlx_optim
-from helpers import NAMES, SHAPES, copies, feed, make, problem, run, same_bits
 from rlx_optim import schedules
 from rlx_optim.named import spec_class
 from rlx_optim.registry import OPTIMIZERS

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import distance
 
 import rlx_optim
-from helpers import distance
 
 FOLDER = Path(__file__).parent / "golden"
 PROBLEM = np.load(FOLDER / "problem.npz")

@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from helpers import NAMES, copies, make, problem, run, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_optim
-from helpers import NAMES, copies, make, problem, run, same_bits
 from rlx_optim.named import spec_class
 
 ENGINES = ("reference", "cpu")
@@ -53,7 +53,7 @@ STEPS = {
     "shape does not multiply": (lambda: (w(24), w(24), (5, 5)), ValueError, r"shape \(5, 5\) of 'w' does not multiply to its 24"),
     "negative shape": (lambda: (w(24), w(24), (-4, -6)), ValueError, "does not multiply"),
     "shape of words": (lambda: (w(24), w(24), "ab"), TypeError, "tuple of integers"),
-    "overlap": (lambda: overlapping(), ValueError, "overlap in memory"),
+    "overlap": (overlapping, ValueError, "overlap in memory"),
     "same array": (lambda: (lambda a: (a, a))(w(*P)), ValueError, "overlap in memory"),
     "nan grad_scale": (lambda: (w(*P), w(*P), None, math.nan), ValueError, "grad_scale must be finite, got nan"),
     "inf grad_scale": (lambda: (w(*P), w(*P), None, math.inf), ValueError, "grad_scale must be finite"),
@@ -371,7 +371,7 @@ def test_nonfinite_gradients(name, engine, value):
 
     want, other = copies(params), make(name, engine=engine)
     opt, got = make(name, engine=engine, nonfinite="skip"), copies(params)
-    for i, grads in enumerate(gradients):
+    for grads in gradients:
         opt.step_all(got, grads)
     for grads in clean:
         other.step_all(want, grads)

@@ -14,6 +14,7 @@ from ...engine import ArrayEngine, Bundle, Rule, Values, signature
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
 from .parallel import description, may_spread, spread
+from .triangular import solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
@@ -214,6 +215,12 @@ class Cpu(ArrayEngine):
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)
+
+    def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+        out = np.array(X, self.dtype, order="C")
+        for r, x in zip(np.ascontiguousarray(R, self.dtype), out, strict=True):
+            solve_transposed(r, x)
+        return out
 
     # the compiled pass -----------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
