@@ -34,7 +34,8 @@ MAY = {
     "rules": {"spec", "linalg", "vocabulary"},
     "engine": {"spec", "linalg", "vocabulary", "random"},
     "engines": {"engine", "engines", "spec", "linalg", "vocabulary", "random", "threads"},
-    "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing"},
+    "stepping": {"engine", "spec"},
+    "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
     "named": {"optimizer", "registry", "spec"},
     "race": {"data", "named", "optimizer", "registry", "schedules", "threads", "__init__"},
 }

@@ -24,7 +24,8 @@ from .engine import Bundle, Engine
 from .engines import check_engine, get_engine
 from .routing import report
 from .settings import Settings
-from .spec import Shape, Slot, Spec
+from .spec import Shape, Spec
+from .stepping import Part, Record, bundle_up, run_part, scalars
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -38,39 +39,6 @@ class Optimizer(Protocol):
 
     def end_iteration(self) -> None:
         """Close the iteration: every parameter may be stepped again."""
-
-
-class Record:
-    """What is kept for one name."""
-
-    __slots__ = ("counters", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
-
-    def __init__(self, name: str, shape: Shape, group: int, counters: dict[str, float]):
-        self.name, self.shape, self.group, self.counters = name, shape, group, counters
-        self.size = int(np.prod(shape, dtype=np.int64))
-        self.t = 0
-        self.stepped = -1  # the iteration of its last step
-        self.slots: dict[str, Slot] = {}
-        self.state: dict[str, np.ndarray] = {}
-        self.part: Part | None = None  # this tensor alone, for `step`
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.part = None
-
-
-class Part:
-    """One bundle and, in it, the records that share a group, a step count and counters (their numbers are taken once)."""
-
-    __slots__ = ("bundle", "cohorts", "member", "version")
-
-    def __init__(self, member: NamedOptimizer, bundle: Bundle, cohorts: list[list[Record]]):
-        self.member, self.bundle, self.cohorts = member, bundle, cohorts
-        self.version = member._settings.version
 
 
 class Plan:
@@ -172,10 +140,10 @@ class NamedOptimizer:
         """The values in force now, schedules evaluated: for one parameter, or for those in no group."""
         for member in self._family():
             if name in member._records:
-                return member._settings.specs(member._iteration)[member._records[name].group].values()
+                return member._specs()[member._records[name].group].values()
         group = None if name is None else self._settings.group_for(name)
         index = -1 if group is None else self._settings.groups.index(group)
-        return self._settings.specs(self._iteration)[index].values()
+        return self._specs()[index].values()
 
     # ---- what can be asked -----------------------------------------------------------------------------------------
     @property
@@ -251,7 +219,7 @@ class NamedOptimizer:
             and self.nonfinite == "propagate"
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
-            and self._settings.specs(self._iteration)
+            and self._specs()
             and part.version == self._settings.version
         ):
             self._run(part, (param,), (grad,), grad_scale)
@@ -304,7 +272,7 @@ class NamedOptimizer:
         """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
         stamp = 0
         for member in self._family():
-            member._settings.specs(member._iteration)
+            member._specs()
             stamp += member._clock + member._settings.version
         return stamp
 
@@ -327,14 +295,12 @@ class NamedOptimizer:
                     raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
                 return member, record, member._why[name]
         member, why = self._route(name, shape)
-        settings = member._settings
-        group = settings.group_of(name)
-        return member, Record(name, shape, group, settings.specs(member._iteration)[group].counters()), why
+        return member, Record(name, shape, member._settings.group_of(name)), why
 
     def _route(self, name: str, shape: Shape) -> tuple[NamedOptimizer, str]:
         """Which of the family takes a tensor, and why where it is not the first."""
         group = self._settings.group_for(name)
-        reason = self._settings.specs(self._iteration)[-1].takes(shape)
+        reason = self._specs()[-1].takes(shape)
         if group is not None and group.otherwise:
             group.matched = True
             reason = f"matches {group.pattern!r}"
@@ -361,13 +327,13 @@ class NamedOptimizer:
     def _commit(self, items: list[Item], scale: float) -> Plan | None:
         """Step checked items. Gives the plan by which the same items can be stepped again."""
         for member in self._family():
-            member._settings.specs(member._iteration)  # a schedule's bad value is refused here
+            member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
         if not self._passes(names, grads):
             return None
         for item in items:
-            item.member._furnish(item.record)
+            item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
             item.member._records[item.record.name] = item.record
             item.member._why[item.record.name] = item.why
@@ -385,81 +351,33 @@ class NamedOptimizer:
     def _execute(self, plan: Plan, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
         for part in plan.parts:
             index = part.bundle.index
-            part.member._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
+            part.owner._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
         for record in plan.empty:  # nothing to compute, but the step counts
             record.t += 1
             record.stepped = self._iteration
 
-    def _furnish(self, record: Record) -> None:
-        """Give a record the state its settings ask for: at first, or when a structural change needs more."""
-        spec = self._settings.specs(self._iteration)[record.group]
-        slots = spec.slots(record.shape)
-        record.state |= {name: self._engine.allocate(slot) for name, slot in slots.items() if name not in record.state}
-        record.slots = slots
-        record.counters = {**spec.counters(), **record.counters}
-
     def _parts(self, items: list[Item], watch: Any) -> list[Part]:
-        """Bundle the items: an elementwise rule takes all that share a structure, a matrix rule stacks of one shape and count."""
-        bundles: dict[Any, list[int]] = {}
-        for i, item in enumerate(items):
-            record, member = item.record, item.member
-            if record.size:
-                spec = member._settings.specs(member._iteration)[record.group]
-                alike: Any = (record.shape, *_cohort(record)) if spec.matrix else spec.structure()
-                bundles.setdefault((id(member), tuple(record.slots), alike), []).append(i)
         parts = []
-        for indices in bundles.values():
-            first = items[indices[0]]
-            limit = self._engine.stack(first.record.shape) if first.member.spec.matrix else len(indices)
-            for lo in range(0, len(indices), limit):
-                parts.append(
-                    self._part(first.member, [items[i].record for i in indices[lo : lo + limit]], indices[lo : lo + limit], watch)
-                )
+        for member in self._family():
+            mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
+            for part in bundle_up(mine, member._specs(), self._engine, watch):
+                part.owner, part.version = member, member._settings.version
+                parts.append(part)
         return parts
 
-    def _part(self, member: NamedOptimizer, records: list[Record], indices: list[int], watch: Any) -> Part:
-        cohorts: dict[Any, list[Record]] = {}
-        for record in records:
-            cohorts.setdefault(_cohort(record), []).append(record)
-        slots = records[0].slots
-        buffers: dict[str, Sequence[np.ndarray]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
-        spec = member._settings.specs(member._iteration)[records[0].group]
-        bundle = Bundle(spec, [r.name for r in records], [r.shape for r in records], slots, buffers, watch=watch, index=indices)
-        return Part(member, bundle, list(cohorts.values()))
-
     def _run(self, part: Part, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
-        bundle, cohorts = part.bundle, part.cohorts
-        first = cohorts[0][0]
-        spec = bundle.spec = self._settings.specs(self._iteration)[first.group]
-        each = [self._scalars(cohort[0]) for cohort in cohorts]
-        bundle.uniform = len(each) == 1
-        bundle.numbers = each[0] if bundle.uniform else _columns(bundle.names, cohorts, each)
-        bundle.t, bundle.scale = first.t + 1, scale
-        bundle.buffers["p"], bundle.buffers["g"] = params, grads
-        try:
-            x = self._engine.run(bundle, spec.update)
-        finally:
-            bundle.buffers["p"] = bundle.buffers["g"] = []  # gradients are never kept
+        run_part(part, self._engine, self._specs(), self._numbers, params, grads, scale)
         iteration = self._iteration
-        for cohort, numbers in zip(cohorts, each, strict=True):
-            source = x if spec.matrix else numbers
+        for cohort in part.cohorts:
             for record in cohort:
-                record.t += 1
                 record.stepped = iteration
-                if record.counters:
-                    record.counters |= {name: source[name] for name in record.counters if name in source}
 
-    def _scalars(self, record: Record) -> dict[str, Any]:
-        key = _cohort(record)
-        numbers = self._numbers.get(key)
-        if numbers is None:
-            spec = self._settings.specs(self._iteration)[record.group]
-            numbers = spec.scalars(record.t + 1, record.counters)
-            numbers = self._numbers[key] = {**record.counters, **numbers} if spec.matrix else numbers
-        return numbers
+    def _specs(self) -> list[Spec]:
+        """The spec of each group, this iteration."""
+        return self._settings.specs(self._iteration)
 
     def _advise(self, record: Record) -> None:
-        advice = self._settings.specs(self._iteration)[record.group].advice(record.counters)
+        advice = self._specs()[record.group].advice(record.counters)
         if advice:
             self._tell("advice", f"{record.name!r} {advice}")
 
@@ -494,36 +412,17 @@ class CurvatureOptimizer(NamedOptimizer):
         if not self._passes([name], [estimate]):
             return
         if known is None:
-            self._furnish(record)
+            record.furnish(self._specs()[record.group], self._engine.allocate)
             self._records[name], self._why[name] = record, why
         if record.size:
-            spec: Any = self._settings.specs(self._iteration)[record.group]
+            spec: Any = self._specs()[record.group]
             bundle = self._estimators.get(name)
             if bundle is None:
                 buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
                 bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers)
-            bundle.numbers, bundle.buffers["g"] = self._scalars(record), [estimate]
+            bundle.numbers, bundle.buffers["g"] = scalars(record, spec, self._numbers), [estimate]
             try:
                 self._engine.run(bundle, spec.observe)
             finally:
                 bundle.buffers["g"] = []
         record.counters["estimates"] += 1
-
-
-def _cohort(record: Record) -> Any:
-    return (record.group, record.t, *record.counters.values())
-
-
-def _columns(names: list[str], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
-    """One number per tensor of the bundle, where its cohorts differ."""
-    place = {name: i for i, name in enumerate(names)}
-    index = [np.array([place[r.name] for r in cohort]) for cohort in cohorts]
-    columns = {}
-    for key, value in each[0].items():
-        if value is None or all(numbers[key] == value for numbers in each):
-            columns[key] = value
-        else:
-            column = columns[key] = np.empty(len(names))
-            for where, numbers in zip(index, each, strict=True):
-                column[where] = numbers[key]
-    return columns

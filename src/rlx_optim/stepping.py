@@ -1,0 +1,140 @@
+"""From records to bundles to a step: what every front end shares.
+
+A front end keeps a `Record` per parameter and a list of specs, one per group. It checks its input, then bundles records and runs
+the parts; what the arrays are (NumPy, torch) is between it and the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .engine import Bundle, Engine
+from .spec import Shape, Slot, Spec
+
+
+class Record:
+    """What is kept for one parameter."""
+
+    __slots__ = ("counters", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
+
+    def __init__(self, name: str, shape: Shape, group: int):
+        self.name, self.shape, self.group = name, shape, group
+        self.size = math.prod(shape)
+        self.t = 0
+        self.stepped = -1  # the iteration of its last step
+        self.counters: dict[str, float] = {}
+        self.slots: dict[str, Slot] = {}
+        self.state: dict[str, Any] = {}
+        self.part: Part | None = None  # this tensor alone
+
+    def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
+        """Make the state a spec asks for: at first, or when a structural change needs more. What is there stays."""
+        self.slots = spec.slots(self.shape)
+        self.state |= {name: allocate(slot) for name, slot in self.slots.items() if name not in self.state}
+        self.counters = {**spec.counters(), **self.counters}
+
+    def cohort(self) -> tuple[Any, ...]:
+        """Records that share this share every number of a step."""
+        return (self.group, self.t, *self.counters.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.part = None
+
+
+class Part:
+    """One bundle and, in it, the cohorts whose numbers are taken once."""
+
+    __slots__ = ("bundle", "cohorts", "owner", "version")
+
+    def __init__(self, bundle: Bundle, cohorts: list[list[Record]]):
+        self.bundle, self.cohorts = bundle, cohorts
+        self.owner: Any = None  # the front end's own
+        self.version = 0
+
+
+def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None) -> list[Part]:
+    """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
+    shape and count. Empty tensors are left out."""
+    alike: dict[Any, list[tuple[int, Record]]] = {}
+    for place, record in records:
+        if record.size:
+            spec = specs[record.group]
+            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.structure()
+            alike.setdefault((tuple(record.slots), key), []).append((place, record))
+    parts = []
+    for members in alike.values():
+        first = members[0][1]
+        limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
+        for lo in range(0, len(members), limit):
+            parts.append(_part(members[lo : lo + limit], specs[first.group], watch))
+    return parts
+
+
+def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
+    records = [record for _, record in members]
+    cohorts: dict[Any, list[Record]] = {}
+    for record in records:
+        cohorts.setdefault(record.cohort(), []).append(record)
+    slots = records[0].slots
+    buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
+    names, shapes = [r.name for r in records], [r.shape for r in records]
+    bundle = Bundle(spec, names, shapes, slots, buffers, watch=watch, index=[place for place, _ in members])
+    return Part(bundle, list(cohorts.values()))
+
+
+def scalars(record: Record, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a record's next step, from `numbers` if a record of its cohort has them already."""
+    key = record.cohort()
+    found = numbers.get(key)
+    if found is None:
+        found = spec.scalars(record.t + 1, record.counters)
+        found = numbers[key] = {**record.counters, **found} if spec.matrix else found
+    return found
+
+
+def run_part(
+    part: Part, engine: Engine, specs: Sequence[Spec], numbers: dict[Any, dict[str, Any]], params: Any, grads: Any, scale: float
+) -> None:
+    """Step the parameters of one part, and count the step."""
+    bundle, cohorts = part.bundle, part.cohorts
+    first = cohorts[0][0]
+    spec = bundle.spec = specs[first.group]
+    each = [scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts]
+    bundle.uniform = len(each) == 1
+    bundle.numbers = each[0] if bundle.uniform else _columns(bundle.names, cohorts, each)
+    bundle.t, bundle.scale = first.t + 1, scale
+    bundle.buffers["p"], bundle.buffers["g"] = params, grads
+    try:
+        x = engine.run(bundle, spec.update)
+    finally:
+        bundle.buffers["p"] = bundle.buffers["g"] = []  # gradients are never kept
+    for cohort, now in zip(cohorts, each, strict=True):
+        source = x if spec.matrix else now
+        for record in cohort:
+            record.t += 1
+            if record.counters:
+                record.counters |= {name: source[name] for name in record.counters if name in source}
+
+
+def _columns(names: list[str], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
+    """One number per tensor of the bundle, where its cohorts differ."""
+    place = {name: i for i, name in enumerate(names)}
+    index = [np.array([place[r.name] for r in cohort]) for cohort in cohorts]
+    columns = {}
+    for key, value in each[0].items():
+        if value is None or all(numbers[key] == value for numbers in each):
+            columns[key] = value
+        else:
+            column = columns[key] = np.empty(len(names))
+            for where, numbers in zip(index, each, strict=True):
+                column[where] = numbers[key]
+    return columns
