@@ -135,7 +135,7 @@ class Engine(Protocol):
 
 # ---- an engine from any array library -----------------------------------------------------------------------------------
 class ArrayEngine:
-    """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch; storage is float32.
+    """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch, `stored` of buffers.
 
     What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax .argsort) is the methods below.
     """
@@ -143,12 +143,13 @@ class ArrayEngine:
     name: ClassVar[str] = "array"
     xp: Any = np
     dtype: Any = np.float64
+    stored: Any = np.float32
 
     # the bundle ---------------------------------------------------------------------------------------------------
     def allocate(self, slot: Slot) -> np.ndarray:
         if slot.eye:
-            return np.eye(slot.shape[0], dtype=np.float32) * np.float32(slot.fill)
-        return np.full(slot.shape, slot.fill, np.float32) if slot.fill else np.zeros(slot.shape, np.float32)
+            return np.diag(np.full(slot.shape[0], slot.fill, self.stored))
+        return np.full(slot.shape, slot.fill, self.stored) if slot.fill else np.zeros(slot.shape, self.stored)
 
     def load(self, array: np.ndarray) -> Array:
         return self.xp.asarray(array, dtype=self.dtype)
@@ -282,7 +283,7 @@ class ArrayEngine:
 
     def narrow(self, X: Array) -> Array:
         """X rounded to what is stored, and back in this engine's arithmetic."""
-        return X.astype(np.float32).astype(self.dtype)
+        return X.astype(self.stored).astype(self.dtype)
 
     def eigh(self, L: Array) -> Array:
         """Eigenvectors of symmetric matrices, by descending eigenvalue."""

@@ -53,10 +53,10 @@ class Record:
 class Part:
     """One bundle and, in it, the cohorts whose numbers are taken once."""
 
-    __slots__ = ("bundle", "cohorts", "owner", "version")
+    __slots__ = ("bundle", "cohorts", "owner", "records", "version")
 
-    def __init__(self, bundle: Bundle, cohorts: list[list[Record]]):
-        self.bundle, self.cohorts = bundle, cohorts
+    def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
+        self.bundle, self.records, self.cohorts = bundle, records, cohorts
         self.owner: Any = None  # the front end's own
         self.version = 0
 
@@ -88,7 +88,7 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
     bundle = Bundle(spec, names, shapes, slots, buffers, watch=watch, index=[place for place, _ in members])
-    return Part(bundle, list(cohorts.values()))
+    return Part(bundle, records, list(cohorts.values()))
 
 
 def scalars(record: Record, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def run_part(
     spec = bundle.spec = specs[first.group]
     each = [scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts]
     bundle.uniform = len(each) == 1
-    bundle.numbers = each[0] if bundle.uniform else _columns(bundle.names, cohorts, each)
+    bundle.numbers = each[0] if bundle.uniform else _columns(part.records, cohorts, each)
     bundle.t, bundle.scale = first.t + 1, scale
     bundle.buffers["p"], bundle.buffers["g"] = params, grads
     try:
@@ -125,16 +125,16 @@ def run_part(
                 record.counters |= {name: source[name] for name in record.counters if name in source}
 
 
-def _columns(names: list[str], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
+def _columns(records: list[Record], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
     """One number per tensor of the bundle, where its cohorts differ."""
-    place = {name: i for i, name in enumerate(names)}
-    index = [np.array([place[r.name] for r in cohort]) for cohort in cohorts]
+    place = {id(record): i for i, record in enumerate(records)}
+    index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
     columns = {}
     for key, value in each[0].items():
         if value is None or all(numbers[key] == value for numbers in each):
             columns[key] = value
         else:
-            column = columns[key] = np.empty(len(names))
+            column = columns[key] = np.empty(len(records))
             for where, numbers in zip(index, each, strict=True):
                 column[where] = numbers[key]
     return columns

@@ -174,9 +174,10 @@ class Cpu(ArrayEngine):
 
     name = "cpu"
 
-    def __init__(self, precision: str = "float32"):
-        self.precision = precision
-        self.dtype = np.dtype(precision)
+    def __init__(self, precision: str = "float32", stored: str = "float32"):
+        """precision: of the arithmetic; stored: of parameters, gradients and state."""
+        self.precision, self.dtype = precision, np.dtype(precision)
+        self.stored = np.dtype(stored)
 
     def live(self, spec: Spec) -> str:
         how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()})"
@@ -190,7 +191,7 @@ class Cpu(ArrayEngine):
         arrays = [g for g in grads if g.size]
         if not arrays:
             return True
-        check = Pass(vanishing, Layout(("full",), ("norm",)), [g.shape for g in arrays])
+        check = Pass(vanishing, Layout(("full",), ("norm",), self.stored.name), [g.shape for g in arrays])
         check.addresses[:, 0] = [address(g) for g in arrays]
         check.run()
         return bool(np.isfinite(check.partial).all())
@@ -266,7 +267,7 @@ class Cpu(ArrayEngine):
 
         kinds = tuple(kind(x[name]) for name in takes)
         outcome = tuple(reduce.get(name, "update" if name in takes else "store") for name in gives)
-        layout = Layout(kinds, outcome, "float32", self.precision)
+        layout = Layout(kinds, outcome, self.stored.name, self.precision)
         shapes = [without(shape, domain) for shape in plan.shapes]
         made = Pass(rule, layout, shapes)
         sources = [(slot, h) for slot, h in enumerate(handles)]
@@ -276,7 +277,7 @@ class Cpu(ArrayEngine):
             if how in ("norm", "rms", "update"):
                 continue
             drop = (*domain, -2) if how == "column_mean" else domain if how == "store" else (*domain, -2 if -1 in domain else -1)
-            arrays = [np.empty(without(shape, drop), np.float32) for shape in plan.shapes]
+            arrays = [np.empty(without(shape, drop), self.stored) for shape in plan.shapes]
             handle = fresh[name] = Handle(plan, np.array([address(a) for a in arrays], np.int64), drop, owned=arrays)
             sources.append((slot, handle))
             slot += 1

@@ -1,0 +1,81 @@
+"""The state of one parameter as torch keeps it: a flat dict of tensors, by torch's names, in the arithmetic's dtype.
+
+"step" counts the steps; slots have the shapes torch.optim gives them; counters are 0-D; "batch" is there for split parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..spec import Shape, Slot, Spec
+from .lanes import ARITHMETIC, inner_shape
+from .names import outside
+
+
+def piece_shape(param: torch.Tensor, batch: int) -> Shape:
+    """The shape that the rule sees."""
+    shape = tuple(param.shape)
+    return shape if batch == 1 else inner_shape(shape, batch)
+
+
+def shape_in_state(slot: Slot, param: torch.Tensor, batch: int) -> Shape:
+    """The shape of a slot in a state_dict: torch keeps the axes that row and column means lack, with length 1."""
+    shape = tuple(param.shape)
+    if batch > 1:
+        return shape if slot.shape == piece_shape(param, batch) else (batch, *slot.shape)
+    if slot.drop == (-1,):
+        return (*shape[:-1], 1)
+    return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
+
+
+def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
+    """A slot as it starts."""
+    dtype, shape = ARITHMETIC[param.dtype], shape_in_state(slot, param, batch)
+    if slot.eye:
+        eye = torch.eye(slot.shape[0], dtype=dtype, device=param.device) * slot.fill
+        return eye.expand(batch, *slot.shape).reshape(shape).clone(memory_format=torch.contiguous_format)
+    return torch.full(shape, slot.fill, dtype=dtype, device=param.device)
+
+
+def furnish(state: dict[str, Any], rule: str, spec: Spec, param: torch.Tensor, batch: int) -> None:
+    """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
+    state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    if batch > 1:
+        state.setdefault("batch", batch)
+    for slot, expected in spec.slots(piece_shape(param, batch)).items():
+        if outside(rule, slot) not in state:
+            state[outside(rule, slot)] = fresh(expected, param, batch)
+    for counter, value in spec.counters().items():
+        state.setdefault(counter, torch.tensor(float(value), dtype=torch.float64))
+
+
+def taken_over(
+    owner: str, rule: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """The state of a checkpoint, by value, checked against what the parameter needs."""
+    given = dict(saved)
+    given.pop("batch", None)
+    state: dict[str, Any] = {"step": torch.tensor(float(given.pop("step", 0.0)), dtype=torch.float32)}
+    if batch > 1:
+        state["batch"] = batch
+    stepped, started = bool(given), False
+    for slot, expected in spec.slots(piece_shape(param, batch)).items():
+        key, buffer = outside(rule, slot), fresh(expected, param, batch)
+        value = given.pop(key, None)
+        if value is None:
+            if stepped and rule != "sgd":  # torch's SGD has no buffer before its first step with momentum
+                raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
+        elif not torch.is_tensor(value) or value.shape != buffer.shape:
+            found = tuple(value.shape) if torch.is_tensor(value) else value
+            raise ValueError(f"{owner}: {key!r} of {name} has shape {found} in the checkpoint, needed is {tuple(buffer.shape)}")
+        else:
+            started = True
+            buffer.copy_(value)
+        state[key] = buffer
+    for counter, first in spec.counters().items():
+        value = given.pop(counter, float(started) if counter == "started" else first)
+        state[counter] = torch.tensor(float(value), dtype=torch.float64)
+    return state | {k: v.clone() if torch.is_tensor(v) else v for k, v in given.items()}  # the rest is the user's own
