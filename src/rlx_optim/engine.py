@@ -78,10 +78,10 @@ class Bundle:
 
     buffers: "p" and "g" (the caller's arrays, g never written) and one entry per slot, each a list with an array per tensor.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
-    uniform: every number is a float.
     t: the step count of this step; only of matrix bundles is it the same for all.
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
+    shot: set by an engine that, given the numbers and the scale, can repeat the update by itself (the watch has the arrays).
     """
 
     spec: Spec
@@ -90,12 +90,12 @@ class Bundle:
     slots: dict[str, Slot]
     buffers: dict[str, Sequence[np.ndarray]]
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    uniform: bool = True
     scale: float = 1.0
     t: int = 0
     watch: Any = None
     index: Any = None
     plan: Any = None
+    shot: Callable[[Mapping[str, Any], float], None] | None = None
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]

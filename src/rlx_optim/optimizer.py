@@ -219,10 +219,11 @@ class NamedOptimizer:
             and self.nonfinite == "propagate"
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
-            and self._specs()
+            and (specs := self._specs())
             and part.version == self._settings.version
         ):
-            self._run(part, (param,), (grad,), grad_scale)
+            run_part(part, self._engine, specs, self._numbers, (param,), (grad,), grad_scale)
+            record.stepped = self._iteration
             self._clock += 1
             return
         scale = admission.check_scale(self._owner, grad_scale)

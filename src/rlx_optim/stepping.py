@@ -39,7 +39,7 @@ class Record:
 
     def cohort(self) -> tuple[Any, ...]:
         """Records that share this share every number of a step."""
-        return (self.group, self.t, *self.counters.values())
+        return (self.group, self.t, *self.counters.values()) if self.counters else (self.group, self.t)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
@@ -108,24 +108,36 @@ def run_part(
     bundle, cohorts = part.bundle, part.cohorts
     first = cohorts[0][0]
     spec = bundle.spec = specs[first.group]
-    each = [scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts]
-    bundle.uniform = len(each) == 1
-    bundle.numbers = each[0] if bundle.uniform else _columns(part.records, cohorts, each)
+    if bundle.shot is not None and len(cohorts) == 1:
+        now = scalars(first, spec, numbers)
+        bundle.shot(now, scale)
+        for record in cohorts[0]:
+            record.t += 1
+            if record.counters:
+                record.counters |= {name: now[name] for name in record.counters if name in now}
+        return
+    if len(cohorts) == 1:
+        each = (scalars(first, spec, numbers),)
+        bundle.numbers = each[0]
+    else:
+        each = tuple(scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts)
+        bundle.numbers = _columns(part.records, cohorts, each)
     bundle.t, bundle.scale = first.t + 1, scale
-    bundle.buffers["p"], bundle.buffers["g"] = params, grads
+    buffers = bundle.buffers
+    buffers["p"], buffers["g"] = params, grads
     try:
         x = engine.run(bundle, spec.update)
     finally:
-        bundle.buffers["p"] = bundle.buffers["g"] = []  # gradients are never kept
+        buffers["p"] = buffers["g"] = ()  # gradients are never kept
     for cohort, now in zip(cohorts, each, strict=True):
-        source = x if spec.matrix else now
         for record in cohort:
             record.t += 1
             if record.counters:
+                source = x if spec.matrix else now
                 record.counters |= {name: source[name] for name in record.counters if name in source}
 
 
-def _columns(records: list[Record], cohorts: list[list[Record]], each: list[dict[str, Any]]) -> dict[str, Any]:
+def _columns(records: list[Record], cohorts: list[list[Record]], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One number per tensor of the bundle, where its cohorts differ."""
     place = {id(record): i for i, record in enumerate(records)}
     index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]

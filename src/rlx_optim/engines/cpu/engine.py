@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ... import threads
 from ...engine import ArrayEngine, Bundle, Rule, Values, signature
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
-from .parallel import description, may_spread, spread
+from .parallel import alone, alone_briefly, description, may_spread, spread
 from .triangular import solve_transposed
 from .watch import HeaderWatch, address, trusted
 
@@ -34,8 +34,7 @@ class Pass:
 
     def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape]):
         self.layout = layout
-        kernel = compiled(rule, layout)
-        self.kernel, self.alone = kernel.address, kernel.ctypes
+        self.kernel = compiled(rule, layout).address
         rows, starts = chunk_table(shapes, layout)
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
         self.starts = np.array(starts, np.int64)
@@ -50,26 +49,22 @@ class Pass:
         self.bounds, self.pieces = np.zeros(0, np.int64), 0
         self.tables = [address(a) for a in (self.addresses, self.numbers, self.chunks)]
         self.results = [address(a) for a in (self.partial, self.scratch)]
-        self.whole = (*self.tables, 0, len(self.chunks), *self.results)  # the arguments on one thread
+        self.whole = np.array([self.kernel, *self.tables, 0, len(self.chunks), *self.results], np.int64)
+        self.where = address(self.whole)
         self.row = (ctypes.c_double * self.numbers.shape[1]).from_buffer(self.numbers.data) if len(shapes) == 1 else None
 
-    def set_numbers(self, values: list[Any], uniform: bool) -> None:
-        """Fill the table of numbers: each value a float, or (not uniform) a float or an array with one per tensor."""
-        if not uniform:
-            for j, value in enumerate(values):
-                self.numbers[:, j] = value
-        elif self.row is not None:
-            self.row[:] = values
-        else:
-            self.numbers[:] = values
+    def set_numbers(self, values: list[Any]) -> None:
+        """Fill the table of numbers: each value a float, or an array with one per tensor."""
+        for j, value in enumerate(values):
+            self.numbers[:, j] = value
 
     def run(self) -> None:
         if self.elements < WORTHWHILE:
-            self.alone(*self.whole)
+            alone_briefly(self.where)
             return
         count = threads.get_threads()
         if count < 2 or not may_spread():
-            self.alone(*self.whole)
+            alone(self.where)
             return
         if count != self.pieces:
             self.pieces, self.bounds = count, even_bounds(self.chunks, self.layout, count)
@@ -136,12 +131,10 @@ class Plan:
             self.handles[name] = Handle(self, addresses, drop, scaled=name == "g")
         self.steps: dict[Rule, Step] = {}
         self.taken: list[Step | None] = []  # by the update now running; None for what is not a pass
-        self.only: Step | None = None  # the whole update, where it is one pass without reductions
         self.version = -1  # of the watch whose addresses these are
 
-    def refresh(self, bundle: Bundle) -> None:
+    def refresh(self, watch: Any, bundle: Bundle) -> None:
         """Take over the addresses of this call's arrays."""
-        watch = bundle.watch
         if watch is not None and watch.version == self.version:
             return
         for name in ("p", "g"):
@@ -167,6 +160,23 @@ class Step:
     def refresh(self) -> None:
         for slot, handle in self.sources:
             self.made.addresses[:, slot] = handle.addresses
+
+    def repeat(self, plan: Plan, bundle: Bundle) -> Callable[[Mapping[str, Any], float], None]:
+        """The update as a function of its numbers, where it is this pass alone: no need to walk through it again."""
+        names, watch, run, row, table = self.numbers, bundle.watch, self.made.run, self.made.row, self.made.numbers
+
+        def shot(numbers: Mapping[str, Any], scale: float) -> None:
+            if watch.version != plan.version:
+                plan.refresh(watch, bundle)
+            values = [numbers[name] for name in names]
+            values.append(scale)
+            if row is not None:
+                row[:] = values
+            else:
+                table[:] = values
+            run()
+
+        return shot
 
 
 class Cpu(ArrayEngine):
@@ -202,16 +212,11 @@ class Cpu(ArrayEngine):
         plan = bundle.plan
         if plan is None:
             plan = bundle.plan = Plan(bundle)
-        plan.refresh(bundle)
-        if plan.only is not None:
-            numbers = bundle.numbers
-            plan.only.made.set_numbers([*[numbers[name] for name in plan.only.numbers], bundle.scale], bundle.uniform)
-            plan.only.made.run()
-            return Values()
+        plan.refresh(bundle.watch, bundle)
         plan.taken = []
         x = update(self, Values(plan.handles, **bundle.numbers, scale=bundle.scale, plan=plan))
-        if len(plan.taken) == 1 and plan.taken[0] is not None and not plan.taken[0].reduces:
-            plan.only = plan.taken[0]
+        if len(plan.taken) == 1 and plan.taken[0] is not None and not plan.taken[0].reduces and bundle.watch is not None:
+            bundle.shot = plan.taken[0].repeat(plan, bundle)
         return x
 
     def wide(self, X: np.ndarray) -> np.ndarray:
@@ -233,7 +238,7 @@ class Cpu(ArrayEngine):
             step = plan.steps[rule] = self._prepare(plan, rule, x, reduce)
         plan.taken.append(step)
         made = step.made
-        made.set_numbers([*[x[name] for name in step.numbers], x.scale], uniform=False)
+        made.set_numbers([*[x[name] for name in step.numbers], x.scale])
         made.run()
         result: dict[str, Any] = dict(step.fresh)
         if step.reduces:

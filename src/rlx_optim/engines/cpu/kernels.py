@@ -158,7 +158,7 @@ def _foundation() -> str:
 
 @functools.cache
 def compiled(rule: Rule, layout: Layout) -> Any:
-    """The kernel of a rule: `.address`, and `.ctypes` to call it on this thread."""
+    """The kernel of a rule; `.address` is what callers need."""
     text = source(rule, layout)
     digest = hashlib.sha256((text + _foundation()).encode()).hexdigest()[:20]
     name = f"rlx_{rule.__module__.rpartition('.')[2]}_{rule.__name__}_{digest}"

@@ -9,11 +9,12 @@ keeps them apart. GNU OpenMP must not be used in a child that was forked after i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 
 import numba as nb
-from numba import njit, prange, types
+from numba import cfunc, njit, prange, types
 
 from .native import call, int64_at
 
@@ -26,6 +27,18 @@ def _spread(kernel, address, numbers, chunks, bounds, pieces, partial, scratch):
     for k in prange(pieces):
         edge = int64_at(bounds)
         call(kernel, address, numbers, chunks, edge[k], edge[k + 1], partial, scratch)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def _alone(arguments):
+    a = int64_at(arguments)
+    call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
+
+
+#: run a kernel on this thread, given the address of its own address and its seven arguments; one pointer is cheaper to pass than
+#: eight numbers. `alone_briefly` keeps the interpreter's lock, which is cheaper still where the work takes microseconds.
+alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(_alone.address or 0)
+alone_briefly = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_alone.address or 0)
 
 
 def may_spread() -> bool:
