@@ -1,0 +1,485 @@
+"""What the papers and the conventions promise: reductions to other rules, invariances, fixed points. On both engines."""
+
+import math
+
+import numpy as np
+import pytest
+
+import rlx_optim as r
+
+STEPS = 12
+SMALL = {"scalar": (), "vector": (37,), "matrix": (19, 23), "conv": (2, 3, 4, 5)}
+SHAPES = SMALL | {"big": (1025, 17)}  # more than one chunk of the cpu engine
+BAR = 2e-5
+
+both_engines = pytest.mark.parametrize("engine", ["cpu", "reference"])
+
+
+def tensors(shapes=SHAPES, size=1.0, seed=0):
+    """Starting values of a set of tensors, in float32."""
+    rng = np.random.default_rng(seed)
+    return {name: np.array(size * rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
+
+
+def gradients(shapes=SHAPES, steps=STEPS, seed=1):
+    """Gradients with a drift and a size that swings from step to step."""
+    return [tensors(shapes, 10 ** math.sin(t), [seed, t]) for t in range(steps)]
+
+
+def run(opt, params, grads):
+    """Where the optimizer takes the parameters."""
+    params = {name: np.array(p, np.float32) for name, p in params.items()}
+    for g in grads:
+        opt.step_all(params, {name: np.array(x, np.float32) for name, x in g.items()})
+    return params
+
+
+def distance(a, b, start):
+    """How far apart two places are, per tensor, as a share of the way there."""
+    return {name: np.abs(a[name] - b[name]).max() / np.abs(a[name] - start[name]).max() for name in a}
+
+
+def assert_close(a, b, start, bar=BAR):
+    """The same place, measured by the way there."""
+    apart = distance(a, b, start)
+    assert all(share <= bar for share in apart.values()), apart
+
+
+def orthogonal(n, rng):
+    return np.linalg.qr(rng.standard_normal((n, n)))[0]
+
+
+# ---- two rules that are one ---------------------------------------------------------------------------------------------
+ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 0.01}
+EQUAL = {
+    "QHAdamW with nus (1, 1) is AdamW": (
+        lambda e: r.QHAdamW(**ADAM, nus=(1, 1), weight_decay=0.3, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+    ),
+    "Adam without decay is AdamW without decay": (
+        lambda e: r.Adam(**ADAM, weight_decay=0, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0, engine=e),
+    ),
+    "the same with amsgrad": (
+        lambda e: r.Adam(**ADAM, weight_decay=0, amsgrad=True, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0, amsgrad=True, engine=e),
+    ),
+    "MARS without correction and clipping is AdamW": (
+        lambda e: r.MARS(**ADAM, weight_decay=0.3, gamma=0, clip_norm=None, otherwise=None, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+    ),
+    "MARS hands what is no matrix to its otherwise": (
+        lambda e: r.MARS(
+            **ADAM, weight_decay=0.3, gamma=0, clip_norm=None, otherwise=r.AdamW(**ADAM, weight_decay=0.3), engine=e
+        ),
+        lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+    ),
+    "MARS with signs, without correction and clipping, is Lion with equal betas": (
+        lambda e: r.MARS(
+            lr=0.01, betas=(0.8, 0.5), weight_decay=0.3, gamma=0, clip_norm=None, variant="lion", otherwise=None, engine=e
+        ),
+        lambda e: r.Lion(lr=0.01, betas=(0.8, 0.8), weight_decay=0.3, engine=e),
+    ),
+    "Adam without averages is Lion without averages": (
+        lambda e: r.Adam(lr=0.01, betas=(0, 0), eps=0, engine=e),
+        lambda e: r.Lion(lr=0.01, betas=(0, 0.9), engine=e),
+    ),
+    "NAdamW as in torch with the momentum schedule over is Dozat's": (
+        lambda e: r.NAdamW(**ADAM, weight_decay=0.3, convention="torch", momentum_decay=1e4, engine=e),
+        lambda e: r.NAdamW(**ADAM, weight_decay=0.3, convention="dozat", engine=e),
+    ),
+    **{
+        f"NAdamW without momentum is AdamW without it: {convention}": (
+            lambda e, c=convention: r.NAdamW(lr=0.01, betas=(0, 0.9), weight_decay=0.3, convention=c, engine=e),
+            lambda e: r.AdamW(lr=0.01, betas=(0, 0.9), weight_decay=0.3, engine=e),
+        )
+        for convention in ("dozat", "algoperf", "torch")
+    },
+    "Adafactor's relative step is 1e-2 for 10000 steps": (
+        lambda e: r.Adafactor(engine=e),
+        lambda e: r.Adafactor(lr=1e-2, engine=e),
+    ),
+    "KronPSGD balances without changing a step": (
+        lambda e: r.KronPSGD(lr=0.01, weight_decay=0.3, max_size=100, balance_probability=1.0, engine=e),
+        lambda e: r.KronPSGD(lr=0.01, weight_decay=0.3, max_size=100, balance_probability=0.0, engine=e),
+    ),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("title", EQUAL)
+def test_equal(title, engine):
+    """Two optimizers that must take the same steps."""
+    first, second = EQUAL[title]
+    start, grads = tensors(), gradients()
+    assert_close(run(first(engine), start, grads), run(second(engine), start, grads), start)
+
+
+@both_engines
+def test_lamb_with_trust_one_is_adamw(engine):
+    """Parameters so large that every ratio is above 1, cut off at 1."""
+    start, grads = tensors(size=1e3), gradients()
+    settings = {"lr": 100.0, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 1e-3, "engine": engine}
+    lamb = run(r.Lamb(**settings, trust_clip=1.0), start, grads)
+    assert_close(lamb, run(r.AdamW(**settings), start, grads), start)
+
+
+@both_engines
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_lamb_moves_by_its_share_of_the_norm(engine, weight_decay):
+    """‖step‖ = lr·‖p‖ whatever the gradient and the decay; 1 in place of the ratio where p is 0."""
+    opt = r.Lamb(lr=0.1, weight_decay=weight_decay, engine=engine)
+    params = tensors() | {"zero": np.zeros(50, np.float32)}
+    for t, g in enumerate(gradients()):
+        before = {name: p.astype(float) for name, p in params.items()}
+        opt.step_all(params, {**g, "zero": np.full(50, 1e-3, np.float32)})
+        for name, p in params.items():
+            moved, size = np.linalg.norm(p - before[name]), np.linalg.norm(before[name])
+            wanted = 0.1 * size if size else 0.1 * math.sqrt(50) / (1 + 1e-3)  # eps is 1e-6, the gradient 1e-3
+            assert moved == pytest.approx(wanted, rel=1e-5), (name, t)
+
+
+@both_engines
+def test_sgd_without_momentum_ignores_dampening(engine):
+    """To the last bit."""
+    start, grads = tensors(), gradients()
+    plain = run(r.SGD(lr=0.1, weight_decay=0.1, engine=engine), start, grads)
+    damped = run(r.SGD(lr=0.1, weight_decay=0.1, dampening=0.7, engine=engine), start, grads)
+    assert all(np.array_equal(plain[name], damped[name]) for name in plain)
+
+
+@both_engines
+def test_lion_moves_by_lr(engine):
+    """Every coordinate by lr, to the rounding of p; by nothing where the interpolated momentum is 0."""
+    opt, params = r.Lion(lr=0.01, engine=engine), tensors()
+    alive = {name: np.random.default_rng(5).random(p.shape) < 0.8 for name, p in params.items()}
+    assert not alive["matrix"].all()
+    for g in gradients():
+        before = {name: p.copy() for name, p in params.items()}
+        opt.step_all(params, {name: np.array(np.where(alive[name], x, 0), np.float32) for name, x in g.items()})
+        for name, p in params.items():
+            moved = np.abs(p.astype(float) - before[name])
+            assert (np.abs(moved - 0.01) <= np.spacing(np.abs(p).max()))[alive[name]].all(), name
+            assert not moved[~alive[name]].any(), name
+
+
+# ---- NAdamW -------------------------------------------------------------------------------------------------------------
+@both_engines
+def test_nadamw_algoperf_formula(engine):
+    """The one convention without a peer: the numerator is (b1·m + (1 − b1)·g)/bc1."""
+    start, grads = tensors(), gradients()
+    found = run(r.NAdamW(**ADAM, weight_decay=0.3, convention="algoperf", engine=engine), start, grads)
+    (b1, b2), lr, eps = ADAM["betas"], ADAM["lr"], ADAM["eps"]
+    wanted = {}
+    for name, p in start.items():
+        p, m, v = p.astype(float), 0.0, 0.0
+        for t, g in enumerate(grads, 1):
+            g = g[name].astype(float)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+            p = p - lr * 0.3 * p - lr * (b1 * m + (1 - b1) * g) / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+        wanted[name] = p
+    assert_close(wanted, found, start)
+
+
+# ---- MARS ---------------------------------------------------------------------------------------------------------------
+@both_engines
+@pytest.mark.parametrize("variant", ["adamw", "lion"])
+def test_mars_clips_at_clip_norm(engine, variant):
+    """Without eps the step does not see the scale of the gradient: clipping at 8 is clipping g/8 at 1."""
+    start, grads = tensors(), gradients()
+    settings = {"lr": 0.01, "eps": 0, "gamma": 0.3, "variant": variant, "otherwise": None, "engine": engine}
+    at_8 = run(r.MARS(**settings, clip_norm=8.0), start, grads)
+    at_1 = run(r.MARS(**settings, clip_norm=1.0), start, [{name: x / 8 for name, x in g.items()} for g in grads])
+    assert_close(at_8, at_1, start)
+
+
+@both_engines
+def test_mars_corrects_the_gradient(engine):
+    """MARS on g is AdamW on c = g + gamma·b1/(1 − b1)·(g − g_prev), g_prev = 0 at first."""
+    start, grads = tensors(), gradients()
+    gain = 0.3 * 0.8 / 0.2
+    previous = [{name: np.zeros_like(x) for name, x in start.items()}, *grads]
+    corrected = [
+        {name: g[name] + gain * (g[name].astype(float) - old[name]) for name in g}
+        for g, old in zip(grads, previous, strict=False)
+    ]
+    mars = run(r.MARS(**ADAM, gamma=0.3, clip_norm=None, otherwise=None, engine=engine), start, grads)
+    assert_close(mars, run(r.AdamW(**ADAM, weight_decay=0, engine=engine), start, corrected), start)
+
+
+# ---- Muon ---------------------------------------------------------------------------------------------------------------
+MATRICES = {"matrix": (19, 23), "tall": (40, 12), "conv": (8, 4, 3, 3)}
+
+
+def muon(engine, start, grads, **settings):
+    return run(r.Muon(**{"lr": 0.1, "otherwise": None, "engine": engine, **settings}), start, grads)
+
+
+@both_engines
+@pytest.mark.parametrize(("scale", "eps"), [(1024.0, 0.0), (2.0**-20, 0.0), (1024.0, 1024 * 0.5), (0.25, 0.25 * 0.5)])
+def test_muon_does_not_see_the_scale_of_the_gradient(engine, scale, eps):
+    """To eps/‖u‖: with eps scaled along, or none, exactly."""
+    start, grads = tensors(MATRICES), gradients(MATRICES)
+    scaled = [{name: scale * x for name, x in g.items()} for g in grads]
+    plain = muon(engine, start, grads, eps=eps / scale)
+    assert_close(plain, muon(engine, start, scaled, eps=eps), start)
+
+
+@both_engines
+@pytest.mark.parametrize("shape", [(24, 24), (24, 40), (40, 24)])
+def test_muon_evens_out_singular_values(engine, shape):
+    """Above 0.003·‖u‖ to [0.68, 1.21]; smaller ones stay small; the singular vectors stay what they are."""
+    rng = np.random.default_rng(3)
+    values = np.geomspace(1, 1e-6, 24)
+    left, right = orthogonal(shape[0], rng)[:, :24], orthogonal(shape[1], rng)[:, :24]
+    g = {"w": np.array((left * values) @ right.T, np.float32)}
+    start = {"w": np.zeros(shape, np.float32)}
+    after = muon(engine, start, [g], lr=1.0, momentum=0.0, convention="keller")["w"]
+    core = left.T @ -after.astype(float) @ right / math.sqrt(max(1, shape[0] / shape[1]))
+    made, share = np.diag(core), values / np.linalg.norm(values)
+    assert np.abs(core - np.diag(made)).max() < 1e-3
+    large = share > 0.003
+    assert large.sum() == 10
+    assert made[large].min() > 0.68
+    assert made[large].max() < 1.21
+    assert (made[~large] < 3.4445**5 * share[~large] + 1e-3).all()
+    assert made[-1] < 0.01
+
+
+@both_engines
+def test_muon_of_an_orthogonal_gradient_keeps_its_direction(engine):
+    """All singular values are equal, so the step is a multiple of the gradient."""
+    g = {"w": np.array(orthogonal(16, np.random.default_rng(4)), np.float32)}
+    step = -muon(engine, {"w": np.zeros((16, 16), np.float32)}, [g], lr=1.0)["w"]
+    size = (step * g["w"]).sum() / 16
+    assert 0.68 < size < 1.21
+    assert np.abs(step - size * g["w"]).max() < 1e-5
+
+
+@both_engines
+def test_muon_conventions_differ_by_their_scales(engine):
+    """One direction, three lengths; (first, rest) is the shape of a tensor of more dimensions."""
+    start, grads = tensors(MATRICES, 0.0), gradients(MATRICES)
+    keller, moonlight, rlx = (muon(engine, start, grads, eps=0, convention=c) for c in ("keller", "moonlight", "rlx"))
+    for name, shape in MATRICES.items():
+        rows, columns = shape[0], math.prod(shape[1:])
+        unit = keller[name] / math.sqrt(max(1, rows / columns))
+        assert_close({"w": unit * 0.2 * math.sqrt(max(rows, columns))}, {"w": moonlight[name]}, {"w": start[name]})
+        if len(shape) == 2:
+            assert_close({"w": unit * math.sqrt(max(rows, columns))}, {"w": rlx[name]}, {"w": start[name]}, 5e-5)
+
+
+@both_engines
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_rlx_is_sgd_on_what_is_no_matrix(engine, nesterov):
+    """Its momentum is SGD's, and so is its step where nothing is orthogonalised."""
+    shapes = {name: shape for name, shape in SHAPES.items() if len(shape) != 2}
+    start, grads = tensors(shapes), gradients(shapes)
+    rlx = run(r.Muon(lr=0.1, momentum=0.8, nesterov=nesterov, convention="rlx", engine=engine), start, grads)
+    assert_close(rlx, run(r.SGD(lr=0.1, momentum=0.8, nesterov=nesterov, engine=engine), start, grads), start)
+
+
+# ---- Adafactor ------------------------------------------------------------------------------------------------------------
+def rank_one(rng, shape=(9, 14)):
+    return np.exp(rng.standard_normal(shape[0]))[:, None] * np.exp(rng.standard_normal(shape[1]))
+
+
+def flat_and_not(settings, grads):
+    """The same problem as a matrix, which is factored, and as a vector, which is not."""
+    start = tensors({"w": (9, 14)})
+    matrix = run(r.Adafactor(**settings), start, [{"w": g} for g in grads])
+    flat = {"w": start["w"].reshape(-1)}
+    vector = run(r.Adafactor(**settings), flat, [{"w": g.reshape(-1)} for g in grads])
+    return {"w": vector["w"].reshape(9, 14)}, matrix, start
+
+
+@both_engines
+@pytest.mark.parametrize(
+    "settings", [{}, {"lr": 0.02, "beta1": 0.8, "weight_decay": 0.3}, {"lr": 0.02, "convention": "torch", "clip_threshold": 2.0}]
+)
+def test_adafactor_is_exact_on_one_rank_one_square(engine, settings):
+    """Where every g² is a multiple of one rank-one matrix, rows and columns say it all. Changing ones are not enough."""
+    rng = np.random.default_rng(6)
+    shape = rank_one(rng)
+    same = [10 ** math.sin(t) * shape * rng.choice([-1, 1], shape.shape) for t in range(STEPS)]
+    assert_close(*flat_and_not({**settings, "engine": engine}, same))
+    changing = [rank_one(rng) * rng.choice([-1, 1], shape.shape) for t in range(STEPS)]
+    assert distance(*flat_and_not({**settings, "engine": engine}, changing))["w"] > 0.01
+
+
+@both_engines
+@pytest.mark.parametrize("clip", [0.5, 2.0])
+def test_adafactor_rlx_divides_by_its_clip_threshold(engine, clip):
+    """On a rank-one square u is √rows·sign(g), so u / max(1, clip·rms(u)) is sign(g)/clip; a given lr is not scaled."""
+    rng = np.random.default_rng(7)
+    shape = rank_one(rng)
+    g = shape * rng.choice([-1, 1], shape.shape)
+    start = tensors({"w": shape.shape})
+    after = run(r.Adafactor(lr=0.1, clip_threshold=clip, convention="rlx", engine=engine), start, [{"w": g}])
+    assert_close({"w": start["w"] - 0.1 / clip * np.sign(g)}, after, start)
+
+
+@both_engines
+@pytest.mark.parametrize(
+    "settings", [{}, {"lr": 0.02, "clip_threshold": 0.2, "weight_decay": 0.3}, {"eps": (0.5, 2.0), "beta2_decay": -0.5}]
+)
+def test_adafactor_rlx_formula(engine, settings):
+    """The convention without a peer: only rank 2 is factored, ΣR in place of its mean, √V at least √eps[0]."""
+    start, grads = tensors(), gradients()
+    found = run(r.Adafactor(**settings, convention="rlx", engine=engine), start, grads)
+    rule = {"lr": None, "clip_threshold": 1.0, "weight_decay": 0.0, "eps": (1e-30, 1e-3), "beta2_decay": -0.8, **settings}
+    wanted = {}
+    for name, p in start.items():
+        p, rows, columns, v = p.astype(float), 0.0, 0.0, 0.0
+        for t, g in enumerate(grads, 1):
+            g, new = g[name].astype(float), t ** rule["beta2_decay"]
+            square = g**2 + rule["eps"][0]
+            if g.ndim == 2:
+                rows = (1 - new) * rows + new * square.mean(1, keepdims=True)
+                columns = (1 - new) * columns + new * square.mean(0, keepdims=True)
+                v = rows * columns / rows.sum()
+            else:
+                v = (1 - new) * v + new * square
+            u = g / np.maximum(np.sqrt(v), math.sqrt(rule["eps"][0]))
+            u /= max(1, rule["clip_threshold"] * math.sqrt(np.square(u).mean()))
+            scale = max(rule["eps"][1], math.sqrt(np.square(p).mean()))
+            step = min(1e-2, 1 / math.sqrt(t)) * scale if rule["lr"] is None else rule["lr"]
+            p = p - step * (u + rule["weight_decay"] * p)
+        wanted[name] = p
+    assert_close(wanted, found, start)
+
+
+@both_engines
+def test_adafactor_clips_its_rms(engine):
+    """rms(step) is at most lr·clip_threshold, and exactly that when a gradient is much larger than all before."""
+    rng = np.random.default_rng(8)
+    opt = r.Adafactor(lr=0.01, clip_threshold=0.5, scale_parameter=False, engine=engine)
+    shapes = {"matrix": (30, 20), "vector": (50,)}
+    params = tensors(shapes, 0.0)
+    for t in range(6):
+        before = {name: p.copy() for name, p in params.items()}
+        grads = {name: np.array((100 if t == 5 else 1) * rng.standard_normal(s), np.float32) for name, s in shapes.items()}
+        opt.step_all(params, grads)
+        for name in shapes:
+            moved = math.sqrt(np.square(params[name].astype(float) - before[name]).mean())
+            assert moved == pytest.approx(0.005, rel=1e-4) if t in (0, 5) else moved < 0.00501, (name, t)
+
+
+# ---- SOAP -----------------------------------------------------------------------------------------------------------------
+@both_engines
+@pytest.mark.parametrize("settings", [{"max_precond_dim": 0}, {"max_precond_dim": 0, "precondition_1d": True}])
+def test_soap_without_rotation_is_adamw(engine, settings):
+    """With eps before bias correction and decay after the step, on the gradients from the second on."""
+    lr, (b1, b2), eps, decay = 0.01, (0.8, 0.9), 0.1, 0.3
+    start, grads = tensors(), gradients()
+    rule = {"lr": lr, "betas": (b1, b2), "eps": eps, "weight_decay": decay, "precondition_frequency": 3, "engine": engine}
+    found = run(r.SOAP(**rule, **settings), start, grads)
+    wanted = {}
+    for name, p in start.items():
+        p, m, v = p.astype(float), 0.0, 0.0
+        for t, g in enumerate(grads[1:], 1):
+            g = g[name].astype(float)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+            p = p - lr * math.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + eps)
+            p = p - lr * decay * p
+        wanted[name] = p
+    assert_close(wanted, found, start)
+
+
+@both_engines
+def test_soap_does_not_see_a_rotation(engine):
+    """Gradients in another orthonormal basis give the steps in that basis."""
+    rng = np.random.default_rng(9)
+    turn = orthogonal(6, rng)
+    grads = [rng.standard_normal((6, 30)) for _ in range(STEPS)]
+    rule = {"lr": 0.1, "weight_decay": 0, "max_precond_dim": 10, "precondition_frequency": 2, "engine": engine}
+    zero = {"w": np.zeros((6, 30), np.float32)}
+    plain = run(r.SOAP(**rule), zero, [{"w": g} for g in grads])
+    turned = run(r.SOAP(**rule), zero, [{"w": turn @ g} for g in grads])
+    assert_close({"w": turn @ plain["w"]}, turned, zero, 1e-4)
+    unrotated = run(r.SOAP(**{**rule, "max_precond_dim": 0}), zero, [{"w": g} for g in grads])
+    assert np.abs(unrotated["w"] - plain["w"]).max() > 0.1 * np.abs(plain["w"]).max()
+
+
+# ---- KronPSGD ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("fed", "bar"), [("gradient", 0.1), ("momentum", 0.2)])
+def test_kron_whitens_what_it_is_fed(fed, bar):
+    """QᵀQ becomes covariance^(−1/2); fed the momentum, √((1 + b1)/(1 − b1)) times that."""
+    rng, updates, b1 = np.random.default_rng(10), 2000, 0.9
+    mix = [orthogonal(n, rng) * np.geomspace(0.5, 2, n) for n in (5, 4)]
+    opt = r.KronPSGD(
+        lr=1e-3, beta1=b1, precond_lr=lambda t: 0.1 * 0.05 ** (t / updates), preconditioner_update_probability=1.0,
+        momentum_into_precond_update=fed == "momentum", engine="cpu",
+    )  # fmt: skip
+    p = np.zeros((5, 4), np.float32)
+    for g in (mix[0] @ rng.standard_normal((updates, 5, 4)) @ mix[1].T).astype(np.float32):
+        opt.step("w", p, g)
+        opt.end_iteration()
+    q = [opt.state("w")[name].astype(float) for name in ("q1", "q2")]
+    assert all(np.array_equal(f, np.triu(f)) for f in q)
+    roots = [(vectors / np.sqrt(values)) @ vectors.T for values, vectors in (np.linalg.eigh(f @ f.T) for f in mix)]
+    wanted = np.kron(*roots) * (math.sqrt((1 + b1) / (1 - b1)) if fed == "momentum" else 1.0)
+    found = np.kron(*(f.T @ f for f in q))
+    assert np.linalg.norm(found - wanted) < bar * np.linalg.norm(wanted)
+
+
+@both_engines
+def test_kron_without_updates_is_clipped_momentum(engine):
+    """With precond_lr 0 every factor stays at its first value: the step is m̂, at an rms of at most 1.1."""
+    start, grads = tensors(SMALL), gradients(SMALL)
+    found = run(r.KronPSGD(lr=0.1, beta1=0.8, precond_lr=0, precond_init_scale=0.5, engine=engine), start, grads)
+    wanted = {}
+    for name, p in start.items():
+        p, m = p.astype(float), 0.0
+        for t, g in enumerate(grads, 1):
+            m = 0.8 * m + 0.2 * g[name]
+            u = 0.25 * m / (1 - 0.8**t)  # QᵀQ is precond_init_scale² whatever the number of factors
+            p = p - 0.1 * u * min(1, 1.1 / math.sqrt(np.square(u).mean()))
+        wanted[name] = p
+    assert_close(wanted, found, start)
+
+
+# ---- Sophia ---------------------------------------------------------------------------------------------------------------
+@both_engines
+def test_sophia_can_be_a_newton_step(engine):
+    """Betas 0, gamma 1, no clip, lr 1: one step to the minimum of a separable quadratic."""
+    rng = np.random.default_rng(11)
+    opt = r.Sophia(lr=1.0, betas=(0, 0), gamma=1.0, clip=math.inf, weight_decay=0, engine=engine)
+    params, goal = tensors(), tensors(seed=12)
+    for name, p in params.items():
+        h = np.array(np.exp(rng.standard_normal(p.shape)), np.float32)
+        opt.update_hessian(name, h)
+        opt.step(name, p, np.array(h * (p - goal[name])))
+        assert np.abs(p - goal[name]).max() < 2e-6, name
+
+
+@both_engines
+def test_sophia_before_an_estimate_is_a_clipped_sign(engine):
+    """h is 0, so the step is clip·sign(m), and one warning says what to call."""
+    opt = r.Sophia(lr=0.1, clip=0.5, weight_decay=0, engine=engine)
+    params, (g,) = tensors(), gradients(steps=1)
+    start = {name: p.copy() for name, p in params.items()}
+    with pytest.warns(UserWarning, match="update_hessian") as told:
+        opt.step_all(params, g)
+    assert len(told) == 1
+    assert_close({name: start[name] - 0.05 * np.sign(g[name]) for name in g}, params, start)
+
+
+# ---- every optimizer --------------------------------------------------------------------------------------------------------
+#: p, g -> -p, -g mirrors every trajectory
+MIRRORED = [name for name in r.list_optimizers() if name != "sophia"]
+
+
+@both_engines
+@pytest.mark.parametrize("name", MIRRORED)
+def test_mirror_image(name, engine):
+    """No rule prefers a sign: the problem turned around is the trajectory turned around."""
+    shapes = SMALL if name in ("soap", "kronpsgd") else SHAPES
+    start, grads = tensors(shapes), gradients(shapes)
+
+    def opt():
+        return r.create(name, lr=0.01, engine=engine)
+
+    forth = run(opt(), start, grads)
+    back = run(opt(), {n: -p for n, p in start.items()}, [{n: -x for n, x in g.items()} for g in grads])
+    assert_close(forth, {n: -p for n, p in back.items()}, start)
