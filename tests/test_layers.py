@@ -34,14 +34,23 @@ MAY = {
     "rules": {"spec", "linalg", "vocabulary"},
     "engine": {"spec", "linalg", "vocabulary", "random"},
     "engines": {"engine", "engines", "spec", "linalg", "vocabulary", "random", "threads"},
+    "optax": {"engine", "engines", "spec", "named", "optimizer", "routing", "random"},
     "torch": {"engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random"},
     "stepping": {"engine", "spec"},
     "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
     "named": {"optimizer", "registry", "spec"},
     "race": {"data", "named", "optimizer", "registry", "schedules", "threads", "__init__"},
+    "cli": {"named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli"},
 }
 #: who may import a heavy library, and which, at any depth of the file
-HEAVY_IN = {"engine": {"scipy"}, "engines": {"numba", "llvmlite", "scipy", "torch"}, "torch": {"torch"}, "race": {"rich"}}
+HEAVY_IN = {
+    "engine": {"scipy"},
+    "engines": {"numba", "llvmlite", "scipy", "torch"},
+    "optax": {"engine", "engines", "spec", "named", "optimizer", "routing", "random"},
+    "torch": {"torch"},
+    "race": {"rich"},
+    "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
+}
 
 
 def modules():

@@ -294,10 +294,7 @@ class ArrayEngine:
 
     def solve(self, R: Array, X: Array) -> Array:
         """R^-T X for upper triangular R."""
-        from scipy.linalg import solve_triangular
-
-        solved = [solve_triangular(r, x, trans="T", check_finite=False) for r, x in zip(R, X, strict=True)]
-        return self.xp.stack(solved)
+        return self.xp.linalg.solve(R.mT, X)
 
     def orthogonalize(self, X: Array, steps: int, coefficients: tuple[float, float, float], eps: float) -> Array:
         return linalg.orthogonalize(self, X, steps, coefficients, eps)

@@ -22,22 +22,22 @@ def key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
-def threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+def threefry(key0: Any, key1: Any, x0: Any, x1: Any, mask: Any = MASK) -> tuple[Any, Any]:
     """Two random words for each counter (x0, x1). Words are integers below 2**32 in any wider type, or uint32."""
-    keys = (key0, key1, (key0 ^ key1 ^ 0x1BD11BDA) & MASK)
-    x0, x1 = (x0 + keys[0]) & MASK, (x1 + keys[1]) & MASK
+    keys = (key0, key1, (key0 ^ key1 ^ 0x1BD11BDA) & mask)
+    x0, x1 = (x0 + keys[0]) & mask, (x1 + keys[1]) & mask
     for block in range(5):
         for r in ROTATIONS[block % 2]:
-            x0 = (x0 + x1) & MASK
-            x1 = (((x1 << r) & MASK) | (x1 >> (32 - r))) ^ x0
-        x0 = (x0 + keys[(block + 1) % 3]) & MASK
-        x1 = (x1 + keys[(block + 2) % 3] + block + 1) & MASK
+            x0 = (x0 + x1) & mask
+            x1 = (((x1 << r) & mask) | (x1 >> (32 - r))) ^ x0
+        x0 = (x0 + keys[(block + 1) % 3]) & mask
+        x1 = (x1 + keys[(block + 2) % 3] + block + 1) & mask
     return x0, x1
 
 
 def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
     """Two streams of n numbers in (0, 1), as float arrays of the engine, for one tensor."""
-    first, second = threefry(keys[0], keys[1], E.counter(n), E.word(4 * t + KINDS[kind]))
+    first, second = threefry(E.word(keys[0]), E.word(keys[1]), E.counter(n), E.word(4 * t + KINDS[kind]), E.word(MASK))
     return E.real(first >> 8) * 2.0**-24 + 2.0**-25, E.real(second >> 8) * 2.0**-24 + 2.0**-25
 
 

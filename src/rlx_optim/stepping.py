@@ -117,7 +117,7 @@ def run_part(
                 record.counters |= {name: now[name] for name in record.counters if name in now}
         return
     if len(cohorts) == 1:
-        each = (scalars(first, spec, numbers),)
+        each: tuple[dict[str, Any], ...] = (scalars(first, spec, numbers),)
         bundle.numbers = each[0]
     else:
         each = tuple(scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts)

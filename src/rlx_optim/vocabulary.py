@@ -3,7 +3,7 @@
 Here they mean NumPy, so an unbound rule is an ordinary function you can call in a REPL. Every engine runs the same
 rule with its own versions of these names (`rlx_optim.engine.bind`).
 
-`less_power` and `exp` are for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): engines
+`less_power`, `exp` and `log` are for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): engines
 that trace t replace them, eager engines take them on the host in float64.
 """
 
@@ -38,6 +38,11 @@ def less_power(beta: float, t: float) -> float:
     return 1.0 if beta == 0 else -math.expm1(t * math.log(beta))
 
 
+def log(x: Any) -> Any:
+    """The natural logarithm; -inf at 0."""
+    return (math.log(x) if x > 0 else -math.inf) if isinstance(x, float) else np.log(x)
+
+
 #: What a rule may call, and what the scalars of a rule may call beside that.
 RULE = ("sqrt", "rsqrt", "where", "sign", "minimum", "maximum")
-SCALARS = (*RULE, "less_power", "exp")
+SCALARS = (*RULE, "less_power", "exp", "log")

@@ -66,7 +66,7 @@ class Numbers(list[float]):
         return other + self
 
     def __mul__(self, other: Any) -> Any:
-        return other * self
+        return Numbers(x * other for x in self) if isinstance(other, float) else other * self
 
 
 def _sqrt(x: Many) -> Many:

@@ -97,7 +97,7 @@ class KronPSGD(Spec):
                     new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
             sound = math.prod(linalg.finite(E, f).reshape(-1) for f in new.values()) > 0
-            if self.balance_probability and len(q) > 1:
+            if len(q) > 1:
                 new = balanced(new)
             return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}, 0 * counter
 

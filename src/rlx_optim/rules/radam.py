@@ -15,7 +15,7 @@ When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of
 """
 
 from ..spec import Spec, betas, choice, flag, like, real
-from ..vocabulary import less_power, sqrt, where
+from ..vocabulary import less_power, log, sqrt, where
 
 
 def radam(p, g, m, v, shrink, decay, step, rectified, beta1, alpha1, beta2, alpha2, root, eps):
@@ -61,11 +61,17 @@ class RAdam(Spec):
 
 
 def rectification(beta2, t, c2, threshold):
-    """Whether the step is rectified at t, and by what factor."""
+    """Whether the step is rectified at t, and by what factor.
+
+    ρ_t is a small difference of large numbers. With x = −t·log b2 it is (ρ∞ + d)·(1 − x/(eˣ − 1)) − d, d = −2/log b2 − ρ∞, where
+    nothing cancels if the bracket is taken as a series for small x: right to 1e-6 in float32, too.
+    """
     longest = 2 / (1 - beta2) - 1
-    if longest <= threshold:  # ρ_t < ρ∞: never
-        return False, 1.0
-    rho = longest - 2 * t * (1 - c2) / c2
-    rectified = rho > threshold
-    rho = where(rectified, rho, longest)  # r is not real below 4
-    return rectified, sqrt((rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho))
+    x = -t * log(beta2)
+    excess = -2 / log(beta2) - longest
+    series = x * (1 / 2 - x * (1 / 12 - x * x * (1 / 720 - x * x * (1 / 30240 - x * x / 1209600))))
+    rho = (longest + excess) * where(x < 0.5, series, 1 - x * (1 - c2) / c2) - excess
+    rectified = (longest > threshold) & (rho > threshold)
+    rho = where(rectified, rho, 8.0)  # r is not real below 4, and not used
+    ceiling = where(rectified, longest, 8.0)
+    return rectified, sqrt((rho - 4) * (rho - 2) * ceiling / ((ceiling - 4) * (ceiling - 2) * rho))

@@ -45,18 +45,22 @@ class SGD(Spec):
                 f"nesterov=True needs momentum > 0 and dampening 0, got momentum={self.momentum!r}, dampening={self.dampening!r}"
             )
 
+    @property
+    def averages(self):
+        return not (isinstance(self.momentum, float) and self.momentum == 0)  # a traced momentum is one
+
     def structure(self):
-        return (self.nesterov, self.momentum > 0)
+        return (self.nesterov, self.averages)
 
     def slots(self, shape):
-        return like(shape, "m") if self.momentum > 0 else {}
+        return like(shape, "m") if self.averages else {}
 
     def counters(self):
-        return {"started": 0} if self.momentum > 0 else {}
+        return {"started": 0} if self.averages else {}
 
     def scalars(self, t, counters):
         alpha = 1 - self.dampening * counters.get("started", 0)  # the first buffer is d itself, undampened
         return {"lr": self.lr, "decay": self.weight_decay, "beta": self.momentum, "alpha": alpha, "started": 1}
 
     def update(self, E, x):
-        return E.map(nesterov if self.nesterov else heavy_ball if self.momentum > 0 else plain, x)
+        return E.map(nesterov if self.nesterov else heavy_ball if self.averages else plain, x)

@@ -1,0 +1,157 @@
+"""Every optimizer as an optax GradientTransformation.
+
+    from rlx_optim.optax import adamw, muon, soap
+    tx = muon(learning_rate=0.02)
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+
+Keyword names and defaults follow optax where optax has the optimizer. The rules are those of `rlx_optim.rules`, traced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+from optax import ScalarOrSchedule
+
+from ..named import create, spec_class
+from ..optimizer import NamedOptimizer
+from .sophia import with_estimates
+from .transform import Member, Transform, transformation
+from .transform import RuleState as RuleState
+
+_REQUIRED: Any = inspect.Parameter.empty
+MASK = {"mask": None}
+ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
+ROUTED = {"otherwise": "default", "route": None, "stacked": None}
+
+#: factory -> rule, keywords with their defaults, and the names of keywords that the rule calls otherwise
+FACTORIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "sgd": ("sgd", {"momentum": None, "nesterov": False, "dampening": 0.0, "weight_decay": 0.0, **MASK}, {}),
+    "adam": ("adam", {**ADAM, "weight_decay": 0.0, "amsgrad": False, **MASK}, {}),
+    "adamw": ("adamw", {**ADAM, "weight_decay": 1e-4, "amsgrad": False, **MASK}, {}),
+    "nadamw": ("nadamw", {**ADAM, "weight_decay": 1e-4, "convention": "dozat", "momentum_decay": 4e-3, **MASK}, {}),
+    "radam": ("radam", {**ADAM, "weight_decay": 0.0, "decoupled_weight_decay": False, "convention": "paper", **MASK}, {}),
+    "qhadamw": ("qhadamw", {"b1": 0.995, "b2": 0.999, "nu1": 0.7, "nu2": 1.0, "eps": 1e-8, "weight_decay": 0.01, **MASK}, {}),
+    "lamb": ("lamb", {**ADAM, "eps": 1e-6, "weight_decay": 0.0, "bias_correction": True, "trust_clip": None, **MASK}, {}),
+    "adafactor": (
+        "adafactor",
+        {"decay_rate": 0.8, "eps": 1e-30, "clipping_threshold": 1.0, "momentum": None, "multiply_by_parameter_scale": True,
+         "weight_decay": 0.0, "convention": "paper", **MASK},
+        {"clipping_threshold": "clip_threshold", "momentum": "beta1", "multiply_by_parameter_scale": "scale_parameter"},
+    ),
+    "lion": ("lion", {"b1": 0.9, "b2": 0.99, "weight_decay": 1e-3, **MASK}, {}),
+    "soap": (
+        "soap",
+        {"b1": 0.95, "b2": 0.95, "shampoo_beta": None, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10,
+         "max_precond_dim": None, "merge_dims": False, "precondition_1d": False, **MASK, "stacked": None},
+        {},
+    ),
+    "kron_psgd": (
+        "kronpsgd",
+        {"b1": 0.9, "weight_decay": 0.0, "precond_lr": 0.1, "precond_init_scale": 1.0, "preconditioner_update_probability": None,
+         "max_size": None, "min_ndim_triangular": None, "memory_save_mode": None, "momentum_into_precond_update": True,
+         "balance_probability": 0.01, "seed": None, **MASK, "stacked": None},
+        {},
+    ),
+    "muon": (
+        "muon",
+        {"beta": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": 5, "ns_coeffs": (3.4445, -4.7750, 2.0315), "eps": 1e-7,
+         "convention": "keller", **MASK, **ROUTED},
+        {"beta": "momentum", "ns_coeffs": "ns_coefficients"},
+    ),
+    "sophia": (
+        "sophia",
+        {"b1": 0.965, "b2": 0.99, "eps": 1e-8, "weight_decay": 1e-4, "gamma": 0.01, "clip_threshold": 1.0, "update_interval": 10,
+         "seed": None, **MASK},
+        {"clip_threshold": "clip"},
+    ),
+    "mars": (
+        "mars",
+        {"b1": 0.95, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "gamma": 0.025, "clip_norm": 1.0, "variant": "adamw",
+         **MASK, **ROUTED},
+        {},
+    ),
+}  # fmt: skip
+OPTIONAL_RATE = ("adafactor",)
+NOT_FIELDS = ("mask", "otherwise", "route", "stacked", "update_interval")
+
+
+def _values(rule: str, given: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """A factory's keywords as the spec's fields."""
+    fields = spec_class(rule).fields
+    values = {renamed.get(k, k): v for k, v in given.items() if k not in NOT_FIELDS}
+    values["lr"] = values.pop("learning_rate")
+    for pair, names in (("betas", ("b1", "b2")), ("nus", ("nu1", "nu2"))):
+        if pair in fields:
+            values[pair] = tuple(values.pop(name) for name in names)
+    if "beta1" in fields and "b1" in values:
+        values["beta1"] = values.pop("b1")
+    if rule == "adafactor":
+        values |= {"beta2_decay": -values.pop("decay_rate"), "eps": (values["eps"], 1e-3)}
+    if rule == "sgd" and values["momentum"] is None:
+        values["momentum"] = 0.0
+    if rule == "sophia":
+        values.pop("seed")
+    missing = [k for k, v in values.items() if v is None and fields[k].annotation in ("int",)]
+    return {k: fields[k].default if k in missing else v for k, v in values.items()}
+
+
+def _member(rule: str, values: Mapping[str, Any]) -> Member:
+    return Member(rule, spec_class(rule), values)
+
+
+def _otherwise(rule: str, choice: Any) -> Member | None:
+    default = spec_class(rule).otherwise_default
+    if choice == "default" and default is not None:
+        choice = create(default.name, **default.settings)
+    if choice is None:
+        return None
+    if not isinstance(choice, NamedOptimizer):
+        raise TypeError(f"{rule}: otherwise must be like rlx_optim.AdamW(lr=3e-4), or None, got {choice!r}")
+    return _member(type(choice).__name__.lower(), choice.hyperparameters())
+
+
+def _build(factory: str, given: dict[str, Any]) -> Transform:
+    rule, _, renamed = FACTORIES[factory]
+    own = _member(rule, _values(rule, given, renamed))
+    other = _otherwise(rule, given["otherwise"]) if "otherwise" in given else None
+    return Transform(own, other, given.get("mask"), given.get("route"), given.get("stacked"))
+
+
+def _make(factory: str) -> Any:
+    rule, keywords, _ = FACTORIES[factory]
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    rate = inspect.Parameter(
+        "learning_rate", either, default=None if factory in OPTIONAL_RATE else _REQUIRED, annotation=ScalarOrSchedule
+    )
+    signature = inspect.Signature([rate, *(inspect.Parameter(k, either, default=v) for k, v in keywords.items())])
+
+    def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        transform = _build(factory, bound.arguments)
+        if factory == "sophia":
+            return transformation(
+                transform, with_estimates(transform, bound.arguments["update_interval"], bound.arguments["seed"] or 0)
+            )
+        return transformation(transform)
+
+    named: Any = types.FunctionType(make.__code__, make.__globals__, factory, make.__defaults__, make.__closure__)
+    named.__signature__, named.__doc__, named.__module__ = signature, spec_class(rule).__doc__, __name__
+    return named
+
+
+def routing_report(factory: str, params: Any, **keywords: Any) -> str:
+    """Which parameter goes to which rule under `muon(**keywords)` and the like, and why, as a table."""
+    keywords = {"learning_rate": 1.0, **keywords}
+    return _build(factory, {**FACTORIES[factory][1], **keywords}).routing_report(params)
+
+
+for _name in FACTORIES:
+    globals()[_name] = _make(_name)

@@ -1,0 +1,54 @@
+"""Sophia's estimates inside a traced update: Hutchinson's u ⊙ Hu of the objective, every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import random
+from ..engine import Tensors, Values
+from ..engines.jax_ import Jax, traceable
+from .transform import RuleState, Transform, arithmetic
+
+
+def with_estimates(transform: Transform, interval: Any, seed: int) -> Callable[..., Any]:
+    """The update with an `obj_fn=` (a function of the parameters) that is differentiated twice on every interval-th step."""
+
+    def update(
+        grads: Any, state: RuleState, params: Any = None, *, obj_fn: Callable[[Any], Any] | None = None, **extra: Any
+    ) -> Any:
+        if obj_fn is None:
+            raise ValueError("sophia: update needs obj_fn=, a function of the parameters, to estimate the Hessian's diagonal")
+        due = state.count % interval == 0
+        h = jax.lax.cond(due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"])
+        return transform.update(grads, state._replace(slots={**state.slots, "h": h}), params, **extra)
+
+    return update
+
+
+def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callable[[Any], Any], h: Any, seed: int) -> Any:
+    """h with this step's estimate averaged in."""
+    leaves = jax.tree.leaves(params)
+    tree: Any = jax.tree.structure(params)
+    signs = [random_signs(seed, i, state.count, leaf) for i, leaf in enumerate(leaves)]
+    product = jax.jvp(jax.grad(obj_fn), (params,), (tree.unflatten(signs),))[1]
+    member = transform.own
+    spec: Any = member.spec(state.count)
+    numbers = traceable(member.kind.scalars)(spec, state.count + 1, {})
+    out = []
+    for old, u, hu in zip(tree.flatten_up_to(h), signs, jax.tree.leaves(product), strict=True):
+        dtype = arithmetic(old)
+        values = Values({"h": Tensors([old]), "g": Tensors([u.astype(dtype) * hu.astype(dtype)])}, **numbers)
+        out.append(spec.observe(Jax(dtype), values)["h"][0])
+    return tree.unflatten(out)
+
+
+def random_signs(seed: int, place: int, count: Any, leaf: Any) -> Any:
+    """±1, keyed by (seed, leaf, count): the same on every device and after every resume."""
+    engine = Jax()
+    key0, key1 = map(engine.word, random.key(seed, f"hessian {place}"))
+    words, _ = random.threefry(key0, key1, engine.counter(leaf.size), engine.word(count), engine.word(random.MASK))
+    return ((words & 1).astype(jnp.float32) * 2 - 1).astype(leaf.dtype).reshape(leaf.shape)
