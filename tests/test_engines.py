@@ -293,6 +293,30 @@ def test_triangular_solve(n, columns, precision):
     assert (before == X).all()
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "few directions", "tiny", "steep"])
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (1, 7), (30, 61), (16, 16)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+def test_the_gram_form_equals_plain_newton_schulz(shape, kind, steps):
+    """Also where rounding is amplified: few dominant directions, tiny numbers, singular values over many decades."""
+    from rlx_optim import linalg
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape)
+    if kind == "few directions":
+        x = 1e-3 * x + 10 * rng.standard_normal((shape[0], 1)) @ rng.standard_normal((1, shape[1]))
+    if kind == "steep":
+        u, s, v = np.linalg.svd(x, full_matrices=False)
+        x = u * 10.0 ** -np.linspace(0, 5, len(s)) @ v
+    X = (x * (1e-20 if kind == "tiny" else 1.0)).astype(np.float32)[None]
+    coefficients = (3.4445, -4.7750, 2.0315)
+    want = linalg.orthogonalize(engines.get_engine("reference"), X.astype(np.float64), steps, coefficients, 1e-30)
+    got = engines.get_engine("cpu").orthogonalize(X, steps, coefficients, 1e-30)
+    plain = linalg.orthogonalize(Single(), X, steps, coefficients, 1e-30)
+    floor = np.linalg.norm(plain - want)  # what float32 does to the plain form; it grows with the steps
+    assert np.linalg.norm(got - want) < 4 * floor + 2e-5 * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want) or steps > 5
+
+
 def test_headers_are_trusted_here():
     """The quick path is live on this interpreter; if this fails, every step is checked the slow way."""
     assert watch.trusted()

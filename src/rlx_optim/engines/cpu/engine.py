@@ -13,6 +13,7 @@ from ... import threads
 from ...engine import ArrayEngine, Bundle, Rule, Values, signature
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
+from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
 from .triangular import solve_transposed
 from .watch import HeaderWatch, address, trusted
@@ -227,6 +228,15 @@ class Cpu(ArrayEngine):
         for r, x in zip(np.ascontiguousarray(R, self.dtype), out, strict=True):
             solve_transposed(r, x)
         return out
+
+    def orthogonalize(self, X: np.ndarray, steps: int, coefficients: tuple[float, float, float], eps: float) -> np.ndarray:
+        tall = X.shape[1] > X.shape[2]
+        wide = X.mT if tall else X
+        if wide.shape[2] < WIDE * wide.shape[1]:
+            return super().orthogonalize(X, steps, coefficients, eps)
+        start = wide / (self.norm(wide) + eps)
+        done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
+        return done.mT if tall else done
 
     # the compiled pass -----------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
