@@ -296,6 +296,14 @@ class ArrayEngine:
         """R^-T X for upper triangular R."""
         return self.xp.linalg.solve(R.mT, X)
 
+    def upper(self, R: Array, X: Array) -> Array:
+        """R X for upper triangular R."""
+        return R @ X
+
+    def upper_transposed(self, R: Array, X: Array) -> Array:
+        """R^T X for upper triangular R."""
+        return R.mT @ X
+
     def orthogonalize(self, X: Array, steps: int, coefficients: tuple[float, float, float], eps: float) -> Array:
         return linalg.orthogonalize(self, X, steps, coefficients, eps)
 

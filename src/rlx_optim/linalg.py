@@ -1,7 +1,7 @@
 """Linear algebra on stacks of tensors, in the words of the engine protocol alone.
 
 Axis 0 of every array counts tensors of equal shape, the other axes are the tensor's own. A *factor* belongs to one axis of
-the tensor: a matrix (B, n, n) or a diagonal (B, n).
+the tensor: a matrix (B, n, n) or, for `gram` and `every`, also a diagonal (B, n).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: A
 
 
 def times(q: Any, U: Any) -> Any:
-    return q @ U if q.ndim == 3 else q[..., None] * U
+    return q @ U
 
 
 def times_transposed(q: Any, U: Any) -> Any:
-    return q.mT @ U if q.ndim == 3 else q[..., None] * U
+    return q.mT @ U
 
 
 def gram(E: Any, X: Any, axis: int, diagonal: bool = False) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import linalg
 from ..engine import ArrayEngine, Rule, bind
 
 Array = Any
@@ -52,6 +53,13 @@ def traceable(function: Rule) -> Rule:
     return bind(function, {**helpers, **WORDS})
 
 
+class Zero(float):
+    """A number of a rule that is 0 whatever is traced: what it multiplies is not read (XLA must keep 0·x, for 0·∞)."""
+
+    def __mul__(self, other: Any) -> Any:
+        return self
+
+
 class Jax(ArrayEngine):
     """One engine per arithmetic."""
 
@@ -65,8 +73,12 @@ class Jax(ArrayEngine):
     def words(self) -> dict[str, Any]:
         return WORDS
 
+    def line_up(self, value: Any, i: int, domain: tuple[int, ...]) -> Any:
+        return Zero() if type(value) is float and value == 0 else super().line_up(value, i, domain)
+
     # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated).
     def eigh(self, L: Array) -> Array:
+        L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
         return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
 
     def qr(self, X: Array) -> Array:

@@ -84,15 +84,25 @@ class KronPSGD(Spec):
         q = {i: x[f"q{i}"] for i in range(1, len(stack))}
         counter = x.counter + 1
 
+        # a factor is upper triangular (B, n, n) or diagonal (B, n)
+        def multiply(f, U):
+            return E.upper(f, U) if f.ndim == 3 else f[..., None] * U
+
+        def multiply_transposed(f, U):
+            return E.upper_transposed(f, U) if f.ndim == 3 else f[..., None] * U
+
+        def divide(f, U):
+            return E.solve(f, U) if f.ndim == 3 else U / f[..., None]
+
         def fit(q, counter):
             V = E.random("normal", x, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
-            A = linalg.every(E, linalg.times, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
-            B = linalg.every(E, lambda f, U: E.solve(f, U) if f.ndim == 3 else U / f[..., None], q, V)
+            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
+            B = linalg.every(E, divide, q, V)
             new = {}
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
-                    new[i] = f - self.precond_lr * (E.triu(T1 - T2) @ f) / linalg.spectral_bound(E, T1 + T2)
+                    new[i] = f - self.precond_lr * E.upper(E.triu(T1 - T2), f) / linalg.spectral_bound(E, T1 + T2)
                 else:
                     new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
@@ -111,7 +121,7 @@ class KronPSGD(Spec):
         scheduled = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
         due = scheduled if given is None else counter >= 1 / given
         q, counter = E.cond(due, fit, lambda *same: same, q, counter)
-        u = linalg.every(E, linalg.times_transposed, q, linalg.every(E, linalg.times, q, mhat))
+        u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
         u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
         decay = self.weight_decay if x.p.ndim > 2 else 0.0

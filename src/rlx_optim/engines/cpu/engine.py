@@ -15,11 +15,12 @@ from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
-from .triangular import solve_transposed
+from .triangular import multiply, multiply_transposed, solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
 WORTHWHILE = 16384  # elements from which a second thread pays
+AFFORDABLE = 512  # the largest dimension for which SOAP's bases are taken in float64; it doubles their cost
 
 
 class Handle:
@@ -221,12 +222,24 @@ class Cpu(ArrayEngine):
         return x
 
     def wide(self, X: np.ndarray) -> np.ndarray:
-        return X.astype(np.float64)
+        return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
 
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, self.dtype, order="C")
         for r, x in zip(np.ascontiguousarray(R, self.dtype), out, strict=True):
             solve_transposed(r, x)
+        return out
+
+    def upper(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+        out = np.empty(X.shape, self.dtype)
+        for r, x, y in zip(R, X, out, strict=True):
+            multiply(r, x, y)
+        return out
+
+    def upper_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+        out = np.empty(X.shape, self.dtype)
+        for r, x, y in zip(R, X, out, strict=True):
+            multiply_transposed(r, x, y)
         return out
 
     def orthogonalize(self, X: np.ndarray, steps: int, coefficients: tuple[float, float, float], eps: float) -> np.ndarray:

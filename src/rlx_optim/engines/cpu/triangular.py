@@ -1,7 +1,7 @@
-"""Triangular solves: a compiled loop for small systems, BLAS for large ones.
+"""Products and solves with upper triangular matrices: recursion onto NumPy's matrix product, half of a full product's work.
 
-BLAS hands even a 64×64 solve to several threads and then waits for them, which on a busy machine costs a scheduler's slice
-(milliseconds). Below SMALL the loop on the calling thread is faster anyway.
+Not through SciPy's BLAS: it is a second library with threads of its own, and the two keep each other's cores busy while they wait
+for work. Small solves are a compiled loop on the calling thread.
 """
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def"
@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-SMALL = 128**3  # n·n·columns
+SMALL = 96  # rows below which a block is not split further
 
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _substitute(R, X):
-    """X <- R^-T X in place, R upper triangular, both C-contiguous."""
+    """X <- R^-T X in place, R upper triangular; rows of X contiguous."""
     n, columns = X.shape
     for j in range(n):
         for c in range(columns):
@@ -28,11 +28,36 @@ def _substitute(R, X):
 
 
 def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
-    """X <- R^-T X in place, R upper triangular, both C-contiguous and of one type."""
-    if X.size * len(X) <= SMALL:
+    """X <- R^-T X in place."""
+    n = len(R)
+    if n <= SMALL:
         _substitute(R, X)
         return
-    from scipy.linalg.blas import dtrsm, strsm
+    k = n // 2
+    solve_transposed(R[:k, :k], X[:k])
+    X[k:] -= R[:k, k:].T @ X[:k]
+    solve_transposed(R[k:, k:], X[k:])
 
-    # In BLAS's column-major eyes C-contiguous arrays are their own transposes, and what is wanted is Xᵀ R⁻¹.
-    (strsm if X.dtype == np.float32 else dtrsm)(1.0, R.T, X.T, side=1, lower=1, trans_a=1, overwrite_b=1)
+
+def multiply(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
+    """out <- R X."""
+    n = len(R)
+    if n <= 2 * SMALL:
+        np.matmul(R, X, out=out)
+        return
+    k = n // 2
+    multiply(R[:k, :k], X[:k], out[:k])
+    out[:k] += R[:k, k:] @ X[k:]
+    multiply(R[k:, k:], X[k:], out[k:])
+
+
+def multiply_transposed(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
+    """out <- R^T X."""
+    n = len(R)
+    if n <= 2 * SMALL:
+        np.matmul(R.T, X, out=out)
+        return
+    k = n // 2
+    multiply_transposed(R[:k, :k], X[:k], out[:k])
+    multiply_transposed(R[k:, k:], X[k:], out[k:])
+    out[k:] += R[:k, k:].T @ X[:k]
