@@ -1,0 +1,163 @@
+"""The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
+
+Nothing heavy is imported before a command runs. What the user did wrong is a `Problem`: one line on stderr, exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import difflib
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..threads import available, get_threads
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError:  # the extra "cli" is not installed
+    typer = None  # type: ignore[assignment]
+
+COMMANDS = ("bench",)
+VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
+
+
+class Problem(Exception):
+    """What the user can mend."""
+
+
+# ---- what the commands share ------------------------------------------------------------------------------------------
+def unknown(kind: str, name: str, known: Sequence[str]) -> Problem:
+    """The message about a name that nobody knows."""
+    near = "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, known, 1))
+    return Problem(f"unknown {kind} {name!r}; known are {', '.join(known)}{near}")
+
+
+def choose(kind: str, text: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[str]:
+    """A comma-separated list of names, or "all", in the order of `known`."""
+    asked = [(aliases or {}).get(name, name) for name in (part.strip().lower() for part in text.split(","))]
+    if asked == ["all"]:
+        return list(known)
+    for name in asked:
+        if name not in known:
+            raise unknown(kind, name, known)
+    return [name for name in known if name in asked]
+
+
+def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Refuse a file that could not be written, before any work is done for it."""
+    if path is None:
+        return
+    if path.suffix not in suffixes:
+        raise Problem(f"{option}: {path} must end in {' or '.join(suffixes)}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Problem(f"{option}: cannot write {path}")
+
+
+def machine() -> dict[str, Any]:
+    """Where a measurement was made: processor, threads, memory, versions, date."""
+    return {
+        "cpu": _processor(),
+        "cores": available(),
+        "threads": get_threads(),
+        "memory_gb": round(memory() / 1e9, 1),
+        "load_average": round(load_average(), 2),
+        "platform": platform.platform(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), "rlx_optim": _own_version()} | _versions(VERSIONED),
+    }
+
+
+def memory() -> int:
+    """Bytes of physical memory; 0 where the system does not say."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+
+
+def load_average() -> float:
+    """Of the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _versions(names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _own_version() -> str:
+    version: str = sys.modules[__name__.partition(".")[0]].__version__
+    return version
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, and the function that says what begins."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, description=name, advance=1)
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[bool]) -> None:
+    """Print a table: two columns of names, the others of numbers; some rows bold."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(*(Column(title, justify="right" if place > 1 else "left") for place, title in enumerate(head)))
+    for row, strong in zip(rows, bold, strict=True):
+        table.add_row(*row, style="bold" if strong else "")
+    console.print(table)
+
+
+# ---- the program ------------------------------------------------------------------------------------------------------
+def _application() -> Any:
+    made = typer.Typer(name="rlx-optim", add_completion=False, pretty_exceptions_enable=False)
+
+    @made.callback(invoke_without_command=True)
+    def start(context: typer.Context) -> None:
+        """Fourteen training-step optimizers: measure them, compare them."""
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    for name in COMMANDS:
+        made.command(name)(importlib.import_module(f".{name}", __name__).command)
+    return made
+
+
+app = None if typer is None else _application()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and give its exit code."""
+    if app is None:
+        print('rlx-optim: the command line needs typer and rich: pip install "rlx-optim[cli]"', file=sys.stderr)
+        return 2
+    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, which typer has from click or brings itself
+    try:
+        return app(args=argv, prog_name="rlx-optim", standalone_mode=False) or 0
+    except (Problem, usage_error) as error:
+        message = str(error) if isinstance(error, Problem) else error.format_message()
+        print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130

@@ -1,0 +1,184 @@
+"""`rlx-optim bench`: our steps against every installed peer's, in one run.
+
+    rlx-optim bench --model two-blocks --optimizers adamw,lion --json results.json --plot results.png
+
+This file has the shape sets, the options and what is printed; `measure` does the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from ..named import list_optimizers
+from ..registry import ALIASES
+from . import Problem, check_place, choose, progress, show_table, unknown
+from .measure import run
+from .peers import LIBRARIES
+from .results import Report, Request, Row, Shapes, check_memory, turns
+
+PLOTS = (".png", ".svg", ".pdf")
+HEAD = (
+    "optimizer",
+    "implementation",
+    "ms/step",
+    "best … worst",
+    "ns/param",
+    "GB/s",
+    "of copy",
+    "state B/param",
+    "best peer / this",
+)
+
+
+# ---- shape sets -------------------------------------------------------------------------------------------------------
+def _block(prefix: str) -> Shapes:
+    """One transformer block of GPT-2 small."""
+    linear = {"attn.c_attn": (768, 2304), "attn.c_proj": (768, 768), "mlp.c_fc": (768, 3072), "mlp.c_proj": (3072, 768)}
+    weights: Shapes = {f"{prefix}.{layer}.weight": shape for layer, shape in linear.items()}
+    biases: Shapes = {f"{prefix}.{layer}.bias": shape[1:] for layer, shape in linear.items()}
+    return weights | biases | {f"{prefix}.{norm}.{part}": (768,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+
+
+def _blocks(count: int) -> Shapes:
+    return {name: shape for i in range(count) for name, shape in _block(f"h.{i}").items()}
+
+
+def _vectors(least: int, most: int) -> Shapes:
+    sizes = np.random.default_rng(0).integers(least, most, 2000, endpoint=True)
+    return {f"v{i}": (int(size),) for i, size in enumerate(sizes)}
+
+
+def _gpt2() -> Shapes:
+    ends: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768), "ln_f.weight": (768,), "ln_f.bias": (768,)}
+    return ends | _blocks(12)
+
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "gpt2-124m": _gpt2,
+    "two-blocks": lambda: _blocks(2),
+    "many-small": lambda: _vectors(1_000, 64_000),
+    "many-tiny": lambda: _vectors(64, 4_096),
+}
+UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
+
+
+def shapes_of(model: str) -> Shapes:
+    """The tensors of a shape set by name; "one:262k" is one vector of 262,000."""
+    one = re.fullmatch(r"one:([1-9]\d*)([kM]?)", model)
+    if one:
+        return {"w": (int(one[1]) * UNITS[one[2]],)}
+    if model not in MODELS:
+        raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M)"])
+    return MODELS[model]()
+
+
+# ---- what is printed --------------------------------------------------------------------------------------------------
+def digits(value: float | None, unit: str = "") -> str:
+    """Three digits that count, or a dash."""
+    if value is None:
+        return "–"
+    return (f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")) + unit
+
+
+def cells(row: Row) -> list[str]:
+    share = None if row.copy_fraction is None else 100 * row.copy_fraction
+    spread = f"{digits(row.ms_best)} … {digits(row.ms_worst)}"
+    numbers = [digits(row.ns_per_parameter), digits(row.gb_per_second), digits(share, " %")]
+    return [
+        row.optimizer, row.implementation, digits(row.ms_per_step), spread, *numbers,
+        digits(row.state_bytes_per_parameter), digits(row.ratio_to_best_peer, "×"),
+    ]  # fmt: skip
+
+
+def describe(report: Report) -> str:
+    """The machine and the model, in three lines."""
+    m, asked = report.machine, report.settings
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+    gradients = "new gradient arrays every step" if asked["fresh_gradients"] else "standing gradient arrays"
+    return (
+        f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['memory_gb']} GB, {m['platform']}, {m['date']}\n{versions}\n"
+        f"{report.model}: tensors {report.tensors:,}, parameters {report.parameters:,}, {gradients}; "
+        f"{asked['rounds']} rounds of {asked['seconds']} s"
+    )
+
+
+def show(report: Report) -> None:
+    print(describe(report))
+    show_table(HEAD, [cells(row) for row in report.rows], [ours(row) for row in report.rows])
+    copies = sorted({row.copy_gb_per_second for row in report.rows if row.copy_gb_per_second is not None})
+    if copies:
+        print(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
+    for note in report.notes:
+        print(note)
+
+
+def ours(row: Row) -> bool:
+    return row.implementation.startswith("ours")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Bars of ns per parameter, one panel an optimizer, each at its own scale; ours in colour."""
+    from matplotlib.figure import Figure
+
+    panels = {name: [r for r in report.rows if r.optimizer == name] for name in dict.fromkeys(r.optimizer for r in report.rows)}
+    heights = [len(panel) for panel in panels.values()]
+    figure = Figure(figsize=(9, 1.3 + 0.32 * sum(heights) + 0.55 * len(panels)), layout="constrained")
+    figure.suptitle(
+        f"{report.model}: ns per parameter and step, less is better\n{report.machine['cpu']}, {report.machine['threads']} threads"
+    )
+    axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for ax, (name, panel) in zip(axes, panels.items(), strict=True):
+        values = [row.ns_per_parameter for row in panel]
+        colours = ["tab:orange" if ours(row) else "0.7" for row in panel]
+        bars = ax.barh([row.implementation for row in panel], values, color=colours)
+        ax.bar_label(bars, [digits(value) for value in values], padding=4)
+        ax.set_title(name, loc="left", fontweight="bold")
+        ax.set_xlim(0, 1.15 * max(values))
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+def command(
+    model: Annotated[str, typer.Option(help=f"Shape set: {', '.join(MODELS)}, or one:N (one:1k, one:32M).")] = "two-blocks",
+    optimizers: Annotated[str, typer.Option(help="Names, comma-separated, or all.")] = "adamw",
+    peers: Annotated[str, typer.Option(help=f"{', '.join(LIBRARIES)}, comma-separated; all or none.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each implementation.")] = 7,
+    seconds: Annotated[float, typer.Option(min=1e-6, help="About how long a turn takes.")] = 0.3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of all implementations; every core by default.")] = None,
+    fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
+) -> None:
+    """Time our steps and those of every installed peer, interleaved, beside a memory copy."""
+    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    libraries = [] if peers == "none" else choose("peer", peers, LIBRARIES)
+    check_place("--json", json_file, (".json",))
+    check_place("--plot", plot_file, PLOTS)
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
+    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads)
+    check_memory(request)
+    with progress(sum(turns(request)) * (1 + rounds)) as tick:
+        report = run(request, tick)
+    show(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    if plot_file is not None and report.rows:
+        plot(report, plot_file)
+    if report.interrupted:
+        print("interrupted", file=sys.stderr)
+    finished = {row.optimizer for row in report.rows if ours(row)} >= set(chosen)
+    raise typer.Exit(130 if report.interrupted else int(not finished))

@@ -1,0 +1,179 @@
+"""What a benchmark asks and finds, as data, and the arithmetic from seconds to rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from ..named import spec_class
+from ..threads import available, get_threads
+from . import Problem, load_average, memory
+from .peers import PEERS, REMARKS, Peer, installed
+
+Shapes = dict[str, tuple[int, ...]]
+
+BUSY = 0.5  # load average
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+#: settings of ours that are not the defaults
+OURS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 1e-3, "momentum": 0.9},
+    "kronpsgd": {"preconditioner_update_probability": 0.1},  # an update every 10 steps, as in SOAP
+}
+#: bytes that a rule must read and write for each parameter; matrix rules are bound by something else
+BYTES = {
+    "sgd": 20, "lion": 20, "sophia": 24, "adafactor": 24, "lamb": 40, "mars": 44,
+    "adam": 28, "adamw": 28, "nadamw": 28, "radam": 28, "qhadamw": 28,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to measure. `peers` are libraries; `seconds` is about how long a turn takes."""
+
+    model: str
+    shapes: Shapes
+    optimizers: list[str]
+    peers: list[str]
+    rounds: int = 7
+    seconds: float = 0.3
+    fresh_gradients: bool = False
+    threads: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The seconds of a step in each turn of one implementation."""
+
+    implementation: str
+    seconds: list[float]
+    steps_per_turn: int
+    state_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One optimizer in one implementation: the median over its turns, and the best and the worst turn."""
+
+    optimizer: str
+    implementation: str
+    ms_per_step: float
+    ms_best: float
+    ms_worst: float
+    ns_per_parameter: float
+    gb_per_second: float | None  # the bytes that the rule needs over the time; None for a matrix rule
+    copy_gb_per_second: float | None  # of a memory copy between the same turns
+    copy_fraction: float | None
+    state_bytes_per_parameter: float
+    ratio_to_best_peer: float | None  # the best peer's time over this one: above 1 is faster than every peer
+    turns: int
+    steps_per_turn: int
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything a run found, and where."""
+
+    model: str
+    tensors: int
+    parameters: int
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # who is missing or failed, and what else to know
+    interrupted: bool = False
+
+
+def parameters(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def traffic(name: str, shapes: Shapes) -> float | None:
+    """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`."""
+    rule, fallback = spec_class(name)(**OURS.get(name, {})), spec_class(name).otherwise_default
+    total = 0
+    for shape in shapes.values():
+        stepped_by = name if fallback is None or rule.takes(shape) is None else fallback.name
+        if stepped_by not in BYTES:
+            return None
+        total += BYTES[stepped_by] * math.prod(shape)
+    return total / parameters(shapes)
+
+
+# ---- before anything runs -----------------------------------------------------------------------------------------------
+def present(name: str, request: Request) -> list[Peer]:
+    """The peers that take part."""
+    return [peer for peer in PEERS[name] if peer.library in request.peers and installed(peer.library)]
+
+
+def turns(request: Request) -> list[int]:
+    """How many implementations of each optimizer take turns; one tensor alone is stepped by `step` as well."""
+    return [1 + (len(request.shapes) == 1) + len(present(name, request)) for name in request.optimizers]
+
+
+def check_memory(request: Request) -> None:
+    """Refuse a model that could not be held as often as it is needed: parameters, gradients, state and scratch of each."""
+    count, most = parameters(request.shapes), max(turns(request))
+    if 4 * count * (2 + 5 * most) > memory() > 0:
+        raise Problem(f"model {request.model}: {count:,} parameters in {most} implementations are too many for this memory")
+
+
+def routing_note(name: str, shapes: Shapes) -> str | None:
+    """What to know when a rule for matrices meets none."""
+    kind = spec_class(name)
+    if any(len(shape) > 1 for shape in shapes.values()) or not (kind.matrix or kind.otherwise_default):
+        return None
+    if kind.otherwise_default is None:
+        return f"note: {name}: there are only vectors here; it steps them itself, without matrices"
+    return f"note: {name}: there are only vectors here; all go to `otherwise` ({kind.otherwise_default.name})"
+
+
+def notes(request: Request) -> list[str]:
+    """What can be said before anything runs."""
+    load = load_average()
+    busy = f"note: load average {load:.1f} at the start: if something else is running, these times mean little"
+    said = [busy] if load > BUSY else []
+    said += [f"missing: {library} (pip install {library})" for library in request.peers if not installed(library)]
+    said += [note for name in request.optimizers if (note := routing_note(name, request.shapes))]
+    for name in request.optimizers:
+        if present(name, request) and name in REMARKS:
+            said.append(f"note: {name}: {REMARKS[name]}")
+        if request.peers and not any(peer.library in request.peers for peer in PEERS[name]):
+            said.append(f"note: {name}: none of {', '.join(request.peers)} has it")
+    matrix = any(spec_class(name).matrix for name in request.optimizers)
+    if matrix and get_threads() < available() and not any(map(os.environ.get, BLAS_THREADS)):
+        said.append(f"note: NumPy's BLAS keeps its own threads; set {BLAS_THREADS[0]}={get_threads()} before starting")
+    return said
+
+
+# ---- after ------------------------------------------------------------------------------------------------------------
+def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | None) -> list[Row]:
+    """The rows of one optimizer."""
+    medians = {t.implementation: statistics.median(t.seconds) for t in timings}
+    best = min((median for label, median in medians.items() if not label.startswith("ours")), default=None)
+    count, needed = parameters(shapes), traffic(name, shapes)
+    made = []
+    for t in timings:
+        median = medians[t.implementation]
+        speed = None if needed is None else needed * count / median / 1e9
+        made.append(
+            Row(
+                optimizer=name,
+                implementation=t.implementation,
+                ms_per_step=1e3 * median,
+                ms_best=1e3 * min(t.seconds),
+                ms_worst=1e3 * max(t.seconds),
+                ns_per_parameter=1e9 * median / count,
+                gb_per_second=speed,
+                copy_gb_per_second=copy_gb,
+                copy_fraction=None if speed is None or copy_gb is None else speed / copy_gb,
+                state_bytes_per_parameter=t.state_bytes / count,
+                ratio_to_best_peer=None if best is None else best / median,
+                turns=len(t.seconds),
+                steps_per_turn=t.steps_per_turn,
+            )
+        )
+    return made
