@@ -1,6 +1,8 @@
 # make race    train a small network with all fourteen optimizers       (sets up .venv, no torch)
 # make test    the test suite                                            (sets up .venv with torch and jax)
 # make test-all   the tests, the slow ones included
+# make test-integrations   accelerate, Hugging Face Trainer and Lightning (installs them into .venv)
+# make test-gpu   the tests that need a GPU, from source, nothing installed
 # make lint    ruff and mypy
 # make setup   the full development environment
 
@@ -9,16 +11,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: race test test-all lint setup clean
+.PHONY: race test test-all test-gpu test-integrations lint setup clean
 
 race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# on a machine with a GPU, from source, with whatever Python has torch and Triton there
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+
+test-integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest tests/integrations "tests/test_docs.py::test_blocks_run[pytorch.md]" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -39,6 +48,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt requirements-dev.txt | $(VENV)/.run
 	$(PIP) torch==2.13.0
 	$(PIP) --editable ".[all]" --requirement requirements-dev.txt
+	@touch $@
+
+$(VENV)/.integrations: constraints.txt requirements-integrations.txt | $(VENV)/.dev
+	$(PIP) --requirement requirements-integrations.txt
 	@touch $@
 
 clean:

@@ -15,7 +15,7 @@ from rlx_optim.named import spec_class
 from rlx_optim.registry import OPTIMIZERS
 
 ROOT = Path(rlx_optim.__file__).parent
-HEAVY = {"numba", "torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich", "typer"}
+HEAVY = {"numba", "torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich", "typer", "safetensors"}
 
 #: module (or package) -> modules of this package it may import
 MAY = {
@@ -34,19 +34,26 @@ MAY = {
     "rules": {"spec", "linalg", "vocabulary"},
     "engine": {"spec", "linalg", "vocabulary", "random"},
     "engines": {"engine", "engines", "spec", "linalg", "vocabulary", "random", "threads"},
-    "optax": {"engine", "engines", "spec", "named", "optimizer", "routing", "random"},
-    "torch": {"engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random"},
+    "checkpoint": {"spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},
+    "optax": {
+        "engine", "engines", "spec", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
+    },
+    "torch": {
+        "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
+    },
     "stepping": {"engine", "spec"},
-    "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
+    "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
     "named": {"optimizer", "registry", "spec"},
     "race": {"data", "named", "optimizer", "registry", "schedules", "threads", "__init__"},
-    "cli": {"named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli"},
-}
+    "cli": {
+        "named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
+    },
+}  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
 HEAVY_IN = {
     "engine": {"scipy"},
-    "engines": {"numba", "llvmlite", "scipy", "torch"},
-    "optax": {"engine", "engines", "spec", "named", "optimizer", "routing", "random"},
+    "engines": {"numba", "llvmlite", "scipy", "torch", "jax", "triton"},
+    "optax": {"jax", "optax"},
     "torch": {"torch"},
     "race": {"rich"},
     "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},

@@ -8,6 +8,7 @@ Importing this package imports no engine, no numba, no torch and no jax.
 """
 
 from . import schedules
+from .checkpoint import CheckpointError, load, load_latest
 from .engines import list_engines
 from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm
 from .named import (
@@ -40,6 +41,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "CheckpointError",
     "KronPSGD",
     "Lamb",
     "Lion",
@@ -58,6 +60,8 @@ __all__ = [
     "l2_norm",
     "list_engines",
     "list_optimizers",
+    "load",
+    "load_latest",
     "schedules",
     "set_threads",
 ]

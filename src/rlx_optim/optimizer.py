@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -100,6 +102,7 @@ class NamedOptimizer:
         self._numbers: dict[Any, dict[str, Any]] = {}
         self._told: set[str] = set()
         self._estimators: dict[str, Bundle] = {}  # for those that take estimates
+        self._converted = ""
 
     def _join(self, owner: NamedOptimizer) -> None:
         """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
@@ -208,22 +211,24 @@ class NamedOptimizer:
     # ---- stepping -----------------------------------------------------------------------------------------------
     def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
         """Update one parameter in place. A second step of the same name needs `end_iteration` first."""
-        record = self._records.get(name)
+        member, record = self, self._records.get(name)
+        if record is None and self.otherwise is not None:
+            member, record = next(((m, m._records[name]) for m in self._family() if name in m._records), (self, None))
         if (
             record is not None
             and (part := record.part) is not None
-            and record.stepped != self._iteration
+            and record.stepped != member._iteration
             and (shape is None or shape == record.shape)
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
-            and (specs := self._specs())
-            and part.version == self._settings.version
+            and (specs := member._specs())
+            and part.version == member._settings.version
         ):
-            run_part(part, self._engine, specs, self._numbers, (param,), (grad,), grad_scale)
-            record.stepped = self._iteration
+            run_part(part, self._engine, specs, member._numbers, (param,), (grad,), grad_scale)
+            record.stepped = member._iteration
             self._clock += 1
             return
         scale = admission.check_scale(self._owner, grad_scale)
@@ -304,7 +309,7 @@ class NamedOptimizer:
         reason = self._specs()[-1].takes(shape)
         if group is not None and group.otherwise:
             group.matched = True
-            reason = f"matches {group.pattern!r}"
+            reason = f"matches {group.match!r}"
         if reason is None:
             return self, ""
         if self.otherwise is not None:
@@ -342,7 +347,7 @@ class NamedOptimizer:
         watch = self._engine.watch(params, grads)
         parts = self._parts(items, watch)
         plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
-        if len(items) == 1 and parts and items[0].member is self:
+        if len(items) == 1 and parts:
             items[0].record.part = parts[0]
         self._execute(plan, params, grads, scale)
         self._clock += 1
@@ -386,6 +391,30 @@ class NamedOptimizer:
         if topic not in self._told:
             self._told.add(topic)
             warnings.warn(f"{self._owner}: {message}", stacklevel=5)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+    def save(
+        self, path: str | os.PathLike[str], every: int = 1, keep: int | None = None, *, allow_nan: bool = False
+    ) -> Path | None:
+        """Write everything to a file that `rlx_optim.load` and every front end reads; a crash leaves the old file or the new one.
+
+        every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the newest so many;
+        for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
+        """
+        from .checkpoint import files, optimizers  # they import this module
+
+        return files.save(optimizers.snapshot_of(self), path, every, keep, allow_nan)
+
+    def convert_to(self, name: str, **settings: Any) -> NamedOptimizer:
+        """Another optimizer that goes on from here: it takes over the iteration and, for each parameter, what of the state means
+        the same to it. Its `conversion_report()` says what was carried over and what was dropped."""
+        from .checkpoint import switch
+
+        return switch.convert(self, name, settings)
+
+    def conversion_report(self) -> str:
+        """What `convert_to` carried over into this optimizer, and what it dropped, as a table; empty if it was not converted."""
+        return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
     _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed

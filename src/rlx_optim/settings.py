@@ -16,10 +16,12 @@ def is_schedule(field: Field, value: Any) -> bool:
 
 
 class Group:
-    """Overrides for the names that match a glob pattern, as written by the user."""
+    """Overrides for the names that match a glob pattern, or one of several, as written by the user."""
 
     def __init__(self, owner: str, fields: Mapping[str, Field], given: Any):
-        if not isinstance(given, Mapping) or not isinstance(given.get("match"), str):
+        match: Any = given.get("match") if isinstance(given, Mapping) else None
+        self.patterns: list[str] = [match] if isinstance(match, str) else match
+        if not isinstance(self.patterns, list) or not all(isinstance(pattern, str) for pattern in self.patterns):
             raise TypeError(f'{owner}: a group must be a dict with a glob pattern under "match", got {given!r}')
         unknown = set(given) - set(fields) - set(RESERVED)
         if unknown:
@@ -29,13 +31,13 @@ class Group:
             )
         if given.get("use", "otherwise") != "otherwise":
             raise ValueError(f'{owner}: group {given["match"]!r}: "use" must be "otherwise", got {given["use"]!r}')
-        self.pattern: str = given["match"]
+        self.match: str | list[str] = given["match"]
         self.otherwise = "use" in given
         self.overrides = {name: value for name, value in given.items() if name not in RESERVED}
         self.matched = False
 
     def matches(self, name: str) -> bool:
-        return fnmatch.fnmatchcase(name, self.pattern)
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 class Settings:
@@ -117,5 +119,5 @@ class Settings:
         group.matched = True
         return self.groups.index(group)
 
-    def unmatched(self) -> list[str]:
-        return [group.pattern for group in self.groups if not group.matched]
+    def unmatched(self) -> list[str | list[str]]:
+        return [group.match for group in self.groups if not group.matched]

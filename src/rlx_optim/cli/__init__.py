@@ -25,7 +25,7 @@ try:
 except ImportError:  # the extra "cli" is not installed
     typer = None  # type: ignore[assignment]
 
-COMMANDS = ("bench",)
+COMMANDS = ("bench", "inspect", "convert")
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 

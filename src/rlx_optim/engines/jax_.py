@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linalg
-from ..engine import ArrayEngine, Rule, bind
+from ..engine import ArrayEngine, Rule, Tensors, bind
 
 Array = Any
 
@@ -60,6 +60,24 @@ class Zero(float):
         return self
 
 
+class Moving:
+    """A parameter under way: p − x is kept as the change −x, which need not read p and is not rounded to the grid of p."""
+
+    def __init__(self, start: Array, change: Array = 0.0):
+        self.start, self.change, self.shape = start, change, start.shape
+
+    def __sub__(self, x: Any) -> Moving:
+        return Moving(self.start, self.change - x)
+
+    def __jax_array__(self) -> Array:
+        return self.start + self.change
+
+    def __mul__(self, x: Any) -> Array:
+        return self.__jax_array__() * x
+
+    __rmul__ = __mul__
+
+
 class Jax(ArrayEngine):
     """One engine per arithmetic."""
 
@@ -74,6 +92,8 @@ class Jax(ArrayEngine):
         return WORDS
 
     def line_up(self, value: Any, i: int, domain: tuple[int, ...]) -> Any:
+        if isinstance(value, Tensors) and not value.drop:
+            return value[i]
         return Zero() if type(value) is float and value == 0 else super().line_up(value, i, domain)
 
     # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated).

@@ -12,8 +12,11 @@ Keyword names and defaults follow optax where optax has the optimizer. The rules
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -21,16 +24,19 @@ from optax import ScalarOrSchedule
 
 from ..named import create, spec_class
 from ..optimizer import NamedOptimizer
+from .checkpoint import load_state as load_state
+from .checkpoint import save_state as save_state
+from .places import Member
 from .sophia import with_estimates
-from .transform import Member, Transform, transformation
 from .transform import RuleState as RuleState
+from .transform import Transform, transformation
 
-_REQUIRED: Any = inspect.Parameter.empty
 MASK = {"mask": None}
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8}
 ROUTED = {"otherwise": "default", "route": None, "stacked": None}
 
-#: factory -> rule, keywords with their defaults, and the names of keywords that the rule calls otherwise
+#: factory -> rule, keywords with their defaults, and the names of keywords that the rule calls otherwise. Integers that shape the
+#: program or the state are None for the rule's own default: inject_hyperparams would trace a number.
 FACTORIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "sgd": ("sgd", {"momentum": None, "nesterov": False, "dampening": 0.0, "weight_decay": 0.0, **MASK}, {}),
     "adam": ("adam", {**ADAM, "weight_decay": 0.0, "amsgrad": False, **MASK}, {}),
@@ -61,8 +67,8 @@ FACTORIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "muon": (
         "muon",
-        {"beta": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": 5, "ns_coeffs": (3.4445, -4.7750, 2.0315), "eps": 1e-7,
-         "convention": "keller", **MASK, **ROUTED},
+        {"beta": 0.95, "nesterov": True, "weight_decay": 0.0, "ns_steps": None, "ns_coeffs": (3.4445, -4.7750, 2.0315),
+         "eps": 1e-7, "convention": "keller", **MASK, **ROUTED},
         {"beta": "momentum", "ns_coeffs": "ns_coefficients"},
     ),
     "sophia": (
@@ -79,6 +85,7 @@ FACTORIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
 }  # fmt: skip
 OPTIONAL_RATE = ("adafactor",)
+POSITIONAL = ("b1", "b2", "eps", "momentum", "nesterov")  # where they come first, as in optax; the rest by keyword alone
 NOT_FIELDS = ("mask", "otherwise", "route", "stacked", "update_interval")
 
 
@@ -98,6 +105,7 @@ def _values(rule: str, given: Mapping[str, Any], renamed: Mapping[str, str]) -> 
         values["momentum"] = 0.0
     if rule == "sophia":
         values.pop("seed")
+    values |= {k: math.inf for k in ("clip", "clip_threshold") if k in values and values[k] is None}  # as in optax
     missing = [k for k, v in values.items() if v is None and fields[k].annotation in ("int",)]
     return {k: fields[k].default if k in missing else v for k, v in values.items()}
 
@@ -110,11 +118,26 @@ def _otherwise(rule: str, choice: Any) -> Member | None:
     default = spec_class(rule).otherwise_default
     if choice == "default" and default is not None:
         choice = create(default.name, **default.settings)
-    if choice is None:
-        return None
-    if not isinstance(choice, NamedOptimizer):
-        raise TypeError(f"{rule}: otherwise must be like rlx_optim.AdamW(lr=3e-4), or None, got {choice!r}")
-    return _member(type(choice).__name__.lower(), choice.hyperparameters())
+    match choice:
+        case None:
+            return None
+        case NamedOptimizer():
+            member = _member(type(choice).__name__.lower(), choice.hyperparameters())
+            settings = choice._settings
+            scheduled = any(callable(value) for name, value in settings.given.items() if name != "probe")
+            alone = not scheduled and not settings.groups and choice.otherwise is None
+        case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as inner)):
+            member, alone = inner.own, inner.other is None and inner.mask is None and inner.stacked is None
+        case _:
+            raise TypeError(
+                f"{rule}: otherwise must be like rlx_optim.AdamW(lr=3e-4) or {__name__}.adamw(3e-4), or None, got {choice!r}"
+            )
+    if not alone or member.kind.observes or not member.kind.everywhere:
+        raise ValueError(
+            f"{rule}: otherwise must be one rule that takes every tensor, without groups or a mask of its own, "
+            f"and with schedules only as {__name__}.adamw(schedule); got {choice!r}"
+        )
+    return member
 
 
 def _build(factory: str, given: dict[str, Any]) -> Transform:
@@ -124,33 +147,42 @@ def _build(factory: str, given: dict[str, Any]) -> Transform:
     return Transform(own, other, given.get("mask"), given.get("route"), given.get("stacked"))
 
 
+def _signature(factory: str) -> inspect.Signature:
+    keywords, rate = FACTORIES[factory][1], None if factory in OPTIONAL_RATE else inspect.Parameter.empty
+    either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    leading = list(itertools.takewhile(lambda name: name in POSITIONAL, keywords))
+    return inspect.Signature([
+        inspect.Parameter("learning_rate", either, default=rate, annotation=ScalarOrSchedule),
+        *(inspect.Parameter(k, either if k in leading else keyword, default=v) for k, v in keywords.items()),
+    ])  # fmt: skip
+
+
+def _bound(factory: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        bound = _signature(factory).bind(*args, **kwargs)
+    except TypeError as problem:
+        raise TypeError(f"{factory}: {problem}; known are learning_rate, {', '.join(FACTORIES[factory][1])}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _make(factory: str) -> Any:
-    rule, keywords, _ = FACTORIES[factory]
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    rate = inspect.Parameter(
-        "learning_rate", either, default=None if factory in OPTIONAL_RATE else _REQUIRED, annotation=ScalarOrSchedule
-    )
-    signature = inspect.Signature([rate, *(inspect.Parameter(k, either, default=v) for k, v in keywords.items())])
-
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        transform = _build(factory, bound.arguments)
-        if factory == "sophia":
-            return transformation(
-                transform, with_estimates(transform, bound.arguments["update_interval"], bound.arguments["seed"] or 0)
-            )
-        return transformation(transform)
+        given = _bound(factory, args, kwargs)
+        transform = _build(factory, given)
+        if factory != "sophia":
+            return transformation(transform)
+        return transformation(transform, with_estimates(transform, given["update_interval"], given["seed"]))
 
-    named: Any = types.FunctionType(make.__code__, make.__globals__, factory, make.__defaults__, make.__closure__)
-    named.__signature__, named.__doc__, named.__module__ = signature, spec_class(rule).__doc__, __name__
-    return named
+    made: Any = make
+    made.__name__ = made.__qualname__ = factory
+    made.__signature__, made.__doc__ = _signature(factory), sys.modules[spec_class(FACTORIES[factory][0]).__module__].__doc__
+    return made
 
 
 def routing_report(factory: str, params: Any, **keywords: Any) -> str:
     """Which parameter goes to which rule under `muon(**keywords)` and the like, and why, as a table."""
-    keywords = {"learning_rate": 1.0, **keywords}
-    return _build(factory, {**FACTORIES[factory][1], **keywords}).routing_report(params)
+    return _build(factory, _bound(factory, (), {"learning_rate": 1.0, **keywords})).routing_report(params)
 
 
 for _name in FACTORIES:

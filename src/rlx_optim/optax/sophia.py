@@ -11,17 +11,25 @@ import jax.numpy as jnp
 from .. import random
 from ..engine import Tensors, Values
 from ..engines.jax_ import Jax, traceable
-from .transform import RuleState, Transform, arithmetic
+from ..spec import integer
+from .places import is_traced
+from .transform import NO_PARAMS, RuleState, Transform, arithmetic
+
+INTERVAL, SEED = integer(10, 1), integer(0, 0)
 
 
-def with_estimates(transform: Transform, interval: Any, seed: int) -> Callable[..., Any]:
+def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[..., Any]:
     """The update with an `obj_fn=` (a function of the parameters) that is differentiated twice on every interval-th step."""
+    seed = SEED.validated("Sophia", "seed", 0 if seed is None else seed)
+    interval = interval if is_traced(interval) else INTERVAL.validated("Sophia", "update_interval", interval)
 
     def update(
         grads: Any, state: RuleState, params: Any = None, *, obj_fn: Callable[[Any], Any] | None = None, **extra: Any
     ) -> Any:
         if obj_fn is None:
             raise ValueError("sophia: update needs obj_fn=, a function of the parameters, to estimate the Hessian's diagonal")
+        if params is None:
+            raise ValueError(NO_PARAMS.format("Sophia"))
         due = state.count % interval == 0
         h = jax.lax.cond(due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"])
         return transform.update(grads, state._replace(slots={**state.slots, "h": h}), params, **extra)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import torch
 
 from ..engine import Engine
 
-KNOWN = ("auto", "cpu", "torch")
+KNOWN = ("auto", "cpu", "torch", "triton")
+
+
+def check_engine(wanted: str) -> None:
+    if wanted not in KNOWN:
+        raise ValueError(f"unknown engine {wanted!r}; known are {', '.join(map(repr, KNOWN))}")
 
 
 @functools.cache
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Engine, str]:
     """The engine for a device and arithmetic, and why."""
-    if wanted not in KNOWN:
-        raise ValueError(f"unknown engine {wanted!r}; known are {', '.join(map(repr, KNOWN))}")
     if wanted == "cpu" and device.type != "cpu":
         raise ValueError(f"engine 'cpu' cannot step a parameter on {device}; use 'auto' or 'torch'")
     if wanted == "torch":
         return _torch(device, dtype), "asked for"
+    if wanted == "triton" or device.type == "cuda":
+        return _triton(wanted, device, dtype)
     if device.type != "cpu":
         return _torch(device, dtype), f"no compiled engine for {device.type}"
     if importlib.util.find_spec("numba") is None:
@@ -34,6 +40,18 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Engin
 
     name = "float64" if dtype is torch.float64 else "float32"
     return make(name, name), "asked for" if wanted == "cpu" else "CPU tensors, numba installed"
+
+
+def _triton(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, str]:
+    if importlib.util.find_spec("triton") is None:
+        if wanted == "triton":
+            raise ValueError("engine 'triton' needs Triton (pip install triton)")
+        return _torch(device, dtype), "Triton is not installed"
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"engine 'triton' cannot step a parameter on {device}; use 'auto' or 'torch'")
+    from ..engines.triton_ import Triton
+
+    return Triton(device, dtype), "asked for" if wanted == "triton" else "CUDA tensors, Triton installed"
 
 
 def _torch(device: torch.device, dtype: torch.dtype) -> Any:

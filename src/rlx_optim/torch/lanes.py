@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,41 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "param", "records", "state")
+    __slots__ = ("batch", "counters", "held", "param", "records", "shape", "state", "step", "version")
 
-    def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int):
-        self.param, self.state, self.batch = param, state, batch
+    def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
+        self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
+        self.step, self.counters = state["step"].numpy(), {counter: state[counter].numpy() for counter in counters}
+        self.held = tuple(state.values())
+        self.version = self.versions()
         inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)
         self.records = [Record(name if batch == 1 else f"{name}[{i}]", inner, group) for i in range(batch)]
+
+    def versions(self) -> int:
+        """Moves when others change the counts: we write through NumPy, which torch does not see (and which is much quicker)."""
+        version: int = self.state["step"]._version
+        return version + sum([self.state[name]._version for name in self.counters]) if self.counters else version
+
+    def holds(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
+        """Whether what it holds is still the optimizer's state: the same memory, the counts not changed by others."""
+        now = states.get(self.param) or {}
+        same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
+        return same and self.versions() == self.version
+
+    def count(self) -> None:
+        """Write down that its records have stepped."""
+        first = self.records[0]
+        if not first.size:
+            first.t += 1  # nothing to compute, but the step counts
+        self.step[()] = first.t
+        for name, value in first.counters.items():
+            self.counters[name][()] = value
 
 
 def inner_shape(shape: Shape, batch: int) -> Shape:
     """The shape of one of `batch` equal pieces: whole leading axes (experts), or a share of the first (fused matrices)."""
+    if batch > 1 and not shape:
+        raise ValueError(f"a parameter without dimensions cannot be split into {batch} equal matrices")
     kept, left = list(shape), batch
     while left > 1 and kept and left % kept[0] == 0 and len(kept) > 2:
         left //= kept.pop(0)
@@ -60,8 +86,9 @@ class Addresses:
 class Lane(abc.ABC):
     """Seats that share an engine."""
 
-    def __init__(self, engine: Engine, why: str, device: torch.device, sign: float):
-        self.engine, self.why, self.device, self.sign = engine, why, device, sign  # sign: -1 where groups maximize
+    def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
+        self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
+        self.sign = sign  # -1 where groups maximize
         self.seats: list[Seat] = []
         self.present: tuple[int, ...] = ()
         self.structures: Any = None
@@ -127,7 +154,7 @@ class CpuLane(Lane):
         return buffer.numpy()
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
-        dtype = ARITHMETIC[seats[0].param.dtype]
+        dtype = self.dtype
         params, back = [], []
         for i, seat in enumerate(seats):
             param = seat.param

@@ -28,11 +28,30 @@ SLOTS: dict[str, dict[str, str]] = {
     "mars": {**ADAM, "prev": "last_grad"},
 }
 
-#: settings of torch.optim that have another name here, and how to read their value
-FOREIGN: dict[str, dict[str, tuple[str, Any]]] = {
-    "adafactor": {"d": ("clip_threshold", float)},
-    "muon": {"adjust_lr_fn": ("convention", {"match_rms_adamw": "moonlight", "original": "keller", None: "keller"}.get)},
+#: settings of torch.optim that have another name here, how to read their value and how to write it
+FOREIGN: dict[str, dict[str, tuple[str, Any, Any]]] = {
+    "adafactor": {"d": ("clip_threshold", float, float)},
+    "muon": {
+        "adjust_lr_fn": (
+            "convention",
+            {"match_rms_adamw": "moonlight", "original": "keller", None: "keller"}.get,
+            {"moonlight": "match_rms_adamw", "keller": "original"}.get,
+        )
+    },
+    "nadamw": {"decoupled_weight_decay": ("convention", lambda _: "torch", lambda _: True)},
 }
+
+
+#: parts that wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def bare(name: str) -> str:
+    """A parameter's name without what wrappers of the model put into it."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
 
 
 def outside(rule: str, slot: str) -> str:
@@ -40,13 +59,23 @@ def outside(rule: str, slot: str) -> str:
     return SLOTS[rule].get(slot, slot)
 
 
-def translated(rule: str, group: dict[str, Any]) -> dict[str, Any]:
-    """A group of a torch.optim checkpoint with our names added for settings that torch calls otherwise."""
+def translated(owner: str, rule: str, group: dict[str, Any]) -> dict[str, Any]:
+    """A group of a checkpoint in our names. One without "rule" is torch.optim's."""
+    table = FOREIGN.get(rule, {})
+    ours = {k: v for k, v in group.items() if k not in table}
+    if "rule" in group:
+        return ours
+    if rule == "nadamw" and group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+        raise ValueError(f"{owner}: the checkpoint is of a torch.optim.NAdam with coupled weight decay, which is not this rule")
     if rule == "adafactor" and group.get("eps", [0])[0] is None:  # torch's None is the type's own epsilon
-        group = {**group, "eps": (2.0**-23, group["eps"][1])}
-    added = {
-        ours: read(group[theirs])
-        for theirs, (ours, read) in FOREIGN.get(rule, {}).items()
-        if theirs in group and ours not in group
-    }
-    return {**group, **added}
+        ours["eps"] = (2.0**-23, group["eps"][1])
+    if rule in ("adafactor", "radam"):
+        ours["convention"] = "torch"
+    return ours | {name: read(group[theirs]) for theirs, (name, read, _) in table.items() if theirs in group}
+
+
+def foreign(rule: str, group: dict[str, Any]) -> dict[str, Any]:
+    """What torch.optim calls the settings of a group, where that is something else."""
+    table = FOREIGN.get(rule, {})
+    said = {theirs: write(group[ours]) for theirs, (ours, _, write) in table.items() if ours in group}
+    return {k: v for k, v in said.items() if v is not None}

@@ -14,38 +14,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..spec import Spec
+from ..spec import Shape, Spec
 
 Route = Mapping[str, str] | Callable[[str, torch.Tensor], bool | None] | None
 EMBEDDING = re.compile(
     r"(^|[._])(emb|embed|embedding|embeddings|wte|wpe|tok_embeddings|position_embeddings)([._]|$)|embed_tokens"
 )
-HEAD = re.compile(r"(^|\.)(lm_head|head|classifier|unembed|output|output_layer|fc_out|score)(\.|$)")
+# "output" and "fc_out" are heads at the top only: deeper they are hidden matrices (BERT's output.dense, GPT-J's mlp.fc_out)
+HEAD = re.compile(r"(^|\.)(lm_head|head|classifier|unembed|output_layer|score)(\.|$)|^(module\.|model\.)?(output|fc_out)(\.|$)")
 
 
-def reasons_from(model: nn.Module) -> dict[int, str]:
-    """Parameters of a model that are not hidden matrices, by identity, with the reason."""
-    found: dict[int, str] = {}
-    linear = None
+def reasons_from(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Parameters of a model that are not hidden matrices, with the reason."""
+    found: dict[torch.Tensor, str] = {}
+    linear, headed = None, False
     for name, module in model.named_modules():
         kind = type(module).__name__
         for parameter in module.parameters(recurse=False):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                found[id(parameter)] = f"embedding ({kind})"
+                found[parameter] = f"embedding ({kind})"
             elif "Norm" in kind:
-                found.setdefault(id(parameter), f"norm ({kind})")
+                found.setdefault(parameter, f"norm ({kind})")
             elif HEAD.search(name):
-                found.setdefault(id(parameter), f"output head ({name})")
+                found.setdefault(parameter, f"output head ({name})")
+                headed = True
         if isinstance(module, nn.Linear):
             linear = (name, module)
-    uses: dict[int, int] = {}
+    uses: dict[torch.Tensor, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        uses[parameter] = uses.get(parameter, 0) + 1
     for _, parameter in model.named_parameters():
-        if uses[id(parameter)] > 1:
-            found[id(parameter)] = f"tied weight ({uses[id(parameter)]} uses)"
-    if linear is not None and linear[0]:  # a model that is one Linear has no head beside it
-        found.setdefault(id(linear[1].weight), f"output head (the last Linear, {linear[0]})")
+        if uses[parameter] > 1:
+            found[parameter] = f"tied weight ({uses[parameter]} uses)"
+    if linear is not None and linear[0] and not headed:  # a model that is one Linear has no head beside it
+        found.setdefault(linear[1].weight, f"output head (the last Linear, {linear[0]})")
     return found
 
 
@@ -58,7 +60,7 @@ def reason_by_name(name: str) -> str | None:
 class Router:
     """Decides for one optimizer, and remembers which of the user's patterns were of use."""
 
-    def __init__(self, owner: str, route: Route, has_otherwise: bool, known: Mapping[int, str]):
+    def __init__(self, owner: str, route: Route, has_otherwise: bool, known: Mapping[torch.Tensor, str]):
         if isinstance(route, Mapping):
             wrong = [w for w in route.values() if w not in ("own", "otherwise")]
             if wrong:
@@ -68,9 +70,9 @@ class Router:
         self.owner, self.route, self.has_otherwise, self.known = owner, route, has_otherwise, known
         self.used: set[str] = set()
 
-    def to_otherwise(self, name: str | None, parameter: torch.Tensor, spec: Spec) -> str | None:
-        """None if the rule takes the parameter itself, else why it goes to otherwise."""
-        shape = spec.takes(tuple(parameter.shape))
+    def to_otherwise(self, name: str | None, parameter: torch.Tensor, spec: Spec, piece: Shape) -> str | None:
+        """None if the rule takes the parameter itself, else why it goes to otherwise. piece: the shape the rule would see."""
+        shape = spec.takes(piece)
         wish = self._wish(name, parameter)
         if not self.has_otherwise:
             if wish is False:
@@ -82,7 +84,7 @@ class Router:
             return None
         if wish is not None:
             return shape if wish else "route"
-        learned = self.known.get(id(parameter)) or (reason_by_name(name) if name else None)
+        learned = self.known.get(parameter) or (reason_by_name(name) if name else None)
         return shape or learned
 
     def _wish(self, name: str | None, parameter: torch.Tensor) -> bool | None:

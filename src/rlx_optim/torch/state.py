@@ -40,16 +40,29 @@ def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
     return torch.full(shape, slot.fill, dtype=dtype, device=param.device)
 
 
+def counter(value: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A number that is kept; on the CPU, whatever the default device is."""
+    return torch.tensor(float(value), dtype=dtype, device="cpu")
+
+
 def furnish(state: dict[str, Any], rule: str, spec: Spec, param: torch.Tensor, batch: int) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
-    state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    state.setdefault("step", counter(0.0, torch.float32))
     if batch > 1:
         state.setdefault("batch", batch)
     for slot, expected in spec.slots(piece_shape(param, batch)).items():
         if outside(rule, slot) not in state:
             state[outside(rule, slot)] = fresh(expected, param, batch)
-    for counter, value in spec.counters().items():
-        state.setdefault(counter, torch.tensor(float(value), dtype=torch.float64))
+    for name, value in spec.counters().items():
+        state.setdefault(name, counter(value))
+
+
+def settle(state: dict[str, Any], spec: Spec) -> None:
+    """Counts as they should be, where others have moved or replaced them."""
+    for name, dtype in {"step": torch.float32, **dict.fromkeys(spec.counters(), torch.float64)}.items():
+        value = state[name]
+        if not torch.is_tensor(value) or value.ndim or value.dtype is not dtype or value.device.type != "cpu":
+            state[name] = counter(value, dtype)
 
 
 def taken_over(
@@ -58,10 +71,10 @@ def taken_over(
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
-    state: dict[str, Any] = {"step": torch.tensor(float(given.pop("step", 0.0)), dtype=torch.float32)}
+    state: dict[str, Any] = {"step": counter(given.pop("step", 0.0), torch.float32)}
     if batch > 1:
         state["batch"] = batch
-    stepped, started = bool(given), False
+    stepped, started = bool(saved), False
     for slot, expected in spec.slots(piece_shape(param, batch)).items():
         key, buffer = outside(rule, slot), fresh(expected, param, batch)
         value = given.pop(key, None)
@@ -75,7 +88,6 @@ def taken_over(
             started = True
             buffer.copy_(value)
         state[key] = buffer
-    for counter, first in spec.counters().items():
-        value = given.pop(counter, float(started) if counter == "started" else first)
-        state[counter] = torch.tensor(float(value), dtype=torch.float64)
+    for label, first in spec.counters().items():
+        state[label] = counter(given.pop(label, float(started) if label == "started" else first))
     return state | {k: v.clone() if torch.is_tensor(v) else v for k, v in given.items()}  # the rest is the user's own

@@ -246,7 +246,8 @@ class Cpu(ArrayEngine):
         tall = X.shape[1] > X.shape[2]
         wide = X.mT if tall else X
         if wide.shape[2] < WIDE * wide.shape[1]:
-            return super().orthogonalize(X, steps, coefficients, eps)
+            plain: np.ndarray = super().orthogonalize(X, steps, coefficients, eps)
+            return plain
         start = wide / (self.norm(wide) + eps)
         done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
         return done.mT if tall else done
@@ -322,7 +323,7 @@ class Cpu(ArrayEngine):
         out = [np.empty(arrays[0].shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
-        made.run()
+        alone(made.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow
         return x.set(**dict(zip(gives, out, strict=True)))
 
 

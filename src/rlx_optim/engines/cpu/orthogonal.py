@@ -34,4 +34,5 @@ def orthogonalize_wide(X: np.ndarray, steps: int, coefficients: tuple[float, flo
             np.matmul(product, P, out=R)
         Q = P.copy() if Q is None else P @ Q
     assert Q is not None
-    return Q @ X
+    result: np.ndarray = Q @ X
+    return result

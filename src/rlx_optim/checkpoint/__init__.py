@@ -1,0 +1,51 @@
+"""Checkpoints: one safetensors file with state by parameter name, for every front end, exact to the bit.
+
+    opt.save("run/{iteration}.safetensors", every=100, keep=3)
+    opt = rlx_optim.load_latest("run", lr=schedule)
+
+`format` has the bytes, `files` writes and finds them, `manifest` the JSON, `snapshot` what is in it, `optimizers` the named API,
+`switch` the change to another optimizer, `summary` what `rlx-optim inspect` shows. The front ends have their own modules.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..optimizer import NamedOptimizer
+from .files import latest as latest
+from .files import opened
+from .format import CheckpointError as CheckpointError
+from .optimizers import optimizer_from
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    engine: Any = "auto",
+    precision: str = "float32",
+    allow_nan: bool = False,
+    **callables: Any,
+) -> NamedOptimizer:
+    """The optimizer that was saved to a file by any front end, ready to go on.
+
+    Hyperparameters that were schedules must be given again: load(path, lr=f); in a group, groups={"*.bias": {"lr": f}}; in the
+    optimizer behind it, otherwise={"lr": f}.
+    """
+    with opened(path, allow_nan) as snapshot:
+        return optimizer_from(snapshot, engine, precision, callables)
+
+
+def load_latest(
+    where: str | os.PathLike[str],
+    *,
+    engine: Any = "auto",
+    precision: str = "float32",
+    allow_nan: bool = False,
+    **callables: Any,
+) -> NamedOptimizer:
+    """`load` of the newest file that verifies, in a folder or among those named by a path with {iteration} in it.
+
+    A newer file that does not verify is warned about.
+    """
+    return load(latest(where, allow_nan), engine=engine, precision=precision, allow_nan=allow_nan, **callables)

@@ -1,0 +1,192 @@
+"""Where checkpoints lie: written so that a crash leaves the old one or the new one, and how the newest good one is found.
+
+A file is written under a name of its own in the same folder, forced to the disk, read back, renamed, and the folder forced to the
+disk. While it is written it is locked, so that what a crash left behind can be told from another writer's work and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .format import CheckpointError, NotOurs, Reader, saying, write
+from .manifest import decode, encode, natural_ns, parsed
+from .snapshot import Snapshot, check
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, so nothing is cleaned up
+    fcntl = None  # type: ignore[assignment]
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".rlx-tmp"
+NUMBER = "{iteration}"
+IN_A_FOLDER = f"checkpoint-{NUMBER}{SUFFIX}"
+
+
+# ---- one file -----------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], allow_nan: bool = False) -> Iterator[Snapshot]:
+    """A checkpoint, verified to the last byte; its tensors can be read while it is open."""
+    with Reader(path) as reader, reader.naming():
+        try:
+            manifest = parsed(reader.manifest)
+            reader.check_table()
+            reader.verify(allow_nan)
+            snapshot = decode(manifest, reader.tensors())
+        except RecursionError:
+            raise CheckpointError("the manifest is nested too deeply") from None
+        yield snapshot
+
+
+def store(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
+    """Write a checkpoint: all of it, or nothing."""
+    check(snapshot)
+    path = Path(os.path.realpath(path))  # a link stays one
+    with saying(path, "cannot be written"):
+        if path.is_dir():
+            raise CheckpointError(f"{path}: is a folder")
+        clean(path.parent)
+        with _temporary(path) as (file, name):
+            write(file, encode(snapshot), snapshot.tensors(), allow_nan)
+            file.flush()
+            os.fsync(file.fileno())
+            with opened(name, allow_nan):
+                pass
+            os.replace(name, path)
+        _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """A new, locked file beside the one to be written; gone afterwards unless it was renamed."""
+    while True:
+        name = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}{TEMPORARY}")
+        with open(name, "xb") as file:  # the umask says who may read it
+            try:
+                if _locked(file) is not False and os.fstat(file.fileno()).st_nlink:  # nobody took it for a leftover meanwhile
+                    yield file, name
+                    return
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+
+
+def _locked(file: Any) -> bool | None:
+    """Lock a file unless another holds it; None where there are no locks. A lock ends with its process."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def clean(folder: Path) -> None:
+    """Remove what writers that died have left, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(".") and name.endswith(TEMPORARY):
+                with contextlib.suppress(OSError), open(folder / name, "r+b") as file:
+                    if _locked(file):
+                        os.unlink(folder / name)
+
+
+def _sync_folder(folder: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows: a rename needs no more
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- many files ---------------------------------------------------------------------------------------------------------
+def save(snapshot: Snapshot, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool) -> Path | None:
+    """Write a checkpoint if its iteration is a multiple of `every`, and remove all but the newest `keep`."""
+    for what, value in (("every", every), ("keep", keep)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"save: {what} must be an integer >= 1, got {value!r}")
+    if snapshot.iteration % every:
+        return None
+    template = _template(path)
+    if keep is not None and NUMBER not in template.name:
+        raise ValueError(f"save: keep={keep} needs a folder, or {NUMBER} in the file's name, got {str(path)!r}")
+    target = template.with_name(template.name.replace(NUMBER, f"{snapshot.iteration:08d}"))
+    store(snapshot, target, allow_nan)
+    if keep is not None:
+        _rotate(template, target, keep)
+    return target
+
+
+def _template(path: str | os.PathLike[str]) -> Path:
+    folder = os.fspath(path).endswith((os.sep, "/")) or os.path.isdir(path)
+    return Path(path) / IN_A_FOLDER if folder else Path(path)
+
+
+def _family(template: Path) -> list[Path]:
+    """The files that a template has named."""
+    pattern = re.escape(template.name).replace(re.escape(NUMBER), r"\d{8,}")
+    with saying(template.parent, "cannot be read"):
+        return [template.parent / name for name in os.listdir(template.parent) if re.fullmatch(pattern, name)]
+
+
+def _rotate(template: Path, newest: Path, keep: int) -> None:
+    others = by_age([path for path in _family(template) if path.name != newest.name])
+    for path in others[keep - 1 :]:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as problem:
+            warnings.warn(f"{path}: an old checkpoint cannot be removed: {problem.strerror}", stacklevel=4)
+
+
+def by_age(paths: list[Path]) -> list[Path]:
+    """The newest first: by when they say they were saved, or, where they cannot be read, by the file system's word."""
+
+    def saved(path: Path) -> tuple[int, str]:
+        try:
+            with Reader(path) as reader, reader.naming():
+                return natural_ns(parsed(reader.manifest)), path.name
+        except NotOurs:
+            return -1, path.name
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                return path.stat().st_mtime_ns, path.name
+            return 0, path.name
+
+    times = {path: saved(path) for path in paths}
+    return sorted((path for path in paths if times[path][0] >= 0), key=times.__getitem__, reverse=True)
+
+
+def latest(where: str | os.PathLike[str], allow_nan: bool = False) -> Path:
+    """The newest checkpoint that verifies: in a folder, or among those named by a path with {iteration} in it.
+
+    A newer one that does not verify is warned about.
+    """
+    place = Path(where)
+    if NUMBER in place.name:
+        candidates = _family(place)
+    else:
+        with saying(place, "cannot be read"):
+            candidates = [place / name for name in os.listdir(place) if name.endswith(SUFFIX)]
+    problems = []
+    for path in by_age(candidates):
+        try:
+            with opened(path, allow_nan):
+                pass
+        except CheckpointError as problem:
+            problems.append(str(problem))
+            warnings.warn(f"SKIPPED A BAD CHECKPOINT: {problem}", stacklevel=3)
+        else:
+            return path
+    raise CheckpointError(f"{place}: there is no good checkpoint" + "".join(f"; {problem}" for problem in problems))

@@ -1,0 +1,176 @@
+"""The named-step optimizers: to a snapshot and back."""
+
+from __future__ import annotations
+
+import functools
+import glob
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import named
+from ..optimizer import NamedOptimizer
+from ..registry import OPTIMIZERS
+from ..settings import Settings
+from ..spec import Slot, Spec
+from ..stepping import Record
+from .format import CheckpointError, Tensor, tensor
+from .snapshot import Group, Member, Parameter, Snapshot, Values, possible
+
+REGISTERED = {title: name for name, (_, title, _) in OPTIMIZERS.items()}
+
+
+# ---- to a snapshot ------------------------------------------------------------------------------------------------------
+def snapshot_of(opt: NamedOptimizer) -> Snapshot:
+    """Everything an optimizer is and has; its buffers are looked at when they are written."""
+    family = list(opt._family())
+    parameters = {}
+    for i, member in enumerate(family):
+        specs = member._specs()
+        for name, record in member._records.items():
+            group = record.group if record.group < len(member._settings.groups) else None
+            parameters[name] = Parameter(
+                i, group, record.shape, record.t, _tensors(opt, record, specs[record.group]),
+                {**specs[record.group].counters(), **record.counters},
+                piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
+            )  # fmt: skip
+    return Snapshot([_member(each) for each in family], parameters, opt.iteration, opt.skipped, opt.nonfinite, "named")
+
+
+def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
+    def fresh(slot: Slot) -> Tensor:  # a setting has changed, and the next step would make it
+        return Tensor(slot.shape, np.dtype(np.float32), functools.partial(opt._engine.allocate, slot))
+
+    kept = {name: tensor(np.asarray(buffer)) for name, buffer in record.state.items()}
+    return kept | {name: fresh(slot) for name, slot in spec.slots(record.shape).items() if name not in kept}
+
+
+def _member(opt: NamedOptimizer) -> Member:
+    if type(opt).__name__ not in REGISTERED:
+        raise ValueError(f"{opt._owner}: only the fourteen can be saved; known are {', '.join(OPTIMIZERS)}")
+    settings, specs = opt._settings, opt._specs()
+
+    def values(given: Mapping[str, Any], spec: Spec) -> Values:
+        return Values(spec.values(), [name for name, value in given.items() if callable(value)])
+
+    groups = [
+        Group(values({**settings.given, **g.overrides}, spec), g.match, g.otherwise, list(g.overrides))
+        for g, spec in zip(settings.groups, specs, strict=False)
+    ]
+    return Member(REGISTERED[type(opt).__name__], values(settings.given, specs[-1]), groups)
+
+
+# ---- from a snapshot ----------------------------------------------------------------------------------------------------
+def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mapping[str, Any]) -> NamedOptimizer:
+    """The optimizer a snapshot was taken of. `given`: what was marked as a callable, once more."""
+    refuse_what_is_not_here(snapshot)
+    opt: NamedOptimizer | None = None
+    owed = [given_for(snapshot, depth, given) for depth in range(len(snapshot.members))]
+    for index in reversed(range(len(snapshot.members))):
+        opt = _made(snapshot, index, owed[index], opt, engine, precision)
+    assert opt is not None
+    for depth, member in enumerate(opt._family()):
+        member._iteration = snapshot.iteration
+        _restore(member, snapshot, depth)
+    opt._skipped = snapshot.skipped
+    return opt
+
+
+def refuse_what_is_not_here(snapshot: Snapshot) -> None:
+    for name, p in snapshot.parameters.items():
+        if p.split:
+            raise CheckpointError(f"{name!r} is split into {p.pieces} of shape {p.piece}, which the named API does not do")
+        if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
+            raise CheckpointError(f"{name!r} is maximized, which the named API does not do")
+        for slot, each in p.tensors.items():
+            if each.dtype.itemsize > 4:
+                raise CheckpointError(f"{slot} of {name!r} is {each.dtype}; the named API keeps float32 and would lose bits")
+
+
+def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the caller gave again for a member and for each of its groups; all that is marked must be there, and no more."""
+    member, last = snapshot.members[depth], depth == len(snapshot.members) - 1
+    for _ in range(depth):
+        given = given.get("otherwise", {})
+    if last and "otherwise" in given:
+        raise TypeError("load: the checkpoint has no such otherwise")
+    how, title = "load(path, " + "otherwise=dict(" * depth + "{}" + ")" * depth + ")", OPTIMIZERS[member.optimizer][1]
+    own = {k: v for k, v in given.items() if k not in ("groups", "otherwise")}
+    demand(title, member.values.callables, member.values, own, how.format("NAME=…"))
+    per_group: dict[str, dict[str, Any]] = {k: dict(v) for k, v in given.get("groups", {}).items()}
+    if unknown := set(per_group) - {str(group.match) for group in member.groups}:
+        raise TypeError(f"load: the checkpoint has no group {min(unknown)!r}")
+    for group in member.groups:
+        key = str(group.match)
+        marked = [name for name in group.values.callables if name in group.overrides]
+        again = how.format(f"groups={{{key!r}: dict(NAME=…)}}")
+        demand(f"{title}, group {key!r}", marked, group.values, per_group.setdefault(key, {}), again)
+    return own, [per_group[str(group.match)] for group in member.groups]
+
+
+def demand(title: str, marked: list[str], values: Values, given: Mapping[str, Any], how: str) -> None:
+    """Refuse what was not marked as a callable, and a marked NAME that is not given; `how` to give it."""
+    if unknown := set(given) - set(marked):
+        raise TypeError(
+            f"load: {title} has no {min(unknown)!r} that was a callable when it was saved; set other hyperparameters afterwards"
+        )
+    for name in marked:
+        if name not in given:
+            raise CheckpointError(
+                f"{title}: {name} was a callable when it was saved (then worth {values.hyperparameters[name]!r}); "
+                f"give it, or a number, again: {how.replace('NAME', name)}"
+            )
+
+
+def _made(
+    snapshot: Snapshot, index: int, given: Any, otherwise: NamedOptimizer | None, engine: Any, precision: str
+) -> NamedOptimizer:
+    """One of the family, without state."""
+    member, (own, per_group) = snapshot.members[index], given
+    listed: dict[int, list[str]] = {}
+    for name, p in snapshot.parameters.items():
+        if p.member == index and p.group is not None:
+            listed.setdefault(p.group, []).append(glob.escape(name))
+    groups = [
+        {"match": listed.get(i, []) if group.match is None else group.match, **({"use": "otherwise"} if group.otherwise else {})}
+        | {name: group.values.hyperparameters[name] for name in group.overrides} | per_group[i]
+        for i, group in enumerate(member.groups)
+    ]  # fmt: skip
+    kind: type[NamedOptimizer] = getattr(named, OPTIMIZERS[member.optimizer][1])
+    if otherwise is None and any(group.otherwise for group in member.groups):
+        raise CheckpointError(f"a group of {kind.__name__} goes to otherwise, and there is none")
+    try:
+        Settings(kind.spec, member.values.hyperparameters | own, groups)
+    except (TypeError, ValueError) as problem:
+        raise CheckpointError(f"the settings are refused: {problem}") from None
+    made = object.__new__(kind)  # not through its own __init__, which has opinions about `otherwise`
+    NamedOptimizer.__init__(
+        made, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
+        nonfinite=snapshot.nonfinite, otherwise=otherwise,
+    )  # fmt: skip
+    return made
+
+
+def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
+    """Give a member its records."""
+    groups = opt._settings.groups
+    for name, p in snapshot.parameters.items():
+        if p.member != depth:
+            continue
+        record = Record(name, p.shape, len(groups) if p.group is None else p.group)
+        if p.group is not None:
+            groups[p.group].matched = True
+        fill(record, snapshot.spec(p), p, opt)
+        if p.stepped:
+            record.stepped = snapshot.iteration
+        opt._records[name], opt._why[name] = record, p.reason
+
+
+def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
+    """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
+    slots = spec.slots(p.shape) if p.tensors.keys() <= spec.slots(p.shape).keys() else possible(spec, p.shape)[0]
+    for name, each in p.tensors.items():
+        record.state[name] = opt._engine.allocate(slots[name])
+        np.copyto(record.state[name], each.read())
+    record.slots, record.counters, record.t = spec.slots(p.shape), dict(p.counters), p.step

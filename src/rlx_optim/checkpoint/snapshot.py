@@ -1,0 +1,189 @@
+"""Everything there is to save, the same for every front end: a `Snapshot`, and whether it fits together.
+
+A front end makes a Snapshot of its optimizer and is restored from one; tensors are fetched when they are written or read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from .. import random
+from ..named import spec_class
+from ..optimizer import NONFINITE
+from ..spec import Shape, Slot, Spec
+from .format import CODES, CheckpointError, Tensor
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclasses.dataclass
+class Values:
+    """Every hyperparameter of a group; those that were given as functions; what the front end keeps beside them."""
+
+    hyperparameters: dict[str, Any]
+    callables: list[str] = dataclasses.field(default_factory=list)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Group:
+    """Parameters with values of their own: by glob, by globs, or (None) those that name this group."""
+
+    values: Values
+    match: str | list[str] | None = None
+    otherwise: bool = False
+    overrides: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Member:
+    """An optimizer, or the `otherwise` of the one before it."""
+
+    optimizer: str
+    values: Values
+    groups: list[Group] = dataclasses.field(default_factory=list)
+
+    def values_of(self, group: int | None) -> Values:
+        return self.values if group is None else self.groups[group].values
+
+    @functools.cached_property
+    def specs(self) -> dict[int | None, Spec]:
+        """By group; making them checks the values."""
+        kind = spec_class(self.optimizer)
+        return {i: kind(**self.values_of(i).hyperparameters) for i in (None, *range(len(self.groups)))}
+
+
+@dataclasses.dataclass
+class Parameter:
+    """One parameter: who steps it, how often it was, and its state by the rule's names."""
+
+    member: int
+    group: int | None
+    shape: Shape
+    step: int
+    tensors: dict[str, Tensor]
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
+    pieces: int = 1  # the rule sees it as so many tensors
+    piece: Shape = ()  # of this shape; its own, if it is not split
+    reason: str = ""  # for its member
+    stepped: bool = False  # already, in the iteration that has not ended
+
+    @property
+    def split(self) -> bool:
+        return self.piece != self.shape
+
+    def stored(self, slot: Slot) -> Shape:
+        """The shape of a slot in the file."""
+        if not self.split:
+            return slot.shape
+        return self.shape if slot.shape == self.piece else (self.pieces, *slot.shape)
+
+    def names(self, name: str) -> list[str]:
+        """The names by which noise is drawn."""
+        return [f"{name}[{i}]" for i in range(self.pieces)] if self.split else [name]
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """Everything there is to save."""
+
+    members: list[Member]
+    parameters: dict[str, Parameter]
+    iteration: int = 0
+    skipped: int = 0
+    nonfinite: str = "propagate"
+    front_end: str = "named"
+    written_by: str = ""
+    saved_ns: int = 0
+
+    def spec(self, parameter: Parameter) -> Spec:
+        return self.members[parameter.member].specs[parameter.group]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the file."""
+        return {f"{name}/{slot}": each for name, p in self.parameters.items() for slot, each in p.tensors.items()}
+
+
+def generator_keys(spec: Spec, name: str, p: Parameter) -> list[list[int]]:
+    """What a parameter's noise is drawn from, if it has any."""
+    seed = spec.values().get("seed")
+    return [] if seed is None else [list(random.key(seed, each)) for each in p.names(name)]
+
+
+# ---- whether it fits together -------------------------------------------------------------------------------------------
+def check(snapshot: Snapshot) -> None:
+    """Refuse what could not be gone on with: settings out of range, state that is missing, too much or of another shape."""
+    if not snapshot.members:
+        raise CheckpointError("the manifest names no optimizer")
+    if snapshot.nonfinite not in NONFINITE:
+        raise CheckpointError(f"the manifest: 'nonfinite' cannot be {snapshot.nonfinite!r:.80}")
+    for member in snapshot.members:
+        _check_member(member)
+    for name, p in snapshot.parameters.items():
+        _check_parameter(snapshot, p, f"parameter {name!r}")
+
+
+def _check_member(member: Member) -> None:
+    try:
+        member.specs  # noqa: B018  (making them is the check)
+    except (TypeError, ValueError) as problem:
+        raise CheckpointError(f"the file's settings are refused: {problem}") from None
+    fields = spec_class(member.optimizer).fields
+    for values in (member.values, *(group.values for group in member.groups)):
+        if unknown := set(values.callables) - set(fields):
+            raise CheckpointError(f"{member.optimizer}: unknown hyperparameter {min(unknown)!r} is marked as a callable")
+    for group in member.groups:
+        if unknown := set(group.overrides) - set(fields):
+            raise CheckpointError(f"{member.optimizer}: a group sets unknown {min(unknown)!r}")
+
+
+def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
+    if p.member >= len(snapshot.members):
+        raise CheckpointError(f"{what} is stepped by optimizer {p.member}, and there are {len(snapshot.members)}")
+    member = snapshot.members[p.member]
+    if p.group is not None and p.group >= len(member.groups):
+        raise CheckpointError(f"{what} is in group {p.group} of {member.optimizer}, which has {len(member.groups)}")
+    if p.dtype not in DTYPES:
+        raise CheckpointError(f"{what}: its dtype cannot be {p.dtype!r:.80}; known are {', '.join(DTYPES)}")
+    if p.pieces * math.prod(p.piece) != math.prod(p.shape) or (not p.split and p.pieces != 1):
+        raise CheckpointError(f"{what}: {p.pieces} pieces of shape {p.piece} are not its shape {p.shape}")
+    _check_state(member.specs[p.group], p, what)
+
+
+def _check_state(spec: Spec, p: Parameter, what: str) -> None:
+    slots, counters = spec.slots(p.piece), spec.counters()
+    for kind, needed, given in (("state", slots, p.tensors), ("counter", counters, p.counters)):
+        if missing := set(needed) - set(given):
+            raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
+    if left := (set(p.tensors) - set(slots)) | (set(p.counters) - set(counters)):
+        slots, known = possible(spec, p.piece)
+        if left := left - set(slots) - set(known):
+            raise CheckpointError(f"{what} has state {min(left)!r}, which {type(spec).__name__} does not know")
+    for slot, each in p.tensors.items():
+        if each.shape != p.stored(slots[slot]):
+            raise CheckpointError(f"{what}: its {slot!r} has shape {each.shape}, needed is {p.stored(slots[slot])}")
+        if each.dtype not in CODES:
+            raise CheckpointError(f"{what}: its {slot!r} is {each.dtype}; float32 or float64 can be saved")
+
+
+def possible(spec: Spec, shape: Shape) -> tuple[dict[str, Slot], dict[str, float]]:
+    """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back."""
+    slots, counters = dict(spec.slots(shape)), dict(spec.counters())
+    for variant in _variants(spec):
+        slots |= variant.slots(shape)
+        counters |= variant.counters()
+    return slots, counters
+
+
+def _variants(spec: Spec) -> Iterator[Spec]:
+    for name, field in spec.fields.items():
+        for value in () if field.fixed else (True, False, None, 0.5):
+            try:
+                yield spec.replace(**{name: value})
+            except (TypeError, ValueError):
+                continue

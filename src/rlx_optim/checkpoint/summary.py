@@ -1,0 +1,118 @@
+"""What is in a checkpoint, in words: the rows that `rlx-optim inspect` shows, and what differs between two files."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..registry import OPTIMIZERS
+from ..routing import sized
+from .format import Tensor
+from .snapshot import Member, Snapshot, Values
+
+HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
+
+
+def title(member: Member) -> str:
+    return OPTIMIZERS[member.optimizer][1]
+
+
+def description(snapshot: Snapshot) -> list[str]:
+    """The file as a whole, line by line."""
+    saved = datetime.datetime.fromtimestamp(snapshot.saved_ns / 1e9).astimezone().isoformat(timespec="seconds")
+    total = sum(each.nbytes for each in snapshot.tensors().values())
+    lines = [
+        f"written by {snapshot.written_by} ({snapshot.front_end}), {saved}",
+        f"iteration {snapshot.iteration:,}, {len(snapshot.parameters):,} parameters, {total:,} bytes of state",
+    ]
+    for i, member in enumerate(snapshot.members):
+        lines.append(f"{'otherwise ' * i}{title(member)}({_words(member.values, list(member.values.hyperparameters))})")
+        for group in member.groups:
+            where = "listed parameters" if group.match is None else f"{group.match!r}"
+            use = "to otherwise" if group.otherwise else _words(group.values, group.overrides)
+            lines.append(f"  group {where}: {use}")
+    return lines
+
+
+def _words(values: Values, names: list[str]) -> str:
+    def one(name: str) -> str:
+        return f"{name}={values.hyperparameters[name]!r}" + (" (a callable)" if name in values.callables else "")
+
+    return ", ".join(map(one, names))
+
+
+def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
+    """A row for each parameter, by HEAD."""
+    table: list[tuple[str, ...]] = []
+    for name, p in snapshot.parameters.items():
+        counters = [f"{k}={v:g}" for k, v in p.counters.items()]
+        state = ", ".join([*p.tensors, *counters]) or "–"
+        size = sum(each.nbytes for each in p.tensors.values())
+        shape = sized(p.shape) + (f" as {p.pieces} of {sized(p.piece)}" if p.split else "")
+        table.append((name, title(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
+    return table
+
+
+# ---- two files ----------------------------------------------------------------------------------------------------------
+def differences(a: Snapshot, b: Snapshot) -> Iterator[str]:
+    """What differs, in words, the settings first; tensors are compared one pair at a time."""
+    if a.iteration != b.iteration:
+        yield f"iteration: {a.iteration} and {b.iteration}"
+    yield from _settings(a, b)
+    for name in [*a.parameters, *(n for n in b.parameters if n not in a.parameters)]:
+        if name not in a.parameters or name not in b.parameters:
+            yield f"{name}: only in the {'first' if name in a.parameters else 'second'} file"
+            continue
+        yield from _parameter(name, a, b)
+
+
+def _settings(a: Snapshot, b: Snapshot) -> Iterator[str]:
+    names = [", ".join(map(title, each.members)) for each in (a, b)]
+    if names[0] != names[1]:
+        yield f"optimizer: {names[0]} and {names[1]}"
+        return
+    for one, other in zip(a.members, b.members, strict=True):
+        if len(one.groups) != len(other.groups):
+            yield f"{title(one)}: {len(one.groups)} groups and {len(other.groups)}"
+        for place in (None, *range(min(len(one.groups), len(other.groups)))):
+            label = title(one) if place is None else f"{title(one)}, group {one.groups[place].match!r}"
+            yield from _values(label, one.values_of(place).hyperparameters, other.values_of(place).hyperparameters)
+
+
+def _values(label: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*one, *other]):
+        if one.get(name) != other.get(name):
+            yield f"{label}: {name} is {one.get(name)!r} and {other.get(name)!r}"
+
+
+def _parameter(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
+    one, other = a.parameters[name], b.parameters[name]
+    by = title(a.members[one.member]), title(b.members[other.member])
+    for what, left, right in (
+        ("optimizer", *by),
+        ("shape", one.shape, other.shape),
+        ("steps", one.step, other.step),
+        ("counters", one.counters, other.counters),
+        ("state", sorted(one.tensors), sorted(other.tensors)),
+    ):
+        if left != right:
+            yield f"{name}: {what} {left} and {right}"
+    for slot in [slot for slot in one.tensors if slot in other.tensors]:
+        if found := _distance(one.tensors[slot], other.tensors[slot]):
+            yield f"{name}/{slot}: {found}"
+
+
+def _distance(one: Tensor, other: Tensor) -> str | None:
+    if one.shape != other.shape:
+        return f"shape {one.shape} and {other.shape}"
+    wide = max(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    left, right = (each.read().reshape(-1).astype(wide, copy=False) for each in (one, other))
+    unequal = int(np.count_nonzero(left.view(f"u{wide.itemsize}") != right.view(f"u{wide.itemsize}")))  # NaN equals itself so
+    if not unequal:
+        return None if one.dtype == other.dtype else f"{one.dtype} and {other.dtype}, equal in value"
+    with np.errstate(invalid="ignore"):
+        gap = np.nanmax(np.abs(left - right), initial=0.0)
+    return f"{unequal:,} of {left.size:,} numbers differ, by at most {gap:.3g}"

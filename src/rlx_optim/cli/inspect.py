@@ -1,0 +1,47 @@
+"""`rlx-optim inspect`: what is in a checkpoint, whether it is sound, and what differs between two.
+
+    rlx-optim inspect run/checkpoint-00000100.safetensors
+    rlx-optim inspect a.safetensors b.safetensors
+
+Two files that differ give the exit code 1, a bad file 2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..checkpoint import CheckpointError, summary
+from ..checkpoint.files import opened
+from . import Problem, show_table
+
+
+def show(path: Path) -> int:
+    with opened(path, allow_nan=True) as snapshot:
+        print("\n".join([str(path), *summary.description(snapshot)]))
+        rows = [[escape(cell) for cell in row] for row in summary.rows(snapshot)]
+    show_table(summary.HEAD, rows, [False] * len(rows))
+    print("SHA-256 verified: every byte is as it was written")
+    return 0
+
+
+def compare(path: Path, other: Path) -> int:
+    with opened(path, allow_nan=True) as one, opened(other, allow_nan=True) as two:
+        found = list(summary.differences(one, two))
+    print("\n".join(found) or "equal in settings, counts and every bit of state")
+    return int(bool(found))
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="A checkpoint.")],
+    other: Annotated[Path | None, typer.Argument(help="Another one, to compare it with.")] = None,
+) -> None:
+    """Show what is in a checkpoint and verify it, or say what differs between two."""
+    try:
+        code = show(file) if other is None else compare(file, other)
+    except CheckpointError as problem:
+        raise Problem(str(problem)) from None
+    raise typer.Exit(code)

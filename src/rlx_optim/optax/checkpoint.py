@@ -1,0 +1,199 @@
+"""Checkpoints of optax states: leaf paths are the names, the transformation is the settings."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..admission import listed
+from ..checkpoint import files
+from ..checkpoint.format import CheckpointError, tensor
+from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
+from ..registry import OPTIMIZERS
+from ..spec import Spec
+from . import places
+from .places import Place
+from .transform import RuleState, Transform, arithmetic
+
+Tree = Any
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    tx: optax.GradientTransformation,
+    state: RuleState,
+    params: Tree,
+    every: int = 1,
+    keep: int | None = None,
+    *,
+    allow_nan: bool = False,
+) -> Path | None:
+    """Write a state to a file that every front end reads: `tx` made it, for `params`; see `rlx_optim.NamedOptimizer.save`.
+
+    The iteration is the state's count. The parameters themselves are not in it.
+    """
+    return files.save(snapshot_of(tx, state, params), path, every, keep, allow_nan)
+
+
+def load_state(
+    path: str | os.PathLike[str], tx: optax.GradientTransformation, params: Tree, *, allow_nan: bool = False
+) -> RuleState:
+    """The state that was saved to a file by any front end, for `tx` to go on with.
+
+    A transformation cannot be changed: where its settings are not the file's, its own count, and a warning says so.
+    """
+    transform = transform_of(tx)
+    with files.opened(path, allow_nan) as snapshot:
+        return _restored(transform, snapshot, params)
+
+
+def transform_of(tx: Any) -> Transform:
+    """What is behind a transformation of ours."""
+    match tx:
+        case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as transform)):
+            return transform
+    raise TypeError(f"tx must be made by rlx_optim.optax, as adamw(1e-3) is (of a chain, save each part), got {tx!r:.200}")
+
+
+# ---- to a snapshot ------------------------------------------------------------------------------------------------------
+def snapshot_of(tx: optax.GradientTransformation, state: RuleState, params: Tree) -> Snapshot:
+    """Everything a transformation and its state are and have."""
+    transform, count = transform_of(tx), int(state.count)
+    leaves = jax.tree.leaves(params)
+    tree: Any = jax.tree.structure(params)
+    where = transform.places(params)
+    slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
+    factors = tree.flatten_up_to(state.factors)
+    parameters = {}
+    for i, (place, leaf) in enumerate(zip(where, leaves, strict=True)):
+        if place.name in parameters:
+            raise CheckpointError(f"two leaves are called {place.name!r}")
+        arrays = {name: each[i] for name, each in slots.items() if name in place.slots} | factors[i]
+        member = transform.members.index(place.member)
+        counters = {k: float(state.counters[f"{place.member.rule}.{k}"]) for k in place.member.steady.counters()}
+        p = Parameter(
+            member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
+            len(place.names), place.inner, place.why,
+        )  # fmt: skip
+        p.tensors = {name: tensor(np.asarray(arrays[name]).reshape(p.stored(slot))) for name, slot in place.slots.items()}
+        parameters[place.name] = p
+    return Snapshot([_member(each, where, count) for each in transform.members], parameters, count, front_end="optax")
+
+
+def settings(member: places.Member, count: int) -> Spec:
+    """The values in force at a count, as plain numbers."""
+    spec = member.spec(jnp.asarray(count, jnp.int32))
+    return member.kind(**{name: _plain(value) for name, value in spec.values().items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
+
+
+def _member(member: places.Member, where: list[Place], count: int) -> Member:
+    values = settings(member, count).values()
+    callables = [name for name, value in member.values.items() if callable(value)]
+    groups = []
+    if any(place.member is member and not place.decays for place in where):
+        kept = [name for name in callables if name != "weight_decay"]
+        groups = [Group(Values({**values, "weight_decay": 0.0}, kept), overrides=["weight_decay"])]
+    return Member(member.rule, Values(values, callables), groups)
+
+
+# ---- from a snapshot ----------------------------------------------------------------------------------------------------
+def _restored(transform: Transform, snapshot: Snapshot, params: Tree) -> RuleState:
+    leaves = jax.tree.leaves(params)
+    tree: Any = jax.tree.structure(params)
+    where = transform.places(params)
+    names = {place.name for place in where}
+    if missing := names - snapshot.parameters.keys():
+        raise CheckpointError(f"it has no state for {listed(missing)}")
+    if extra := snapshot.parameters.keys() - names:
+        raise CheckpointError(f"it has state for {listed(extra)}, unknown here")
+    steps = {p.step for p in snapshot.parameters.values()}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"its parameters have taken between {min(steps)} and {max(steps)} steps; optax counts for all at once"
+        )
+    count = steps.pop() if steps else 0
+    for place, leaf in zip(where, leaves, strict=True):
+        _check_fit(snapshot, snapshot.parameters[place.name], place, leaf)
+    _compare(transform, snapshot, where, count)
+    slots: dict[str, list[Any]] = {name: [] for name in transform.names}
+    factors = []
+    for place, leaf in zip(where, leaves, strict=True):
+        arrays = _arrays(snapshot.parameters[place.name], place, leaf)
+        for name in transform.names:
+            slots[name].append(arrays.pop(name, optax.MaskedNode()))
+        factors.append(arrays)
+    mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
+    counters = _counters(transform, snapshot, where)
+    return RuleState(jnp.asarray(count, jnp.int32), mirrored, tree.unflatten(factors), counters)
+
+
+def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> None:
+    rule, here, name = snapshot.members[p.member].optimizer, place.member.rule, place.name
+    if rule != here:
+        titles = OPTIMIZERS[rule][1], OPTIMIZERS[here][1]
+        raise CheckpointError(
+            f"{name!r} is stepped by {titles[0]} there and by {titles[1]} here; the transformation decides that"
+        )
+    there, inside = (p.shape, p.pieces, p.piece), (place.shape, len(place.names), place.inner)
+    if there != inside:
+        says = ["{}, as {} of {}".format(*each) for each in (there, inside)]
+        raise CheckpointError(f"{name!r} has shape {says[0]} there, and {says[1]} here")
+    if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
+        raise CheckpointError(f"{name!r} is maximized, which the optax front end does not do")
+    for slot, each in place.slots.items():
+        if slot not in p.tensors or p.tensors[slot].shape != p.stored(each):
+            found = p.tensors[slot].shape if slot in p.tensors else "missing"
+            raise CheckpointError(f"{name!r}: its {slot!r} is {found} there, and {p.stored(each)} with the settings here")
+        if p.tensors[slot].dtype.itemsize > jnp.dtype(arithmetic(leaf)).itemsize:
+            raise CheckpointError(f"{slot} of {name!r} is {p.tensors[slot].dtype}; float32 is kept here and would lose bits")
+
+
+def _arrays(p: Parameter, place: Place, leaf: Any) -> dict[str, Any]:
+    return {
+        name: jnp.asarray(p.tensors[name].read().reshape((*place.stack, *slot.shape)), arithmetic(leaf))
+        for name, slot in place.slots.items()
+    }
+
+
+def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for member in transform.members:
+        mine = [snapshot.parameters[place.name] for place in where if place.member is member]
+        for name, first in member.steady.counters().items():
+            values = {p.counters.get(name, first) for p in mine} or {first}
+            if len(values) > 1:
+                raise CheckpointError(f"its parameters differ in {name!r}; optax counts for all at once")
+            found[f"{member.rule}.{name}"] = jnp.asarray(values.pop(), float)
+    return found
+
+
+def _compare(transform: Transform, snapshot: Snapshot, where: list[Place], count: int) -> None:
+    """Warn where the transformation goes on with other settings than the file's."""
+    told: dict[tuple[str, str], str] = {}
+    for place in where:
+        p = snapshot.parameters[place.name]
+        here: dict[str, Any] = settings(place.member, count).values() | ({} if place.decays else {"weight_decay": 0.0})
+        there: Mapping[str, Any] = snapshot.spec(p).values()
+        for name, value in here.items():
+            if value != there[name] and not callable(value):
+                told.setdefault((place.member.rule, name), f"{name} of {place.name!r} was {there[name]!r} and is {value!r} now")
+    if told:
+        title = OPTIMIZERS[transform.own.rule][1]
+        warnings.warn(
+            f"{title}: the transformation's settings are not the checkpoint's: {'; '.join(told.values())}", stacklevel=4
+        )

@@ -1,0 +1,151 @@
+"""States of optax's sgd, adam, adamw, nadamw, radam, lamb, lion, adafactor, contrib.muon and contrib.sophia: to ours and back.
+
+tx = rlx_optim.optax.adamw(1e-3)
+state = from_optax(tx, optax_state, params)                    # then tx.update, or save_state
+optax_state = to_optax(tx, state, params, optax.adamw(1e-3).init(params))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..checkpoint.format import CheckpointError
+from ..registry import OPTIMIZERS
+from ..spec import Shape
+from .checkpoint import transform_of
+from .places import Place
+from .transform import RuleState, Transform, arithmetic
+
+Tree = Any
+ADAM = {"ScaleByAdamState": {"m": "mu", "v": "nu"}}
+#: rule -> part of optax's state -> our slot -> its name there
+PARTS: dict[str, dict[str, dict[str, str]]] = {
+    **dict.fromkeys(("adam", "adamw", "nadamw", "radam", "lamb"), ADAM),
+    "sgd": {"TraceState": {"m": "trace"}},
+    "lion": {"ScaleByLionState": {"m": "mu"}},
+    "muon": {"MuonState": {"m": "mu"}},
+    "sophia": {"SophiaState": {"m": "mu", "h": "nu"}},
+    "adafactor": {"FactoredState": {"row": "v_row", "col": "v_col", "v": "v"}, "EmaState": {"m": "ema"}},
+}
+
+
+def parts_of(state: Any) -> Iterator[Any]:
+    """Every named tuple in a state, the outer ones first."""
+    if isinstance(state, Mapping):
+        state = tuple(state.values())
+    if isinstance(state, tuple):
+        if type(state) is not tuple:
+            yield state
+        for each in state:
+            yield from parts_of(each)
+
+
+def fields(part: Any) -> Mapping[str, Any]:
+    return dict(part._asdict())
+
+
+# ---- to ours ------------------------------------------------------------------------------------------------------------
+def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count: int | None = None) -> RuleState:
+    """The state for `tx`, a transformation of ours, that goes on where optax's stopped.
+
+    count: how many steps were taken, where optax's state does not say (sgd without a schedule).
+    """
+    transform = transform_of(tx)
+    found = {type(part).__name__: part for part in reversed(list(parts_of(state)))}
+    counts = [int(part.count) for part in found.values() if "count" in fields(part)]
+    fresh = transform.init(params)
+    leaves = jax.tree.leaves(params)
+    tree: Any = jax.tree.structure(params)
+    slots = {name: tree.flatten_up_to(each) for name, each in fresh.slots.items()}
+    for i, (place, leaf) in enumerate(zip(transform.places(params), leaves, strict=True)):
+        theirs = _theirs(place, found, tree, i)
+        for name in place.slots:
+            slots[name][i] = jnp.asarray(_slot(name, place, theirs), arithmetic(leaf))
+    steps = max(counts, default=1) if count is None else count
+    counters = {k: jnp.asarray(float(steps > 0), v.dtype) if k.endswith(".started") else v for k, v in fresh.counters.items()}
+    mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
+    return RuleState(jnp.asarray(steps, jnp.int32), mirrored, fresh.factors, counters)
+
+
+def _theirs(place: Place, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
+    """What optax keeps for one leaf, by our names."""
+    rule = place.member.rule
+    if rule not in PARTS:
+        raise CheckpointError(f"optax has no {OPTIMIZERS[rule][1]}")
+    return {
+        slot: tree.flatten_up_to(getattr(found[kind], field))[i]
+        for kind, names in PARTS[rule].items() if kind in found
+        for slot, field in names.items()
+    }  # fmt: skip
+
+
+def _slot(name: str, place: Place, theirs: Mapping[str, Any]) -> np.ndarray:
+    shape = place.shape
+    if name in ("row", "col") and np.shape(theirs.get("v", ())) == shape:  # a small matrix, which optax does not factor
+        return np.asarray(np.mean(np.asarray(theirs["v"]), -1 if name == "row" else -2, np.float64))
+    if name in ("row", "col"):
+        name = {"row": "col", "col": "row"}[name] if _swapped(place.name, shape) else name
+    value = theirs.get(name)
+    if value is None or isinstance(value, optax.MaskedNode):
+        raise CheckpointError(f"optax's state has no {name!r} for {place.name!r}, which {OPTIMIZERS[place.member.rule][1]} needs")
+    return np.asarray(value)
+
+
+def _swapped(name: str, shape: Shape) -> bool:
+    """Whether optax's rows are our columns: it averages over the largest dimension first, ours over the last."""
+    second, first = np.argsort(shape)[-2:]
+    if {int(first), int(second)} != {len(shape) - 1, len(shape) - 2}:
+        raise CheckpointError(f"{name!r}: optax factors the two largest dimensions of {shape}, and they are not the last two")
+    return int(first) != len(shape) - 1
+
+
+# ---- to optax -----------------------------------------------------------------------------------------------------------
+def to_optax(tx: optax.GradientTransformation, state: RuleState, params: Tree, template: Any) -> Any:
+    """optax's state, made from ours in the form of `template`, what optax's own init gave for these parameters."""
+    transform = transform_of(tx)
+    kinds = {kind for each in PARTS.values() for kind in each}
+    counted = {type(part).__name__ for part in parts_of(template) if "count" in fields(part)}
+
+    def stop(part: Any) -> bool:
+        return type(part).__name__ in kinds | counted
+
+    def filled(part: Any) -> Any:
+        if not stop(part):
+            return part
+        new = _filled(transform, state, params, part) if type(part).__name__ in kinds else part
+        return new._replace(count=jnp.asarray(state.count, part.count.dtype)) if "count" in fields(part) else new
+
+    return jax.tree.map(filled, template, is_leaf=stop)
+
+
+def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> Any:
+    tree: Any = jax.tree.structure(params)
+    places, kind = transform.places(params), type(part).__name__
+    slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
+    table = {place.member.rule: PARTS.get(place.member.rule, {}).get(kind, {}) for place in places}
+    new = {}
+    for field in dict.fromkeys(field for names in table.values() for field in names.values()):
+        entries = tree.flatten_up_to(getattr(part, field))
+        for i, place in enumerate(places):
+            if not isinstance(entries[i], optax.MaskedNode):
+                entries[i] = _entry(field, table[place.member.rule], place, {k: v[i] for k, v in slots.items()}, entries[i])
+        new[field] = tree.unflatten(entries)
+    return part._replace(**new)
+
+
+def _entry(field: str, names: Mapping[str, str], place: Place, ours: Mapping[str, Any], old: Any) -> Any:
+    slot = next((slot for slot, its in names.items() if its == field), None)
+    shape, title = np.shape(old), OPTIMIZERS[place.member.rule][1]
+    if slot in ("row", "col") and slot in place.slots and shape != (1,) and _swapped(place.name, place.shape):
+        slot = {"row": "col", "col": "row"}[slot]
+    if slot in place.slots and np.shape(ours[slot]) == shape:
+        return jnp.asarray(ours[slot], old.dtype)
+    if field in ("v_row", "v_col", "v") and shape == (1,):
+        return old  # holds the place of what is not kept
+    raise CheckpointError(f"optax keeps {field} of shape {shape} for {place.name!r}, which {title} does not have here")

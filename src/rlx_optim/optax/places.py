@@ -1,0 +1,105 @@
+"""Which rule takes which leaf of a tree, and with what values: plain numbers, schedules of the step count, traced numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..spec import Shape, Slot, Spec
+
+STATIC = ("seed", "ns_steps")  # what cannot be traced, beside what shapes the state
+EMBEDDING = re.compile(r"(^|[._])(emb|embed|embeddings?|wte|wpe)([._]|$)", re.IGNORECASE)
+# a whole part of the path ("multi_head_attention" is none), "output" at the top only: deeper it is a hidden matrix
+HEAD = re.compile(
+    r"(^|\.)(\w+_)?(head|classifier|unembed|output_layer|logits|logits_dense)(_\d+)?(\.|$)|^(params\.)?(output|fc_out)(\.|$)",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One rule of a transformation, with values that may be schedules (of the step count) or traced numbers."""
+
+    rule: str
+    kind: type[Spec]
+    values: Mapping[str, Any]
+
+    def spec(self, count: Any, dtype: Any = None, **changes: Any) -> Spec:
+        now = {k: v(count) if callable(v) and k != "probe" else v for k, v in {**self.values, **changes}.items()}
+        return unchecked(self.kind, now if dtype is None else {k: converted(v, dtype) for k, v in now.items()})
+
+    @functools.cached_property
+    def steady(self) -> Spec:
+        """For shapes and structure, which no schedule changes."""
+        return self.spec(jnp.zeros((), jnp.int32))
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, (jax.Array, jax.core.Tracer)) or (isinstance(value, tuple) and any(map(is_traced, value)))
+
+
+def converted(value: Any, dtype: Any) -> Any:
+    """Traced reals in the arithmetic of a bundle, so that a float64 learning rate does not widen float32 state."""
+    if isinstance(value, tuple):
+        return tuple(converted(each, dtype) for each in value)
+    return value.astype(dtype) if is_traced(value) and jnp.issubdtype(value.dtype, jnp.floating) else value
+
+
+def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
+    """A spec in which traced numbers stand as they are; plain ones are checked as always."""
+    spec = object.__new__(kind)
+    for name, field in kind.fields.items():
+        value = values.get(name, field.default)
+        if is_traced(value) and (field.fixed or name in STATIC):
+            raise TypeError(f"{kind.__name__}: {name} cannot be traced; with inject_hyperparams, name it in static_args")
+        spec.__dict__[name] = value if is_traced(value) else field.validated(kind.__name__, name, value)
+    if not any(map(is_traced, spec.__dict__.values())):
+        spec.check()
+    return spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One leaf: its path as a name, the rule that takes it and why, how many leading axes count tensors, whether it decays."""
+
+    name: str
+    member: Member
+    why: str
+    axes: int
+    shape: Shape
+    decays: bool
+
+    @property
+    def inner(self) -> Shape:
+        return self.shape[self.axes :]
+
+    @property
+    def stack(self) -> Shape:
+        return self.shape[: self.axes]
+
+    @property
+    def names(self) -> list[str]:
+        """One for each tensor of the leaf."""
+        return [f"{self.name}[{k}]" for k in range(math.prod(self.stack))] if self.axes else [self.name]
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return self.member.steady.slots(self.inner)
+
+
+def reason_by_name(name: str) -> str | None:
+    if EMBEDDING.search(name):
+        return "embedding (by name)"
+    return "output head (by name)" if HEAD.search(name) else None
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A leaf's path as "layers.0.kernel"."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -1,0 +1,272 @@
+"""Checkpoints of torch optimizers: by parameter name, the names bare of what wrappers put before them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..admission import listed
+from ..checkpoint.files import opened
+from ..checkpoint.format import CheckpointError, Tensor
+from ..checkpoint.optimizers import demand
+from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from ..named import spec_class
+from ..registry import OPTIMIZERS
+from ..spec import Shape, Spec
+from .lanes import ARITHMETIC, inner_shape
+from .names import SLOTS, bare, outside
+from .optimizer import RuleOptimizer, _plain
+from .state import counter, fresh, furnish, piece_shape, shape_in_state
+
+COUNTABLE = 2**24  # "step" is a float32, as torch.optim's
+PLAIN = (bool, int, float, str, type(None))
+
+
+def parameters_of(opt: RuleOptimizer) -> dict[str, tuple[int, torch.Tensor]]:
+    """By bare name: the index of the group, and the parameter."""
+    found: dict[str, tuple[int, torch.Tensor]] = {}
+    for index, group in enumerate(opt.param_groups):
+        if not group.get("param_names") and group["params"]:
+            raise CheckpointError(
+                f"{opt._owner}: a checkpoint goes by names, and group {index} has none; "
+                "make the optimizer from the model, or from model.named_parameters()"
+            )
+        for name, param in zip(group.get("param_names", ()), group["params"], strict=True):
+            if bare(name) in found:
+                raise CheckpointError(f"{opt._owner}: two parameters are called {bare(name)!r} once wrappers' prefixes are gone")
+            found[bare(name)] = index, param
+    return found
+
+
+def host(tensor: torch.Tensor, what: str) -> np.ndarray:
+    """A tensor's values where NumPy sees them; not copied if they are on the CPU already."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(f"{what} is a {type(tensor).__name__}; gather the whole of it first")
+    tensor = tensor.detach().cpu()
+    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
+
+
+def wrapped(tensor: torch.Tensor, shape: Shape, what: str) -> Tensor:
+    """A tensor of state that is fetched from its device when it is written."""
+    dtype = np.dtype(np.float64 if tensor.dtype is torch.float64 else np.float32)
+    return Tensor(shape, dtype, functools.partial(_fetched, tensor, shape, what))
+
+
+def _fetched(tensor: torch.Tensor, shape: Shape, what: str) -> np.ndarray:
+    return host(tensor, what).reshape(shape)
+
+
+# ---- to a snapshot ------------------------------------------------------------------------------------------------------
+def snapshot_of(opt: RuleOptimizer) -> Snapshot:
+    """Everything a torch optimizer is and has."""
+    specs = opt._current_specs()
+    members, where = _members(opt)
+    parameters = {}
+    for name, (index, param) in parameters_of(opt).items():
+        group, state = opt.param_groups[index], opt.state[param]
+        batch = int(state.get("batch", 1))
+        furnish(state, group["rule"], specs[index], param, batch)
+        parameters[name] = _parameter(
+            name, where[index], group["rule"], specs[index], param, state, batch, opt._why.get(param, "")
+        )
+    iteration = max((p.step for p in parameters.values()), default=0)
+    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch")
+
+
+def _members(opt: RuleOptimizer) -> tuple[list[Member], list[tuple[int, int | None]]]:
+    """The rules with their groups, and for each of torch's groups the place of it there."""
+    members = []
+    where: dict[int, tuple[int, int | None]] = {}
+    for place, rule in enumerate(opt._rules):
+        fields = opt._rules[rule].fields
+        mine = [i for i, group in enumerate(opt.param_groups) if group["rule"] == rule]
+        values = [_values(fields, opt.param_groups[i]) for i in mine] or [_values(fields, opt._defaults_of(rule))]
+        first = values[0].hyperparameters
+        groups = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
+        members.append(Member(rule, values[0], groups))
+        where |= {i: (place, k - 1 if k else None) for k, i in enumerate(mine)}
+    return members, [where[i] for i in range(len(opt.param_groups))]
+
+
+def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
+    given = _plain({name: group[name] for name in fields})
+    beside = _plain({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
+    return Values(given, [k for k, v in given.items() if callable(v)], {k: v for k, v in beside.items() if isinstance(v, PLAIN)})
+
+
+def _parameter(
+    name: str, where: tuple[int, int | None], rule: str, spec: Spec, param: torch.Tensor, state: Any, batch: int, why: str
+) -> Parameter:
+    piece = piece_shape(param, batch)
+    shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
+    counters = spec.counters()
+    p = Parameter(*where, shape, int(state["step"]), {}, {}, dtype, batch, piece, why)
+    slots = spec.slots(piece)
+    if set(state) - {"step", "batch", *counters, *(outside(rule, slot) for slot in slots)}:  # left by a changed setting, perhaps
+        slots, counters = possible(spec, piece)
+    p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
+    p.tensors = {
+        slot: wrapped(state[outside(rule, slot)], p.stored(each), f"{outside(rule, slot)!r} of {name!r}")
+        for slot, each in slots.items() if outside(rule, slot) in state
+    }  # fmt: skip
+    return p
+
+
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
+# ---- from a snapshot ----------------------------------------------------------------------------------------------------
+def load_into(
+    opt: RuleOptimizer, path: str | os.PathLike[str], strict: bool, allow_nan: bool, callables: Mapping[str, Any]
+) -> None:
+    """Take over groups, routing and state from a file of any front end. Nothing changes before all of it has been checked."""
+    with opened(path, allow_nan) as snapshot:
+        known = parameters_of(opt)
+        _check_names(opt, snapshot, known, strict)
+        there = {name: p for name, p in snapshot.parameters.items() if name in known}
+        for name, p in there.items():
+            _check_fit(opt, name, p, known[name][1])
+        values = _given_again(opt, snapshot, known, there, callables)
+        groups = _regrouped(opt, snapshot, known, there, values)
+        states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
+        for name, p in there.items():  # from here on nothing but the disk can fail
+            _fill(states[known[name][1]], snapshot.members[p.member].optimizer, p)
+        opt.state.update(states)
+        opt._why.update({known[name][1]: p.reason for name, p in there.items()})
+        _take_over(opt, snapshot, groups)
+
+
+def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for group, content in groups:
+        group.clear()
+        group.update(content)
+    opt.param_groups[:] = [group for group, _ in groups]
+    for other in snapshot.members[1:]:
+        opt._other = {"rule": other.optimizer, **other.values.hyperparameters, "maximize": opt.defaults["maximize"]}
+        opt._router.has_otherwise = True
+    rules = [opt.rule, *([opt._other["rule"]] if opt._other else []), *(group["rule"] for group in opt.param_groups)]
+    opt._rules = {rule: spec_class(rule) for rule in rules}
+    opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
+    opt._forget()
+    opt._current_specs()
+
+
+def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any], strict: bool) -> None:
+    own, title = snapshot.members[0].optimizer, OPTIMIZERS[snapshot.members[0].optimizer][1]
+    if own != opt.rule:
+        raise CheckpointError(f"it is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
+    if len(snapshot.members) > 2:
+        raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
+    missing, extra = known.keys() - snapshot.parameters.keys(), snapshot.parameters.keys() - known.keys()
+    if strict and (missing or extra):
+        says = [f"it has no state for {listed(missing)}"] * bool(missing) + [
+            f"it has state for {listed(extra)}, unknown here"
+        ] * bool(extra)
+        raise CheckpointError(f"{'; '.join(says)} (strict=False leaves such parameters as they are)")
+
+
+def _check_fit(opt: RuleOptimizer, name: str, p: Parameter, param: torch.Tensor) -> None:
+    if p.shape != tuple(param.shape):
+        raise CheckpointError(f"{name!r} has shape {p.shape} there and {tuple(param.shape)} here")
+    try:
+        piece = p.shape if p.pieces == 1 else inner_shape(p.shape, p.pieces)
+    except ValueError:
+        piece = ()
+    if piece != p.piece:
+        raise CheckpointError(f"{name!r} is split into {p.pieces} pieces of shape {p.piece} there, which cannot be done here")
+    if p.step > COUNTABLE:
+        raise CheckpointError(f"{name!r} has taken {p.step} steps; torch counts to {COUNTABLE}")
+    wide = ARITHMETIC[param.dtype] is torch.float64
+    for slot, each in p.tensors.items():
+        if each.dtype.itemsize > 4 and not wide:
+            raise CheckpointError(f"{slot} of {name!r} is {each.dtype}; {opt._owner} keeps float32 here and would lose bits")
+
+
+def _given_again(
+    opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any], there: Mapping[str, Parameter], callables: Mapping[str, Any]
+) -> dict[tuple[int, int | None], dict[str, Any]]:
+    """Hyperparameters by (member, group), with what was marked as a callable given again."""
+    found: dict[tuple[int, int | None], dict[str, Any]] = {}
+    given = [{k: v for k, v in callables.items() if k != "otherwise"}, callables.get("otherwise", {})]
+    for name, p in there.items():
+        if (p.member, p.group) in found:
+            continue
+        member, here = snapshot.members[p.member], opt.param_groups[known[name][0]]
+        values = member.values_of(p.group)
+        again = {k: here[k] for k in values.callables if callable(here.get(k))}  # KronPSGD's probe
+        again |= {k: v for k, v in given[p.member].items() if k in values.callables}
+        how = "load(path, NAME=…)" if p.member == 0 else "load(path, otherwise=dict(NAME=…))"
+        demand(OPTIMIZERS[member.optimizer][1], values.callables, values, again, how)
+        found[p.member, p.group] = {**values.hyperparameters, **again}
+        try:
+            member.specs[p.group].replace(**found[p.member, p.group])
+        except (TypeError, ValueError) as problem:
+            raise CheckpointError(f"{problem}; torch takes numbers, which its schedulers then move") from None
+    for member, mine in zip(snapshot.members, given, strict=False):
+        marked = {k for each in (None, *range(len(member.groups))) for k in member.values_of(each).callables}
+        if unknown := set(mine) - marked:
+            raise TypeError(
+                f"load: {OPTIMIZERS[member.optimizer][1]} has no {min(unknown)!r} that was a callable when it was saved"
+            )
+    return found
+
+
+def _regrouped(
+    opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any], there: Mapping[str, Parameter], values: Mapping[Any, Any]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """torch's groups, split where the file's settings differ: (dict, what it shall hold). A group's first part keeps its dict."""
+    names = {id(param): name for name, (_, param) in known.items()}
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    new: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in opt.param_groups:
+        parts: dict[Any, list[int]] = {}
+        for i, param in enumerate(group["params"]):
+            p = there.get(names[id(param)])
+            parts.setdefault(None if p is None else (p.member, p.group), []).append(i)
+        contents = [_content(snapshot, group, place, which, values) for place, which in parts.items()] or [dict(group)]
+        kept.append((group, contents[0]))
+        new += [({}, content) for content in contents[1:]]
+    return [*kept, *new]
+
+
+def _content(
+    snapshot: Snapshot, group: Mapping[str, Any], place: Any, which: list[int], values: Mapping[Any, Any]
+) -> dict[str, Any]:
+    content = {**group, "params": [group["params"][i] for i in which], "param_names": [group["param_names"][i] for i in which]}
+    if place is None:
+        return content
+    member = snapshot.members[place[0]]
+    fields = spec_class(group["rule"]).fields
+    content = {k: v for k, v in content.items() if k not in fields}
+    lr, rate = group["lr"], values[place]["lr"]
+    moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
+    return content | values[place] | moved | member.values_of(place[1]).extra | {"rule": member.optimizer}
+
+
+def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
+    """State for a parameter, to be filled: buffers that fit are used again."""
+    rule, spec = snapshot.members[p.member].optimizer, snapshot.spec(p)
+    slots = spec.slots(p.piece) if p.tensors.keys() <= spec.slots(p.piece).keys() else possible(spec, p.piece)[0]
+    before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
+    state: dict[str, Any] = {"step": counter(p.step, torch.float32)} | ({"batch": p.pieces} if p.pieces > 1 else {})
+    for name in p.tensors:
+        key, slot = outside(rule, name), slots[name]
+        old, wanted = before.get(key), (shape_in_state(slot, param, p.pieces), ARITHMETIC[param.dtype], param.device)
+        fits = was == rule and torch.is_tensor(old) and (old.shape, old.dtype, old.device) == wanted and old.is_contiguous()
+        state[key] = old if fits else fresh(slot, param, p.pieces)
+    state |= {k: counter(v) for k, v in p.counters.items()}
+    ours = {"step", "batch", *SLOTS[was].values(), *earlier.slots(p.piece), *earlier.counters()}
+    return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
+
+
+@torch.no_grad()
+def _fill(state: dict[str, Any], rule: str, p: Parameter) -> None:
+    for slot, each in p.tensors.items():
+        buffer = state[outside(rule, slot)]
+        buffer.copy_(torch.from_numpy(each.read()).reshape(buffer.shape))

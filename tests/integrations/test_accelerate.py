@@ -1,0 +1,58 @@
+"""Hugging Face accelerate: train, save_state, load_state into new objects, go on: bit for bit as without the break."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rlx_optim.torch import AdamW, Muon
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
+
+
+def prepared(cls):
+    """Accelerator, model, optimizer, data and scheduler, all new."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    x = torch.randn(24, 6)
+    data = DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=4)
+    optimizer = cls(model, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1)
+    return accelerator, *accelerator.prepare(model, optimizer, data, scheduler)
+
+
+def train(run, batches):
+    accelerator, model, optimizer, _, scheduler = run
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).pow(2).mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("cls", [AdamW, Muon])
+def test_resume_is_bitwise(cls, tmp_path):
+    whole = prepared(cls)
+    batches = list(whole[3])
+    start = [p.detach().clone() for p in whole[1].parameters()]
+    train(whole, batches)
+
+    first = prepared(cls)
+    train(first, batches[:3])
+    first[0].save_state(str(tmp_path))
+    second = prepared(cls)
+    with torch.no_grad():
+        for p in second[1].parameters():
+            p.zero_()
+    second[0].load_state(str(tmp_path))
+    train(second, batches[3:])
+
+    assert isinstance(second[2].optimizer, cls)
+    assert [g["lr"] for g in second[2].param_groups] == [g["lr"] for g in whole[2].param_groups]
+    for p, q, s in zip(whole[1].parameters(), second[1].parameters(), start, strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, s)
