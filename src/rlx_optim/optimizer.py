@@ -403,7 +403,7 @@ class NamedOptimizer:
         """
         from .checkpoint import files, optimizers  # they import this module
 
-        return files.save(optimizers.snapshot_of(self), path, every, keep, allow_nan)
+        return files.save(lambda: optimizers.snapshot_of(self), self._iteration, path, every, keep, allow_nan)
 
     def convert_to(self, name: str, **settings: Any) -> NamedOptimizer:
         """Another optimizer that goes on from here: it takes over the iteration and, for each parameter, what of the state means

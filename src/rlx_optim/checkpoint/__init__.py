@@ -3,8 +3,9 @@
     opt.save("run/{iteration}.safetensors", every=100, keep=3)
     opt = rlx_optim.load_latest("run", lr=schedule)
 
-`format` has the bytes, `files` writes and finds them, `manifest` the JSON, `snapshot` what is in it, `optimizers` the named API,
-`switch` the change to another optimizer, `summary` what `rlx-optim inspect` shows. The front ends have their own modules.
+`format` and `reader` have the bytes, `files` writes and finds them, `manifest` has the JSON, `snapshot` what is in it,
+`optimizers` the named API, `switch` the change to another optimizer, `summary` what `rlx-optim inspect` shows. The other front
+ends have modules of their own.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .format import CheckpointError, NotOurs, Reader, saying, write
+from .format import CheckpointError, NotOurs, saying, write
 from .manifest import decode, encode, natural_ns, parsed
+from .reader import Reader
 from .snapshot import Snapshot, check
 
 try:
@@ -57,10 +58,17 @@ def store(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
             write(file, encode(snapshot), snapshot.tensors(), allow_nan)
             file.flush()
             os.fsync(file.fileno())
-            with opened(name, allow_nan):
-                pass
+            _read_back(name, path, allow_nan)
             os.replace(name, path)
         _sync_folder(path.parent)
+
+
+def _read_back(name: Path, path: Path, allow_nan: bool) -> None:
+    try:
+        with opened(name, allow_nan):
+            pass
+    except CheckpointError as problem:
+        raise CheckpointError(f"{path}: what was written does not read back: {problem}") from problem
 
 
 @contextlib.contextmanager
@@ -112,18 +120,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 # ---- many files ---------------------------------------------------------------------------------------------------------
-def save(snapshot: Snapshot, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool) -> Path | None:
-    """Write a checkpoint if its iteration is a multiple of `every`, and remove all but the newest `keep`."""
+def save(
+    take: Callable[[], Snapshot], iteration: int, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool
+) -> Path | None:
+    """Take and write a checkpoint if the iteration is a multiple of `every`, and remove all but the newest `keep`."""
     for what, value in (("every", every), ("keep", keep)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"save: {what} must be an integer >= 1, got {value!r}")
-    if snapshot.iteration % every:
+    if iteration % every:
         return None
     template = _template(path)
     if keep is not None and NUMBER not in template.name:
         raise ValueError(f"save: keep={keep} needs a folder, or {NUMBER} in the file's name, got {str(path)!r}")
-    target = template.with_name(template.name.replace(NUMBER, f"{snapshot.iteration:08d}"))
-    store(snapshot, target, allow_nan)
+    target = template.with_name(template.name.replace(NUMBER, f"{iteration:08d}"))
+    store(take(), target, allow_nan)
     if keep is not None:
         _rotate(template, target, keep)
     return target

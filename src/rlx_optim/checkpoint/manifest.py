@@ -13,7 +13,8 @@ import numpy as np
 
 from ..registry import OPTIMIZERS
 from ..spec import Shape
-from .format import CheckpointError, Tensor, strict_json, whole
+from .format import CheckpointError, Tensor
+from .reader import strict_json, whole
 from .snapshot import Group, Member, Parameter, Snapshot, Values, check, generator_keys
 
 VERSION = 1

@@ -130,7 +130,8 @@ def check(snapshot: Snapshot) -> None:
 
 def _check_member(member: Member) -> None:
     try:
-        member.specs  # noqa: B018  (making them is the check)
+        for place, spec in member.specs.items():
+            member.values_of(place).hyperparameters = spec.values()  # a field that an older version did not have has its default
     except (TypeError, ValueError) as problem:
         raise CheckpointError(f"the file's settings are refused: {problem}") from None
     fields = spec_class(member.optimizer).fields

@@ -41,7 +41,7 @@ def save_state(
 
     The iteration is the state's count. The parameters themselves are not in it.
     """
-    return files.save(snapshot_of(tx, state, params), path, every, keep, allow_nan)
+    return files.save(lambda: snapshot_of(tx, state, params), int(state.count), path, every, keep, allow_nan)
 
 
 def load_state(

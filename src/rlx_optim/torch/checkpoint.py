@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,9 +244,20 @@ def _content(
     member = snapshot.members[place[0]]
     fields = spec_class(group["rule"]).fields
     content = {k: v for k, v in content.items() if k not in fields}
+    extra = member.values_of(place[1]).extra
+    for key, value in extra.items():
+        _check_extra(key, value, group.get(key), (*member.specs[place[1]].fields, "params", "param_names", "rule"))
     lr, rate = group["lr"], values[place]["lr"]
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
-    return content | values[place] | moved | member.values_of(place[1]).extra | {"rule": member.optimizer}
+    return content | values[place] | moved | extra | {"rule": member.optimizer}
+
+
+def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
+    """A setting beside the rule's must be of the kind it has here."""
+    numbers = isinstance(value, (int, float)) and isinstance(here, (int, float, torch.Tensor))
+    alike = here is None or type(value) is type(here) or (numbers and not isinstance(value, bool) and not isinstance(here, bool))
+    if key in taken or not isinstance(value, PLAIN) or not alike:
+        raise CheckpointError(f"a group's {key!r} cannot be {value!r:.80}")
 
 
 def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:

@@ -422,7 +422,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         from ..checkpoint import files
         from .checkpoint import snapshot_of
 
-        return files.save(snapshot_of(self), path, every, keep, allow_nan)
+        steps = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        return files.save(lambda: snapshot_of(self), steps, path, every, keep, allow_nan)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True, allow_nan: bool = False, **callables: Any) -> None:
         """Take over settings, routing and state from a file of any front end; a bad file changes nothing here.
