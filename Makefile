@@ -27,7 +27,7 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-integrations: $(VENV)/.integrations
-	$(BIN)/python -m pytest tests/integrations "tests/test_docs.py::test_blocks_run[pytorch.md]" $(ARGS)
+	$(BIN)/python -m pytest tests/integrations "tests/test_docs.py" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

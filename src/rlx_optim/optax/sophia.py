@@ -18,6 +18,9 @@ from .transform import NO_PARAMS, RuleState, Transform, arithmetic
 INTERVAL, SEED = integer(10, 1), integer(0, 0)
 
 
+COUNTER = "sophia.estimates"  # how many estimates there have been, as the other front ends count them
+
+
 def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[..., Any]:
     """The update with an `obj_fn=` (a function of the parameters) that is differentiated twice on every interval-th step."""
     seed = SEED.validated("Sophia", "seed", 0 if seed is None else seed)
@@ -32,7 +35,8 @@ def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[.
             raise ValueError(NO_PARAMS.format("Sophia"))
         due = state.count % interval == 0
         h = jax.lax.cond(due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"])
-        return transform.update(grads, state._replace(slots={**state.slots, "h": h}), params, **extra)
+        counters = {**state.counters, COUNTER: state.counters[COUNTER] + due}
+        return transform.update(grads, state._replace(slots={**state.slots, "h": h}, counters=counters), params, **extra)
 
     return update
 
