@@ -28,7 +28,7 @@ def walk(case, device, dtype=torch.float32, steps=4, shapes=None):
     """(distance from the reference) after some steps of a case through the torch front end on the triton engine."""
     name, settings = case
     settings = {"lr": 0.01, **settings} if name == "sgd" else settings
-    settings = {"max_precond_dim": 6, **settings} if name == "soap" else settings
+    settings = {**settings, "max_precond_dim": 6} if name == "soap" else settings  # dimensions whose first basis is determined
     if name == "adafactor":  # the front end's defaults are torch's
         settings = {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper", **settings}
     params, gradients = problem(*([shapes] if shapes else []), steps=steps)
