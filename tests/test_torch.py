@@ -1433,7 +1433,7 @@ def test_engine_report():
     (text,) = ours.Muon([half], engine="torch").engine_report().values()
     assert text == "torch: cpu, float32 arithmetic, batched by foreach (asked for)"
     with pytest.raises(ValueError, match="engine 'cpu' cannot step a parameter on cuda:0"):
-        ours.optimizer.choose("cpu", torch.device("cuda", 0), torch.float32)
+        ours.engines.choose("cpu", torch.device("cuda", 0), torch.float32)
 
 
 def test_without_numba_the_torch_engine_takes_over(monkeypatch):

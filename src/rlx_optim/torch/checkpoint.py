@@ -20,8 +20,9 @@ from ..registry import OPTIMIZERS
 from ..spec import Shape, Spec
 from .lanes import ARITHMETIC, inner_shape
 from .names import SLOTS, bare, outside
-from .optimizer import RuleOptimizer, _plain
+from .optimizer import RuleOptimizer
 from .state import counter, fresh, furnish, piece_shape, shape_in_state
+from .stepping import plain
 
 COUNTABLE = 2**24  # "step" is a float32, as torch.optim's
 PLAIN = (bool, int, float, str, type(None))
@@ -94,8 +95,8 @@ def _members(opt: RuleOptimizer) -> tuple[list[Member], list[tuple[int, int | No
 
 
 def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
-    given = _plain({name: group[name] for name in fields})
-    beside = _plain({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
+    given = plain({name: group[name] for name in fields})
+    beside = plain({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
     return Values(given, [k for k, v in given.items() if callable(v)], {k: v for k, v in beside.items() if isinstance(v, PLAIN)})
 
 

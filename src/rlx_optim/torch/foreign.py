@@ -24,7 +24,7 @@ from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
 from .names import bare, foreign, outside, translated
-from .optimizer import _plain
+from .stepping import plain
 
 #: a setting that only this optimizer's groups have, in the order in which to look
 TELLTALE = {
@@ -153,7 +153,7 @@ def _values(rule: str, group: Mapping[str, Any]) -> Values:
             if group.get(key, needed) != needed:
                 raise CheckpointError(f"SOAP with {key}={group[key]!r} is not this rule")
         given["shampoo_beta"] = None if group["shampoo_beta"] < 0 else group["shampoo_beta"]
-    given = _plain(translated(title, rule, given))
+    given = plain(translated(title, rule, given))
     fields = spec_class(rule).fields
     if (
         rule in ("adam", "adamw")

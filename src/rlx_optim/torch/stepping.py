@@ -1,0 +1,260 @@
+"""A step of a torch optimizer: from groups and state, which hold the truth, to lanes, and through them.
+
+Lanes (which parameter is stepped by which engine, in which bundle) are made when needed and thrown away whenever groups or state
+are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..admission import listed
+from ..spec import Spec
+from .engines import choose
+from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane
+from .names import bare, outside
+from .state import furnish, settle, shape_in_state
+
+
+class Stepper(torch.optim.Optimizer):
+    """What is derived from groups and state, and the step."""
+
+    rule: ClassVar[str]
+    engine: str
+    nonfinite: str
+    skipped: int
+    _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    def _forget(self) -> None:
+        """Drop everything that is derived from groups and state."""
+        self._lanes: list[Lane] | None = None
+        self._layout: list[int] = []  # the parameters when the lanes were made
+        self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
+        self._specs: list[tuple[Any, Spec | None]] = []
+
+    def _spec_of(self, group: Mapping[str, Any]) -> Spec:
+        kind = self._rules[group["rule"]]
+        return kind(**plain({name: group[name] for name in kind.fields}))
+
+    def _check_param(self, name: str | None, param: torch.Tensor) -> None:
+        what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
+        if param.device.type == "meta":
+            raise ValueError(
+                f"{what} is on the meta device; materialise the model (model.to_empty(device=…)) before the optimizer"
+            )
+        if is_traceable_wrapper_subclass(param):  # it has no memory of its own
+            raise ValueError(f"{what} is a {type(param).__name__}; plain tensors are needed, sharded ones cannot be stepped")
+        if param.dtype not in ARITHMETIC:
+            hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
+            raise ValueError(f"{what} has dtype {param.dtype}; float32, float64, bfloat16 and float16 can be stepped{hint}")
+        choose(self.engine, param.device, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
+
+    # ---- stepping ------------------------------------------------------------------------------------------------------
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. Everything is checked before anything is written."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step(None)
+        return loss
+
+    def _step(self, only: torch.Tensor | None) -> None:
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and float(found):
+            return
+        specs = self._current_specs()
+        work = []
+        for lane, chosen in self._ready(only):
+            if chosen:
+                work.append((lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]))
+        if not self._passes(
+            (lane.seats[i].param, grad) for lane, chosen, grads in work for i, grad in zip(chosen, grads, strict=True)
+        ):
+            return
+        structures = [spec.structure() for spec in specs]
+        for lane, chosen, grads in work:
+            lane.step(chosen, specs, structures, grads, lane.sign if scale is None else lane.sign / float(scale))
+            for i in chosen:
+                lane.seats[i].count()
+
+    def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
+        self._check_seat(lane, seat)
+        grad: Any = seat.param.grad
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self._owner}: {seat.records[0].name} has a sparse gradient; dense ones are needed (sparse=False)"
+            )
+        if type(grad) is not torch.Tensor and is_traceable_wrapper_subclass(grad):
+            raise RuntimeError(f"{self._owner}: the gradient of {seat.records[0].name} is a {type(grad).__name__}, not a tensor")
+        if grad.shape != seat.shape or grad.device != lane.device:
+            raise RuntimeError(
+                f"{self._owner}: {seat.records[0].name} is on {lane.device} and of shape {tuple(seat.shape)}, "
+                f"its gradient on {grad.device} and of shape {tuple(grad.shape)}"
+            )
+        return grad
+
+    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether the step may be taken, by what has arrived for which parameters."""
+        if self.nonfinite == "propagate":
+            return True
+        bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
+        if not bad:
+            return True
+        if self.nonfinite == "raise":
+            names = {param: name for group in self.param_groups for name, param in named(group)}
+            raise ValueError(f"{self._owner}: gradient of {listed(names[p] for p in bad)} is not finite; nothing was stepped")
+        self.skipped += 1
+        return False
+
+    def _current_specs(self) -> list[Spec]:
+        """The spec of every group as it is now; made anew where a value changed, which checks it."""
+        if len(self._specs) != len(self.param_groups):
+            self._forget()
+            self._specs = [(None, None)] * len(self.param_groups)
+        for i, group in enumerate(self.param_groups):
+            fields = self._rules[group["rule"]].fields
+            values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
+            values.append(group["maximize"])
+            before, spec = self._specs[i]
+            if spec is None or any(isinstance(value, torch.Tensor) for value in values) or values != before:
+                now = self._spec_of(group)
+                if spec is not None and (now.structure() != spec.structure() or values[-1] != before[-1]):
+                    self._refuse_reshaping(spec, now)
+                    self._lanes = None  # its state may need more, or it goes to another lane
+                self._specs[i] = (values, now)
+        return [spec for _, spec in self._specs if spec is not None]
+
+    def _refuse_reshaping(self, before: Spec, now: Spec) -> None:
+        for name, field in before.fields.items():
+            was, given = before.values()[name], now.values()[name]
+            if field.fixed and given != was:
+                raise ValueError(
+                    f"{self._owner}: {name} shapes the state and cannot change in a group (is {was!r}, got {given!r}); "
+                    "make a new optimizer"
+                )
+
+    def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Lane, list[int]]]:
+        """The lanes, with those of their seats that have a gradient. Groups and state are the truth: where they are no longer
+        what the lanes were made from, lanes are made anew."""
+        known = self._layout == self._laid_out() if only is None else only in self._places
+        if self._lanes is None or not known:
+            self._make_lanes()
+        chosen = self._with_gradient(only)
+        if not all(lane.seats[i].holds(self.state) for lane, which in chosen for i in which):
+            self._make_lanes()
+            chosen = self._with_gradient(only)
+        return chosen
+
+    def _laid_out(self) -> list[int]:
+        return [identity for group in self.param_groups for identity in map(id, group["params"])]
+
+    def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Lane, list[int]]]:
+        if only is not None:
+            lane, place = self._places[only]
+            return [(lane, [place])]
+        return [(lane, [i for i, seat in enumerate(lane.seats) if seat.param.grad is not None]) for lane in self._lanes or []]
+
+    def _check_seat(self, lane: Lane, seat: Seat) -> None:
+        """Refuse a parameter that is no longer what its state was made for."""
+        param, name = seat.param, seat.records[0].name
+        if param.shape == seat.shape and ARITHMETIC.get(param.dtype) is lane.dtype and param.device == lane.device:
+            return
+        if param.device != lane.device:
+            what = f"has moved to {param.device}, its state is on {lane.device}"
+        elif param.shape != seat.shape:
+            what = f"has now shape {tuple(param.shape)}, its state is for {tuple(seat.shape)}"
+        else:
+            what = f"has become {param.dtype}, its state is {lane.dtype}"
+        raise RuntimeError(
+            f"{self._owner}: {name} {what}; move or cast the model before making the optimizer, "
+            "or load its state_dict into a new one"
+        )
+
+    def _make_lanes(self) -> None:
+        lanes: dict[Any, Lane] = {}
+        for index, group in enumerate(self.param_groups):
+            rule, spec = group["rule"], self._spec_of(group)
+            for name, param in named(group):
+                self._check_param(name, param)
+                dtype = ARITHMETIC[param.dtype]
+                key = (param.device, dtype, group["maximize"])
+                if key not in lanes:
+                    engine, why = choose(self.engine, param.device, dtype)
+                    make = CpuLane if engine.name == "cpu" else TorchLane
+                    lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
+                furnish(self.state[param], rule, spec, param, int(self.state[param].get("batch", 1)))
+                lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, index))
+        self._lanes, self._layout = list(lanes.values()), self._laid_out()
+        self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
+
+    def _seat(self, lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
+        state = self.state[param]
+        batch = int(state.get("batch", 1))
+        settle(state, spec)
+        seat = Seat(param, state, bare(name), group, batch, spec.counters())
+        for i, record in enumerate(seat.records):
+            record.slots = spec.slots(record.shape)
+            record.t = int(state["step"])
+            record.counters = {counter: float(state[counter]) for counter in spec.counters()}
+            for slot, expected in record.slots.items():
+                buffer, shape = state[outside(rule, slot)], shape_in_state(expected, param, batch)
+                where = (buffer.shape, buffer.dtype, buffer.device)
+                if where != (shape, lane.dtype, lane.device) or not buffer.is_contiguous():
+                    raise RuntimeError(
+                        f"{self._owner}: {outside(rule, slot)!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
+                        f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                    )
+                record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
+        return seat
+
+    # ---- gradient release ------------------------------------------------------------------------------------------------
+    def attach(self, model: nn.Module | Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Step each parameter as soon as its gradient is complete, and free the gradient. Gives a function that undoes it."""
+        params: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+        known = {p for group in self.param_groups for p in group["params"]}
+        if strangers := [p for p in params if p.requires_grad and p not in known]:
+            raise ValueError(f"{self._owner}: {len(strangers)} parameters of the model are not in this optimizer")
+
+        def release(param: torch.Tensor) -> None:
+            with torch.no_grad():
+                self._step(param)
+            param.grad = None
+
+        handles = [p.register_post_accumulate_grad_hook(release) for p in params if p.requires_grad]
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return detach
+
+
+def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A group's parameters with their names, or with what can be said of them."""
+    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
+    return zip(names, group["params"], strict=True)
+
+
+def number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"a hyperparameter given as a tensor must have one element, got shape {tuple(value.shape)}")
+        return value.item()
+    return value
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters with one-element tensors read."""
+    return {k: tuple(map(number, v)) if isinstance(v, (tuple, list)) else number(v) for k, v in values.items()}
