@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -477,3 +478,25 @@ def test_set_threads():
                 rlx_optim.set_threads(bad)
     finally:
         rlx_optim.set_threads(None)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_norm_of_much(dtype):
+    """The compiled sum: sizes around a chunk, entries that are not finite, arrays it must leave to NumPy, any number of threads."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n).astype(dtype) for n in (0, 1, 32767, 32768, 32769, 400_001)]
+    arrays += [rng.standard_normal((300, 200)).astype(dtype).T, np.arange(7), rng.standard_normal(99)[::3].astype(dtype)]
+    arrays[3][[5, 99]] = np.nan, np.inf
+    before = [a.tobytes() for a in arrays]
+    want = math.sqrt(math.fsum(float(np.square(a[np.isfinite(a)].astype(np.float64)).sum()) for a in arrays))
+    found = []
+    for count in (1, 2, 3):
+        rlx_optim.set_threads(count)
+        found.append(rlx_optim.global_norm(arrays))
+    rlx_optim.set_threads(None)
+    assert found[0] == pytest.approx(want, rel=1e-13)
+    assert len(set(found)) == 1
+    assert [a.tobytes() for a in arrays] == before
+    assert rlx_optim.l2_norm(arrays[5]) == pytest.approx(float(np.linalg.norm(arrays[5].astype(np.float64))), rel=1e-13)
+    with pytest.raises(TypeError, match="real numbers"):
+        rlx_optim.global_norm([arrays[5], np.zeros(3, complex)])

@@ -27,7 +27,7 @@ MAY = {
     "threads": set(),
     "routing": set(),
     "data": set(),
-    "helpers": set(),
+    "helpers": {"engines"},
     "linalg": set(),
     "settings": {"spec"},
     "admission": {"spec"},

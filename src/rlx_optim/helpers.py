@@ -1,19 +1,39 @@
-"""Norms and clipping over gradients, in float64, that never touch the gradients."""
+"""Norms and clipping over gradients, in float64, that never touch the gradients.
+
+What is large is summed by the cpu engine, where numba is installed: once through the memory, on all threads.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+LARGE = 1 << 16  # elements from which the compiled sum pays
 
-def _square_sum(x: Any) -> float:
-    flat = np.asarray(x).reshape(-1)
-    if flat.dtype.kind not in "fiu":
-        raise TypeError(f"an array of real numbers is needed, got {flat.dtype}")
-    total = 0.0
+
+def _square_sum(arrays: Iterable[Any]) -> float:
+    given = [np.asarray(x) for x in arrays]
+    for array in given:
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"an array of real numbers is needed, got {array.dtype}")
+    simple = [a for a in given if a.flags.c_contiguous and a.flags.aligned and a.dtype in (np.float32, np.float64)]
+    if sum(a.size for a in simple) < LARGE or importlib.util.find_spec("numba") is None:
+        simple = []
+    rest = given if not simple else [a for a in given if not any(a is b for b in simple)]
+    total = math.fsum(map(_in_pieces, rest))
+    if simple:
+        from .engines.cpu.norms import square_sum
+
+        total += square_sum(simple)
+    return total
+
+
+def _in_pieces(array: np.ndarray) -> float:
+    flat, total = array.reshape(-1), 0.0
     for lo in range(0, flat.size, 1 << 16):  # in pieces, so that nothing the size of x is made
         piece = flat[lo : lo + (1 << 16)].astype(np.float64)
         total += float(np.square(piece[np.isfinite(piece)]).sum())
@@ -22,12 +42,12 @@ def _square_sum(x: Any) -> float:
 
 def l2_norm(x: Any) -> float:
     """The 2-norm over the finite entries of one array; 0 for an empty one."""
-    return math.sqrt(_square_sum(x))
+    return math.sqrt(_square_sum([x]))
 
 
 def global_norm(arrays: Iterable[Any]) -> float:
     """The 2-norm over the finite entries of all arrays together."""
-    return math.sqrt(math.fsum(_square_sum(x) for x in arrays))
+    return math.sqrt(_square_sum(arrays))
 
 
 def global_grad_clip_scale(arrays: Iterable[Any], max_norm: float) -> float:

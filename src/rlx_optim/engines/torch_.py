@@ -144,7 +144,11 @@ def _less_power(beta: Any, t: Any) -> Any:
 def _choose(condition: Any, yes: Any, no: Any) -> Any:
     if not torch.is_tensor(condition):
         return vocabulary.where(condition, yes, no)
-    return torch.where(condition, *(x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64) for x in (yes, no)))
+
+    def there(x: Any) -> torch.Tensor:  # made on the device: nothing may be copied to it while a graph is captured
+        return x if torch.is_tensor(x) else torch.full((), x, dtype=torch.float64, device=condition.device)
+
+    return torch.where(condition, there(yes), there(no))
 
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device

@@ -87,7 +87,8 @@ class GraphLane(TritonLane):
                 bundle.buffers |= {"p": (), "g": ()}
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())
-                values[index] = new if taken is None else torch.where(taken, new, values[index])
+                new = self.column(new, len(index))
+                values.index_copy_(0, index, new if taken is None else torch.where(taken, new, values[index]))
         for name, values in after.items():
             self.counted[name][1].copy_(values)
         torch.autograd.graph.increment_version(params)
@@ -97,7 +98,7 @@ class GraphLane(TritonLane):
         groups: dict[int, list[int]] = {}
         for i, record in enumerate(part.records):
             groups.setdefault(record.group, []).append(i)
-        columns: dict[str, Any] = {}
+        every: list[dict[str, Any]] = []
         counts: list[tuple[str, torch.Tensor, Any]] = []
         for group, members in groups.items():
             seats = [place[part.records[i]] for i in members]
@@ -112,14 +113,24 @@ class GraphLane(TritonLane):
             spec = self.live(part.bundle.spec, self.groups[group])
             now = {**before, **bind_all(type(spec).scalars, NUMBERS)(spec, t, before)}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
-            if len(groups) == 1:
-                columns = now
-                continue
-            for name, value in now.items():
-                if value is not None:
-                    column = columns.setdefault(name, torch.zeros(len(part.records), dtype=torch.float64, device=self.device))
-                    column[self.index((part, "members"), group, members)] = value
+            every.append(now)
+        if len(groups) == 1:
+            return every[0], counts
+        order = [i for members in groups.values() for i in members]
+        back = self.index((part, "order"), 0, [order.index(i) for i in range(len(order))])
+        sizes = [len(members) for members in groups.values()]
+        columns = {
+            name: torch.cat([self.column(now[name], n) for now, n in zip(every, sizes, strict=True)])[back]
+            for name, value in every[0].items()
+            if value is not None
+        }
         return columns, counts
+
+    def column(self, value: Any, n: int) -> torch.Tensor:
+        """A number, or one per tensor, as a vector on the device; made there: nothing may be copied to it during a capture."""
+        if not torch.is_tensor(value):
+            return torch.full((n,), float(value), dtype=torch.float64, device=self.device)
+        return value.double().expand(n)
 
     def index(self, what: Any, group: int, places: list[int]) -> torch.Tensor:
         """Places as a tensor on the device, made once."""

@@ -8,6 +8,7 @@ their tensors as a `Pile`, which is only stacked when somebody needs the stack.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from ...engine import Rule, Values, signature
 from ..torch_ import Torch
-from . import kernels, products
+from . import kernels, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, SQUARES, SUM, WIDE
 from .pile import Pile, dense
 from .tables import Pass, Placed, Plan, Sender, placed
@@ -82,7 +83,7 @@ class Triton(Torch):
             return super().run(bundle, update)
         if bundle.plan is None:
             bundle.plan = Plan(bundle, self.device)
-        with torch.no_grad():
+        with torch.no_grad(), products.float32_products("tf32") if bundle.spec.matrix else contextlib.nullcontext():
             x = update(self, self.values(bundle))
             for name in bundle.written():
                 if isinstance(x[name], torch.Tensor):  # what is not by address has been computed apart
@@ -279,15 +280,27 @@ class Triton(Torch):
         for name in gives:
             if name not in out:
                 x[name].written()
-        return x.set(**{name: Pile.of(value, apart[name], norms.get(name)) for name, value in out.items()})
+        return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
 
     def orthogonalize(self, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:
-        norm = X.norm if isinstance(X, Pile) else None
+        norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
         X = dense(X)
         if not products.pays(X):
-            return super().orthogonalize(X, steps, coefficients, eps)
+            with products.float32_products("ieee"):
+                return super().orthogonalize(X, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        return products.orthogonalize(X, norm, steps, coefficients, eps)
+        if plan is None or not replay.pays(X) or self.sender.capturing():
+            return products.orthogonalize(X, norm, steps, coefficients, eps)
+        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
+        return kept(X, norm, eps)
+
+    def qr(self, X: torch.Tensor) -> torch.Tensor:
+        with products.float32_products("ieee"):  # a basis that is not orthogonal would be wrong until the next refresh
+            return super().qr(X)
+
+    def eigh(self, L: torch.Tensor) -> torch.Tensor:
+        with products.float32_products("ieee"):
+            return super().eigh(L)
 
     def wide(self, X: Any) -> torch.Tensor:
         return super().wide(dense(X))

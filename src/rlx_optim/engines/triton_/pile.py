@@ -11,21 +11,21 @@ import torch
 
 
 class Pile:
-    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them has taken it."""
+    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's."""
 
-    __slots__ = ("_stack", "dtype", "each", "norm", "placed", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "norm", "placed", "plan", "scale", "shape")
 
     def __init__(self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0):
         self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
-        self._stack, self.norm = None, None
+        self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
-    def of(cls, stack: torch.Tensor, placed: Any, norm: torch.Tensor | None) -> Any:
+    def of(cls, stack: torch.Tensor, placed: Any, norm: torch.Tensor | None, plan: Any) -> Any:
         """A stack with the norms of its tensors; just the stack where they are not known."""
         if norm is None:
             return stack
         pile = cls((), tuple(stack.shape[1:]), placed, stack.dtype)
-        pile.shape, pile._stack, pile.norm = tuple(stack.shape), stack, norm
+        pile.shape, pile._stack, pile.norm, pile.plan = tuple(stack.shape), stack, norm, plan
         return pile
 
     @property
@@ -54,7 +54,7 @@ class Pile:
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
         view = Pile(self.each, (), self.placed, self.dtype, self.scale)
-        view.shape, view.norm = shape, self.norm
+        view.shape, view.norm, view.plan = shape, self.norm, self.plan
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view
 

@@ -12,7 +12,9 @@ about 1, and R carries the scale back.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums"
+NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, other products of matrices in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
 LEAST, OBLONG = 128, 1.5
 RESTART = 2  # steps before X ← QX and R anew
@@ -143,24 +145,47 @@ def pays(X: torch.Tensor) -> bool:
     return X.dtype is torch.float32 and min(X.shape[1:]) >= LEAST
 
 
-def half(U: torch.Tensor, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, float]:
-    """U / (norm + eps) in float16, times a scale that is given back."""
+@contextlib.contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Matrix products of float32 in "tf32" (ten bits, several times as fast) or "ieee"."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if before == precision:
+        yield
+        return
+    settings.fp32_precision = precision
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def scale_of(shape: Any) -> float:
+    """What makes the entries of a matrix of norm 1 about 1; a power of two, so that it is exact."""
+    return 2.0 ** round(math.log2(math.sqrt(math.prod(shape[1:]))))
+
+
+def half(U: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """U / (norm + eps) in float16, times `scale_of`."""
     n = U[0].numel()
-    scale = 2.0 ** round(math.log2(math.sqrt(n)))  # a power of two: exact
-    factor = (scale / (norm.double() + eps)).float()
-    X = torch.empty(U.shape, dtype=torch.float16, device=U.device)
+    factor = (scale_of(U.shape) / (norm.double() + eps)).float()
+    X = torch.empty(U.shape, dtype=torch.float16, device=U.device) if out is None else out
     shrink[(-(-n // 4096), U.shape[0])](U, X, factor, n, 4096, num_warps=8)
-    return X, scale
+    return X
 
 
 def orthogonalize(
     U: torch.Tensor, norm: torch.Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, form: str = "auto"
 ) -> torch.Tensor:
     """Newton–Schulz on (batch, rows, columns); the result is in float16."""
-    small, large = sorted(U.shape[1:])
-    X, scale = half(U, norm, eps)
+    return iterate(half(U, norm, eps), steps, coefficients, form)
+
+
+def iterate(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float], form: str = "auto") -> torch.Tensor:
+    """The iteration on what `half` gives."""
+    small, large = sorted(X.shape[1:])
     form = ("gram" if large >= OBLONG * small else "plain") if form == "auto" else form
-    X, scale = FORMS[form](X, scale, steps, coefficients, U.shape[1] > U.shape[2])
+    X, scale = FORMS[form](X, scale_of(X.shape), steps, coefficients, X.shape[1] > X.shape[2])
     return X if scale == 1.0 else X.mul_(1 / scale)
 
 
