@@ -221,7 +221,7 @@ def test_everything_compiles_for_hopper():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=290, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert set(kernels) == {"sweep", "tiles", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink"}
+    assert set(kernels) == {"sweep", "tiles", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "fill"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
 

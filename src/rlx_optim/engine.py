@@ -288,6 +288,9 @@ class ArrayEngine:
         """X in the widest arithmetic that is cheap here, for decisions that rounding would tip."""
         return X
 
+    def double(self, X: Array) -> Array:
+        return self.xp.asarray(X, dtype=self.xp.float64)
+
     def narrow(self, X: Array) -> Array:
         """X rounded to what is stored, and back in this engine's arithmetic."""
         return X.astype(self.stored).astype(self.dtype)
@@ -296,7 +299,13 @@ class ArrayEngine:
         """Eigenvectors of symmetric matrices, by descending eigenvalue."""
         return self.xp.linalg.eigh(L)[1][..., ::-1]
 
-    def qr(self, X: Array) -> Array:
+    def product(self, A: Array, B: Array) -> Array:
+        """A B where rounding does no more than round the step: engines may use fewer bits."""
+        return A @ B
+
+    def qr(self, X: Array, near: Array) -> Array:
+        """The Q of X = QR, up to signs. In directions that X leaves open it may be any; `near` is an orthonormal matrix to take
+        them from."""
         return self.xp.linalg.qr(X)[0]
 
     def cholesky(self, G: Array) -> Array | None:

@@ -27,14 +27,6 @@ def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: A
     return X
 
 
-def times(q: Any, U: Any) -> Any:
-    return q @ U
-
-
-def times_transposed(q: Any, U: Any) -> Any:
-    return q.mT @ U
-
-
 def gram(E: Any, X: Any, axis: int, diagonal: bool = False) -> Any:
     """X contracted with itself over every axis of the tensor but one."""
     U = E.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1)
@@ -60,10 +52,21 @@ def spectral_bound(E: Any, T: Any) -> Any:
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
 
-def orthonormal(E: Any, X: Any) -> Any:
-    """The Q of X = QR, up to the signs of its columns, from Cholesky factors of Gram matrices: matrix products, where
-    Householder's reflections wait for the memory. Twice, since the first leaves an error of the condition number squared; the
-    columns have length 1 before. None where X is too near to a matrix of lower rank for this."""
+def orthonormal(E: Any, X: Any, near: Any) -> Any:
+    """The Q of X = QR, up to the signs of its columns, for X in float32. Where that is too few bits it is taken in float64, and a
+    little of `near`, about what X is rounded by, settles the directions that rounding would. None where even that fails."""
+    found = by_cholesky(E, X)
+    if found is None:
+        X, near = E.double(X), E.double(near)
+        largest = E.norm(E.sqrt((X * X).sum(-2)), math.inf)[..., None]
+        found = by_cholesky(E, X + near * (2.0**-19 * largest))
+    return found
+
+
+def by_cholesky(E: Any, X: Any) -> Any:
+    """The Q of X = QR from Cholesky factors of Gram matrices: matrix products, where Householder's reflections wait for the
+    memory. Twice, since the first leaves an error of the condition number squared; the columns have length 1 before. None where
+    this fails."""
     Y = X / E.floor(E.sqrt((X * X).sum(-2)), TINY)[..., None, :]
     n = Y.shape[-1]
     for again in (False, True):

@@ -98,7 +98,7 @@ class Jax(ArrayEngine):
         L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
         return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
 
-    def qr(self, X: Array) -> Array:
+    def qr(self, X: Array, near: Array) -> Array:
         return jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], X)
 
     def solve(self, R: Array, X: Array) -> Array:

@@ -263,8 +263,8 @@ class Torch(ArrayEngine):
     def eigh(self, L: torch.Tensor) -> torch.Tensor:
         return torch.linalg.eigh(L)[1].flip(-1)
 
-    def qr(self, X: torch.Tensor) -> torch.Tensor:
-        found = None if self.device.type == "cpu" else linalg.orthonormal(self, X)  # LAPACK's is as good on a CPU
+    def qr(self, X: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+        found = None if self.device.type == "cpu" else linalg.orthonormal(self, X, near)  # LAPACK's is as good on a CPU
         return torch.linalg.qr(X)[0] if found is None else found
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor | None:

@@ -125,14 +125,20 @@ class SOAP(Spec):
             new = E.narrow(x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i))
             L[i] = E.where(linalg.finite(E, new), new, x[f"L{i}"])
 
+        def to_basis(q, U):
+            return E.product(q.mT, U)
+
+        def from_basis(q, U):
+            return E.product(q, U)
+
         def initialise(P, m, v, Q):
             return P, m, v, {i: E.narrow(E.eigh(E.wide(L[i]))) for i in axes}
 
         def move(P, m, v, Q):
-            rotated = linalg.every(E, linalg.times_transposed, Q, G)
+            rotated = linalg.every(E, to_basis, Q, G)
             y = E.map(direction, x.set(g=rotated, m=m, v=v))
             step = x.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
-            P = E.map(descend, x.set(p=P, u=linalg.every(E, linalg.times, Q, y.u), step=step)).p
+            P = E.map(descend, x.set(p=P, u=linalg.every(E, from_basis, Q, y.u), step=step)).p
             m, v, Q = E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
             return P, m, v, Q
 
@@ -142,9 +148,10 @@ class SOAP(Spec):
                 LQ = E.wide(L[i]) @ E.wide(Q[i])
                 order = (-(Q[i] * LQ).sum(-2)).argsort(-1)  # by the estimated eigenvalues diag(Q' L Q), descending
                 v = linalg.permute(E, v, order, i)
-                new[i] = E.narrow(E.qr(linalg.permute(E, LQ, order, 2)))  # L times the permuted Q is the permuted L Q
-            whole = linalg.every(E, linalg.times, Q, m)
-            return linalg.every(E, linalg.times_transposed, new, whole), v, new  # m follows the basis
+                # L times the permuted Q is the permuted L Q
+                new[i] = E.narrow(E.qr(linalg.permute(E, LQ, order, 2), linalg.permute(E, E.wide(Q[i]), order, 2)))
+            whole = linalg.every(E, from_basis, Q, m)
+            return linalg.every(E, to_basis, new, whole), v, new  # m follows the basis
 
         def same(*x):
             return x

@@ -224,13 +224,13 @@ class Cpu(ArrayEngine):
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
 
-    def qr(self, X: np.ndarray) -> np.ndarray:
-        found = linalg.orthonormal(self, X) if X.shape[-1] > AFFORDABLE else None
+    def qr(self, X: np.ndarray, near: np.ndarray) -> np.ndarray:
+        found = linalg.orthonormal(self, X, near) if X.shape[-1] > AFFORDABLE else None
         return np.linalg.qr(X)[0] if found is None else found
 
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
-        out = np.array(X, self.dtype, order="C")
-        for r, x in zip(np.ascontiguousarray(R, self.dtype), out, strict=True):
+        out = np.array(X, order="C")
+        for r, x in zip(np.ascontiguousarray(R, out.dtype), out, strict=True):
             solve_transposed(r, x)
         return out
 

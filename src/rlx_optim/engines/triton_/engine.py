@@ -8,16 +8,16 @@ their tensors as a `Pile`, which is only stacked when somebody needs the stack.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
 import numpy as np
 import torch
 
+from ... import random
 from ...engine import Rule, Values, signature
 from ..torch_ import Torch
-from . import kernels, products, replay
+from . import kernels, noise, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, SQUARES, SUM, WIDE
 from .pile import Pile, dense
 from .tables import Pass, Placed, Plan, Sender, placed
@@ -83,7 +83,7 @@ class Triton(Torch):
             return super().run(bundle, update)
         if bundle.plan is None:
             bundle.plan = Plan(bundle, self.device)
-        with torch.no_grad(), products.float32_products("tf32") if bundle.spec.matrix else contextlib.nullcontext():
+        with torch.no_grad():
             x = update(self, self.values(bundle))
             for name in bundle.written():
                 if isinstance(x[name], torch.Tensor):  # what is not by address has been computed apart
@@ -286,21 +286,24 @@ class Triton(Torch):
         norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
         X = dense(X)
         if not products.pays(X):
-            with products.float32_products("ieee"):
-                return super().orthogonalize(X, steps, coefficients, eps)
+            return super().orthogonalize(X, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
         if plan is None or not replay.pays(X) or self.sender.capturing():
             return products.orthogonalize(X, norm, steps, coefficients, eps)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
         return kept(X, norm, eps)
 
-    def qr(self, X: torch.Tensor) -> torch.Tensor:
-        with products.float32_products("ieee"):  # a basis that is not orthogonal would be wrong until the next refresh
-            return super().qr(X)
+    def product(self, A: Any, B: Any) -> torch.Tensor:
+        with products.tf32():
+            return dense(A) @ dense(B)
 
-    def eigh(self, L: torch.Tensor) -> torch.Tensor:
-        with products.float32_products("ieee"):
-            return super().eigh(L)
+    def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
+        """The same words as everywhere, in one launch."""
+        plan = x.get("plan")
+        if plan is None or self.dtype is not torch.float32:
+            return super().random(kind, x, shape)
+        keys = plan.cached("keys", lambda: self.sender.send(np.array([random.key(x.seed, name) for name in x.names], np.int64)))
+        return noise.draw(kind, keys, x.t, shape)
 
     def wide(self, X: Any) -> torch.Tensor:
         return super().wide(dense(X))

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, other products of matrices in tf32"
+NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, rotations in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
 LEAST, OBLONG = 128, 1.5
 RESTART = 2  # steps before X ← QX and R anew
@@ -146,14 +146,11 @@ def pays(X: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Matrix products of float32 in "tf32" (ten bits, several times as fast) or "ieee"."""
+def tf32() -> Iterator[None]:
+    """Matrix products of float32 by tensor cores: ten bits of each factor, several times as fast."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
-    if before == precision:
-        yield
-        return
-    settings.fp32_precision = precision
+    settings.fp32_precision = "tf32"
     try:
         yield
     finally:
