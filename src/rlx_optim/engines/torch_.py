@@ -268,8 +268,8 @@ class Torch(ArrayEngine):
         return torch.linalg.qr(X)[0] if found is None else found
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor | None:
-        R, info = torch.linalg.cholesky_ex(G, upper=True)
-        return None if bool(info.any()) else R
+        lower, info = torch.linalg.cholesky_ex(G)  # upper=True would transpose twice
+        return None if bool(info.any()) else lower.mT
 
     def solve(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(R.mT, X, upper=False)
