@@ -11,14 +11,17 @@ p ← (1 − lr·weight_decay)·p; then L; and whenever n is a multiple of preco
 order by the estimated eigenvalues diag(QᵀLQ), permute v to match, Q ← qr(L·Q), and m follows the basis.
 Tensors of fewer than two dimensions are that rule with Q = I unless precondition_1d. merge_dims first folds neighbouring
 dimensions, from the left, while their product is at most max_precond_dim.
-L and Q are computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues and the
-null space of a rank-deficient L are decided by rounding, so engines that round alike walk the same path.
+L and Q are computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues are
+decided by rounding, so engines that round alike walk the same path. The first basis of the null space of a rank-deficient L is
+decided by a faint diagonal (where the arithmetic is fine enough to see it): else the last bit of a gradient would decide it.
 L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not).
 
 When, and what it costs. The fewest steps to a given loss of all that are here; pays where a step of the model is expensive.
 8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with n×n matrices a step and
 a QR of each L every precondition_frequency steps.
 """
+
+import math
 
 from .. import linalg
 from ..spec import Slot, Spec, betas, flag, integer, like, real
@@ -38,6 +41,9 @@ def descend(p, u, step, shrink):
     return p
 
 
+TILT = 1e-8  # of L's largest entry: far above what rounding leaves in a null space, far below what L says
+
+
 class SOAP(Spec):
     lr: float = real(3e-3)
     betas: tuple[float, float] = betas(0.95, 0.95)
@@ -50,6 +56,7 @@ class SOAP(Spec):
     precondition_1d: bool = flag(False, fixed=True)
 
     matrix = True
+    moves = staticmethod(descend)
 
     def merged(self, shape):
         """The shape whose dimensions are rotated."""
@@ -85,6 +92,11 @@ class SOAP(Spec):
         shrink = self.lr * self.weight_decay
         return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "shrink": shrink}
 
+    def work(self, shape):
+        size, every = math.prod(shape), self.precondition_frequency
+        dims = [self.merged(shape)[axis - 1] for axis in self.rotated(shape)]
+        return size + sum(6 * size * n + (4 * size * n + 6 * n**3) // every for n in dims)
+
     def update(self, E, x):
         (beta1, beta2), n = self.betas, x.t - 1  # n: steps that moved, this one included
         shape = x.p.shape[1:]
@@ -92,13 +104,19 @@ class SOAP(Spec):
         stacked = (x.p.shape[0], *self.merged(shape))
         P, G, m, v = (X.reshape(stacked) for X in (x.p, x.g, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in axes}
-        L = {}
+        L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:
-            new = E.narrow(x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i))
-            L[i] = E.where(linalg.finite(E, new), new, x[f"L{i}"])
+            new = x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i)
+            sound = linalg.finite(E, E.narrow(new))
+            L[i], exact[i] = E.where(sound, E.narrow(new), x[f"L{i}"]), E.where(sound, new, E.wide(x[f"L{i}"]))
 
         def initialise(P, m, v, Q):
-            return P, m, v, {i: E.narrow(E.eigh(E.wide(L[i]))) for i in axes}
+            return P, m, v, {i: E.narrow(E.eigh(exact[i] + tilt(i))) for i in axes}
+
+        def tilt(i):
+            """A faint diagonal that decides where L leaves the basis open; Q is still the identity."""
+            places = E.real(E.counter(Q[i].shape[-1])) / Q[i].shape[-1]
+            return E.wide(Q[i]) * places * E.norm(exact[i], math.inf) * TILT
 
         def move(P, m, v, Q):
             rotated = linalg.every(E, linalg.times_transposed, Q, G)
