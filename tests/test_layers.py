@@ -29,6 +29,7 @@ MAY = {
     "data": set(),
     "helpers": set(),
     "linalg": set(),
+    "sharing": set(),
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"spec", "linalg", "vocabulary"},
@@ -40,6 +41,7 @@ MAY = {
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
+        "sharing",
     },
     "stepping": {"engine", "spec"},
     "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
@@ -47,6 +49,7 @@ MAY = {
     "race": {"data", "named", "optimizer", "registry", "schedules", "threads", "__init__"},
     "cli": {
         "named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
+        "sharing", "spec",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file

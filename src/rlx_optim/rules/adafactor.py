@@ -108,6 +108,8 @@ class Adafactor(Spec):
     scale_parameter: bool = flag(True)
     convention: str = choice("paper", "torch", "rlx")
 
+    reduces = True
+
     def check(self):
         if self.convention != "paper" and self.beta1 is not None:
             raise self.refuse(f"beta1 has no place in convention {self.convention!r}; got beta1={self.beta1!r}")

@@ -44,6 +44,8 @@ class Lamb(Spec):
     bias_correction: bool = flag(True)
     trust_clip: float | None = real(None, open_low=True, infinite=True, optional=True)
 
+    reduces = True
+
     def structure(self):
         return ()
 

@@ -41,7 +41,8 @@ def _signature(name: str, kind: type[Spec]) -> inspect.Signature:
     fields = [parameter(field, default, either) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if name in ROUTED else {}
     seed = {"hessian_seed": 0} if kind.observes else {}
-    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed}.items()]
+    shared = {"process_group": None} if kind.matrix else {}
+    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **shared}.items()]
     return inspect.Signature([parameter("self", REQUIRED, either), parameter("params", REQUIRED, either), *fields, *extra])
 
 

@@ -171,6 +171,7 @@ class SOAP(RuleOptimizer):
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class KronPSGD(RuleOptimizer):
@@ -197,6 +198,7 @@ class KronPSGD(RuleOptimizer):
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class Muon(RuleOptimizer):
@@ -218,6 +220,7 @@ class Muon(RuleOptimizer):
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class Sophia(CurvatureOptimizer):

@@ -19,9 +19,9 @@ from ..routing import report
 from ..spec import Spec
 from .engines import check_engine
 from .lanes import ARITHMETIC, inner_shape
-from .names import foreign, translated
+from .names import foreign, outside, translated
 from .routing import Router, first_match, reasons_from
-from .state import furnish, piece_shape, taken_over
+from .state import furnish, piece_shape, shape_in_state, taken_over
 from .stepping import Stepper, named, number, plain
 
 
@@ -49,9 +49,10 @@ class RuleOptimizer(Stepper):
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
-        """beside: settings of a group that are not the rule's."""
+        """beside: settings of a group that are not the rule's. process_group: its ranks share out matrices that all have."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
@@ -66,6 +67,9 @@ class RuleOptimizer(Stepper):
             name = type(otherwise).__name__.lower()
             self._rules[name] = otherwise.spec
             self._other = {"rule": name, **otherwise.hyperparameters(), "maximize": maximize}
+        if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
+            process_group = params.process_group
+        self._process_group = process_group
         self._forget()
         known = reasons_from(params) if isinstance(params, nn.Module) else {}
         self._router = Router(self._owner, route, otherwise is not None, known)
@@ -140,9 +144,14 @@ class RuleOptimizer(Stepper):
             self.defaults = mine
         added = self.param_groups[-1]
         spec = self._spec_of(added)
-        for name, param in zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True):
+        entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
+        for name, param in entries:
             self._check_param(name, param)
-            furnish(self.state[param], rule, spec, param, self._batch(name, param))
+        if (homes := self._all_homes(added["params"], spec)) is not None:
+            homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
+        for name, param in entries:
+            batch = self._batch(name, param)
+            furnish(self.state[param], rule, spec, param, batch, self._home(name, param, spec, batch))
 
     def _defaults_of(self, rule: str) -> dict[str, Any]:
         if rule not in self._rules:
@@ -165,11 +174,36 @@ class RuleOptimizer(Stepper):
     # ---- state dicts -----------------------------------------------------------------------------------------------------
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and in each group what torch.optim calls its settings, so that it can load them."""
-        saved = super().state_dict()
+        """torch's, and in each group what torch.optim calls its settings, so that it can load them.
+
+        Where matrices of DTensors have owners, every rank must call it; their state is then given as DTensors.
+        """
+        kept = self.state
+        try:
+            self.state = self._for_all(kept)
+            saved = super().state_dict()
+        finally:
+            self.state = kept
         for group in saved["param_groups"]:
             group.update(foreign(group.get("rule", self.rule), group))
         return saved
+
+    def _for_all(self, state: Any) -> Any:
+        """The state as every rank may have it: what owners hold is spread out."""
+        if self._homes is None:
+            return state
+        from .sharded.homes import Owned, exported
+
+        owned = []
+        for group in self.param_groups:
+            spec = self._spec_of(group)
+            for name, param in named(group):
+                batch = int(state[param].get("batch", 1))
+                home = self._home(name, param, spec, batch)
+                if isinstance(home, Owned):
+                    slots = spec.slots(piece_shape(param, batch)).items()
+                    owned.append((param, home, {outside(group["rule"], k): shape_in_state(v, param, batch) for k, v in slots}))
+        return exported(state, owned)
 
     @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,7 +222,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_lanes", "_layout", "_places", "_specs")
+        derived = ("_lanes", "_layout", "_places", "_specs", "_council")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -217,7 +251,8 @@ class RuleOptimizer(Stepper):
             for name, param in named(group):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in (saved.get(param) or {}).items()}
                 batch = int(given.get("batch", self.state[param].get("batch", 1)))
-                state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name)
+                home = self._home(name, param, spec, batch)
+                state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name, home)
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
