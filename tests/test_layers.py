@@ -29,7 +29,7 @@ MAY = {
     "data": set(),
     "helpers": set(),
     "linalg": set(),
-    "sharing": set(),
+    "sharing": {"engine", "spec"},
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"spec", "linalg", "vocabulary"},

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..optimizer import NamedOptimizer
+from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 

@@ -273,6 +273,10 @@ class Spec(abc.ABC):
         """About how many operations a step of such a tensor takes: what tensors are shared out by."""
         return math.prod(shape)
 
+    def sums(self, shape: Shape, dim: int) -> tuple[int, ...]:
+        """How many numbers each measurement of a tensor adds up over ranks, one after the other, if axis `dim` is cut."""
+        return ()
+
     def advice(self, counters: Mapping[str, float]) -> str | None:
         """What to warn about once, if a tensor is stepped with these counters."""
         return None

@@ -148,6 +148,13 @@ class Adafactor(Spec):
             numbers |= {"least": eps1, "top": reciprocal(math.sqrt(eps1)), "clip": self.clip_threshold}
         return numbers
 
+    def sums(self, shape, dim):
+        if not self.factored(shape):
+            return (2,)
+        matrices, place = math.prod(shape[:-2]), dim - len(shape)
+        over = {-1: shape[-2], -2: shape[-1]}.get(place, 0)  # row sums, or column sums
+        return matrices * over, matrices * (place == -2), 2
+
     def update(self, E, x):
         glides = self.beta1 is not None
         if "row" not in x:

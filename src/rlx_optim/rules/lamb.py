@@ -67,6 +67,9 @@ class Lamb(Spec):
             "eps": self.eps,
         }
 
+    def sums(self, shape, dim):
+        return (2,)
+
     def update(self, E, x):
         x = E.map(measure, x, size="norm", pace="norm")
         return E.map(descend, E.each(trust, x))

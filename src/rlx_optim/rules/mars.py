@@ -77,6 +77,9 @@ class MARS(Spec):
             "eps": self.eps,
         }
 
+    def sums(self, shape, dim):
+        return () if self.clip_norm is None else (1,)
+
     def update(self, E, x):
         if self.clip_norm is not None:
             x = E.each(clipping, E.map(measure, x, length="norm"))

@@ -16,10 +16,11 @@ from typing import Any
 from ..named import create, spec_class
 from ..registry import OPTIMIZERS
 from ..spec import REQUIRED, Spec
+from .clip import clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 
-__all__ = ["RuleOptimizer"] + [title for _, title, _ in OPTIMIZERS.values()]
+__all__ = ["RuleOptimizer", "clip_grad_norm_"] + [title for _, title, _ in OPTIMIZERS.values()]
 
 _DEFAULT: Any = object()
 #: rules that can hand tensors to another one

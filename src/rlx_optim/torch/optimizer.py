@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +71,7 @@ class RuleOptimizer(Stepper):
         if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
             process_group = params.process_group
         self._process_group = process_group
+        self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
         known = reasons_from(params) if isinstance(params, nn.Module) else {}
         self._router = Router(self._owner, route, otherwise is not None, known)
@@ -188,13 +190,25 @@ class RuleOptimizer(Stepper):
             group.update(foreign(group.get("rule", self.rule), group))
         return saved
 
-    def _for_all(self, state: Any) -> Any:
-        """The state as every rank may have it: what owners hold is spread out."""
-        if self._homes is None:
-            return state
-        from .sharded.homes import Owned, exported
+    def consolidate_state_dict(self) -> None:
+        """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
 
-        owned = []
+        Every rank must call it. It holds until the next step. Only for `Muon(ddp_model)` and its like, or with process_group=…
+        """
+        from .sharded.homes import exported
+
+        owned = [entry for entry in self._owned(self.state) if entry[1].layout is None]
+        self._consolidated = self._stamp(), exported(self.state, owned)
+
+    def _stamp(self) -> list[float]:
+        """Moves with every step."""
+        return [float(self.state[param]["step"]) for group in self.param_groups for param in group["params"]]
+
+    def _owned(self, state: Any) -> list[Any]:
+        """(parameter, home, shapes of its state by name) of what has one owner."""
+        from .sharded.homes import Owned
+
+        found = []
         for group in self.param_groups:
             spec = self._spec_of(group)
             for name, param in named(group):
@@ -202,8 +216,24 @@ class RuleOptimizer(Stepper):
                 home = self._home(name, param, spec, batch)
                 if isinstance(home, Owned):
                     slots = spec.slots(piece_shape(param, batch)).items()
-                    owned.append((param, home, {outside(group["rule"], k): shape_in_state(v, param, batch) for k, v in slots}))
-        return exported(state, owned)
+                    found.append((param, home, {outside(group["rule"], k): shape_in_state(v, param, batch) for k, v in slots}))
+        return found
+
+    def _for_all(self, state: Any) -> Any:
+        """The state as every rank may have it: what owners hold is spread out."""
+        if self._homes is None:
+            return state
+        from .sharded.homes import exported
+
+        owned = self._owned(state)
+        if any(home.layout is None for _, home, _ in owned):
+            stamp, state = self._consolidated
+            if stamp != self._stamp():
+                raise RuntimeError(
+                    f"{self._owner}: the state is shared out among ranks; call consolidate_state_dict() on every rank first "
+                    "(or save(path), which does it by itself)"
+                )
+        return exported(state, [entry for entry in owned if entry[1].layout is not None])
 
     @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,7 +252,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_lanes", "_layout", "_places", "_specs", "_council")
+        derived = ("_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -232,6 +262,7 @@ class RuleOptimizer(Stepper):
             groups = [self._completed(group) for group in state["param_groups"]]
             state = {"param_groups": groups, "state": self._loaded(groups, state["state"])}
         super().__setstate__(state)
+        self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
         self._forget()
         self._current_specs()
@@ -261,12 +292,17 @@ class RuleOptimizer(Stepper):
     ) -> Path | None:
         """Write everything to a file that every front end reads, by parameter name; see `rlx_optim.NamedOptimizer.save`.
 
-        The iteration is the largest step count. The model's own parameters are not in it.
+        The iteration is the largest step count. The model's own parameters are not in it. Where parameters are spread over ranks,
+        every rank must call it; one of them writes.
         """
         from ..checkpoint import files
         from .checkpoint import snapshot_of
 
         steps = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        if self._homes is not None:
+            from .sharded.saving import save
+
+            return save(self, steps, path, every, keep, allow_nan)
         return files.save(lambda: snapshot_of(self), steps, path, every, keep, allow_nan)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True, allow_nan: bool = False, **callables: Any) -> None:
@@ -274,10 +310,20 @@ class RuleOptimizer(Stepper):
 
         strict=False leaves alone the parameters that the file does not know, and what it knows beside them. What was a schedule
         in the file must be given as a number: load(path, lr=1e-3), otherwise={"lr": 3e-4}; torch's schedulers may then move it.
+        Where parameters are spread over ranks, every rank must call it and takes its own part.
         """
         from .checkpoint import load_into
 
         load_into(self, path, strict, allow_nan, callables)
+
+    def _agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block that all ranks leave, or all of them with an error."""
+        if self._homes is None:
+            return contextlib.nullcontext()
+        from .sharded.together import sharing
+
+        params = [param for group in self.param_groups for param in group["params"]]
+        return sharing(params, self._homes.circle).agreed(what, params[0].device)
 
     # ---- reports ---------------------------------------------------------------------------------------------------------
     def engine_report(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ class Stepper(torch.optim.Optimizer):
     skipped: int
     _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
+    _clip: float = 1.0  # the next step multiplies gradients by it: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
     @property
@@ -96,6 +97,7 @@ class Stepper(torch.optim.Optimizer):
     def _step(self, only: torch.Tensor | None) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = found is not None and bool(float(found))
+        clip, self._clip = self._clip, 1.0
         specs = self._current_specs()
         ready = self._ready(only)
         if self._council is not None:
@@ -109,8 +111,9 @@ class Stepper(torch.optim.Optimizer):
             if not self._passes(self._arrived(work)):
                 return
         structures = [spec.structure() for spec in specs]
+        factor = clip if scale is None else clip / float(scale)
         for lane, chosen, grads in work:
-            lane.step(chosen, specs, structures, grads, lane.sign if scale is None else lane.sign / float(scale))
+            lane.step(chosen, specs, structures, grads, lane.sign * factor)
             for i in chosen:
                 lane.seats[i].count()
 

@@ -13,31 +13,18 @@ from typing import Any
 import torch
 
 from ..lanes import Lane
-from .layout import Circle, here
+from .layout import here
+from .together import Elsewhere, Together
 
 Work = list[tuple[Lane, list[int], list[torch.Tensor]]]
 REFUSED, STOPPED, NOT_FINITE = range(3)
 
 
-class Elsewhere(RuntimeError):
-    """Another rank has refused, and says why."""
-
-
 class Council:
-    """The circles that must agree, and the lanes whose seats they agree on, in the same order on every rank."""
+    """Who must agree, and the lanes whose seats they agree on, in the same order on every rank."""
 
-    def __init__(self, circles: Sequence[Circle], lanes: Sequence[Lane]):
-        self.circles = list({circle.name: circle for circle in circles if circle.size > 1}.values())
-        self.lanes = lanes
-
-    def highest(self, flags: list[int], device: torch.device) -> list[int]:
-        """The largest value of each flag on any rank."""
-        for circle in self.circles:
-            on_host = "cpu:" in torch.distributed.get_backend_config(circle.group)
-            told = torch.tensor(flags, dtype=torch.uint8, device="cpu" if on_host else device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=circle.group)
-            flags = told.tolist()
-        return flags
+    def __init__(self, together: Together, lanes: Sequence[Lane]):
+        self.together, self.lanes = together, lanes
 
     def agree(self, prepare: Callable[[], tuple[Work, bool]], stopped: bool) -> tuple[Work, bool, bool]:
         """What is to be done, by the word of all ranks: (work, stopped, not finite). `prepare` gives this rank's own."""
@@ -52,7 +39,7 @@ class Council:
         flags = [int(problem is not None), int(stopped), int(bad)]
         flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
         device = self.lanes[0].device if self.lanes else torch.device("cpu")
-        flags = self.highest(flags, device)
+        flags = self.together.highest(flags, device=device)
         if problem is not None:
             raise problem
         if flags[REFUSED]:

@@ -49,7 +49,7 @@ class Shards:
             part = value.redistribute(placements=buffer.placements).to_local()
         else:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            part = self.layout.part(whole.to(buffer.device), buffer.placements)
+            part = self.layout.part(whole.to(buffer.device).reshape(buffer.shape), buffer.placements)
         buffer.to_local().copy_(part)
 
     @torch.no_grad()

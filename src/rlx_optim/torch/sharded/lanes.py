@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ...engine import Bundle, Engine, Rule, Values, signature
+from ...engine import Bundle, Engine, Rule, Values
+from ...sharing import numbers_of
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part
 from ..lanes import CpuLane, Lane, Seat, TorchLane, inner_shape
@@ -23,8 +23,9 @@ from ..state import piece_shape, shape_in_state
 from .council import Council
 from .exchange import Item, collect, spread
 from .homes import Home, Owned, Shards
-from .layout import Circle, Layout, here
+from .layout import Layout, here
 from .reducing import Reducing
+from .together import Together, splitting
 
 
 class Part:
@@ -71,10 +72,6 @@ class Listener:
             return self.engine.map(rule, x, **reduce)
         self.numbers = [float(x[name]) for name in numbers_of(rule)]
         return x.set(p=x.u)
-
-
-def numbers_of(moves: Rule) -> list[str]:
-    return [name for name in signature(moves)[0] if name not in ("p", "u")]
 
 
 class Updates:
@@ -325,12 +322,9 @@ def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:
 
 def council(lanes: Sequence[Lane], watched: bool) -> Council | None:
     """The council of ranks whose lanes work together, or (`watched`) must decide together; None where each goes its own way."""
-    together = [lane for lane in lanes if isinstance(lane, (OwnerLane, ReducedLane))]
+    working = [lane for lane in lanes if isinstance(lane, (OwnerLane, ReducedLane))]
     deciding = [lane for lane in lanes if isinstance(lane, Local)] if watched else []
-    circles: list[Circle] = []
-    for lane in (*together, *deciding):
-        for each in lane.seats:
-            circles += Layout(each.param).circles if isinstance(each.param, DTensor) else []
-        circles += [home.circle for home in lane.homes if isinstance(home, Owned)] if isinstance(lane, OwnerLane) else []
-    made = Council(circles, together)
-    return made if made.circles else None
+    together = splitting(each.param for lane in (*working, *deciding) for each in lane.seats)
+    owned = [home.circle for lane in working if isinstance(lane, OwnerLane) for home in lane.homes if isinstance(home, Owned)]
+    together = Together([*together.circles, *owned])
+    return Council(together, working) if together.circles else None
