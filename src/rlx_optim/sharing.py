@@ -1,6 +1,6 @@
 """Sharing tensors out among ranks: who owns which, which part of a tensor a rank holds, and what a step sends.
 
-Pure functions of shapes and settings: every rank comes to the same result, and so does `rlx-optim plan`, which has no ranks at all.
+Pure functions of shapes and settings: every rank comes to the same result, and so does `rlx-optim plan`, without any rank.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class CurvatureOptimizer(RuleOptimizer):
     def update_hessian_from_gradients(self, batch_size: int, every: int = 1) -> bool:
         """Average batch_size · g² into the curvature, g the gradients that are there (Gauss–Newton–Bartlett).
 
-        Compute them from the mean loss on labels drawn from the model's own predictions, call this, then zero_grad(). It takes one
-        backward pass, so it works where a second derivative does not, as under fully_shard. Gives whether it worked.
+        Compute them from the mean loss on labels drawn from the model's own predictions, call this, then zero_grad(). One
+        backward pass is enough, so it works where a second derivative does not, as under fully_shard. Gives whether it worked.
         """
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if batch_size < 1 or every < 1:

@@ -336,7 +336,7 @@ class RuleOptimizer(Stepper):
             spec = self._spec_of(self.param_groups[first.records[0].group])
             key = (
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
-            )
+            ) + (lane.spread and f", {lane.spread}")
             out[key] = f"{lane.engine.live(spec)} ({lane.why})"
         return out
 

@@ -16,7 +16,7 @@ import torch
 from ...engine import Bundle, Engine, Rule, Values
 from ...sharing import numbers_of
 from ...spec import Shape, Slot, Spec
-from ...stepping import Record, bundle_up, run_part
+from ...stepping import Record, bundle_up, run_part, scalars
 from ..lanes import CpuLane, Lane, Seat, TorchLane, inner_shape
 from ..names import outside
 from ..state import piece_shape, shape_in_state
@@ -41,6 +41,9 @@ class Local(Lane):
     def run(self, seats: list[Any], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         parts: Any = [Part(seat) for seat in seats]
         super().run(parts, specs, grads, scale)  # type: ignore[safe-super]
+        for record in (record for seat in seats for record in seat.records if not record.size):
+            now = scalars(record, specs[record.group], self.numbers)  # an empty shard's counts go on like the others'
+            record.counters |= {name: now[name] for name in record.counters if name in now}
         torch.autograd.graph.increment_version([seat.param for seat in seats])
 
 
@@ -302,7 +305,8 @@ def add(
     place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
     if place not in lanes:
         chosen: Engine = Reducing(device, dtype) if kind is ReducedLane else engine[0]  # type: ignore[assignment]
-        lanes[place] = kind(chosen, f"{engine[1]}; {what}", device, dtype, -1.0 if maximize else 1.0)
+        lanes[place] = kind(chosen, engine[1], device, dtype, -1.0 if maximize else 1.0)
+        lanes[place].spread = what
     lane = lanes[place]
     lane.seats.append(seat(lane, rule, spec, param, name, group, state, home))
     if isinstance(lane, OwnerLane):
