@@ -1,9 +1,13 @@
 """Parameters spread over ranks give what one process gives. Real process groups (gloo), one spawn a world size; see ranks.py."""
 
 import functools
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -12,6 +16,7 @@ from ranks import ALL, MATRIX, REDUCING, STEPS, TOGETHER
 
 import rlx_optim.torch as ours
 from rlx_optim.checkpoint.files import opened
+from rlx_optim.cli import main, plan
 from rlx_optim.sharing import extent, share_out, traffic
 
 WORLDS = (2, 3, 4)
@@ -74,7 +79,7 @@ def spawned(size, folder):
     files = [folder / f"results{size}.{rank}.pt" for rank in range(size)]
     found = [torch.load(file, weights_only=False) if os.path.exists(file) else {} for file in files]
     problems = [value for each in found for value in each.values() if isinstance(value, str)]
-    assert not hanging and not problems, f"world of {size}: ranks {hanging} hang\n" + "\n".join(problems)
+    assert [hanging, problems] == [[], []], f"world of {size}: ranks {hanging} hang\n" + "\n".join(problems)
     assert [function.__name__ for function in ranks.SCENARIOS[size]] == list(found[0])
     return found[0]
 
@@ -324,3 +329,72 @@ def test_plain_parameters_do_not_notice():
     opt.step()
     assert opt._homes is None
     assert opt._council is None
+
+
+# ---- rlx-optim plan ---------------------------------------------------------------------------------------------------------------
+def table():
+    """The table of docs/distributed.md."""
+    counts = (8, 64, 256, 1024)
+    lines = ["| model | optimizer | " + " | ".join(f"{n:,} ranks" for n in counts) + " |", "|---" * 6 + "|"]
+    for model in plan.MODELS:
+        for name in ("muon", "soap", "kronpsgd"):
+            rows = [plan.planned(model, name, n, 4) for n in counts]
+            cells = [f"{plan.size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
+            lines.append(f"| {model.upper()} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_documented_table_is_what_plan_says():
+    assert table() in (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+
+
+def test_plan(capsys):
+    assert main(["plan", "--model", "1b", "--ranks", "8,64", "--optimizer", "adamw,lamb,muon", "--json"]) == 0
+    rows = {(row["optimizer"], row["ranks"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["adamw", 8]["sent_most"] == 0
+    assert rows["adamw", 8]["all_reduced"] == []
+    assert rows["adamw", 8]["state_most"] == 8 * 1_100_048_384 // 8
+    assert rows["lamb", 64]["all_reduced"] == [3 + 201, 16 * 201]
+    muon = rows["muon", 8]
+    hidden = muon["parameters"] - 2 * 32000 * 2048 - 45 * 2048
+    assert muon["matrices"] == 154
+    assert muon["sent_mean"] == pytest.approx(8 * hidden / 8 * 7 / 8, rel=1e-3)
+    assert muon["balance"] > 0.99
+    assert rows["muon", 64]["sent_most"] < muon["sent_most"] / 4
+    assert main(["plan", "--ranks", "8"]) == 0
+    assert "224" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "2b"], "unknown model '2b'; known are 1b, 8b, 70b"),
+        (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
+        (["--optimizer", "moun"], "did you mean 'muon'?"),
+        (["--dtype", "float8"], "unknown dtype 'float8'"),
+    ],
+)
+def test_plan_refuses(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_example(tmp_path):
+    """Two ranks by torchrun, on the CPU."""
+    example = Path(__file__).parent.parent / "examples" / "fsdp2_muon.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(example),
+        "--steps",
+        "6",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "each matrix on its owner, one of 2 ranks" in done.stdout
+    assert "at the end, on 2 ranks" in done.stdout

@@ -25,7 +25,7 @@ try:
 except ImportError:  # the extra "cli" is not installed
     typer = None  # type: ignore[assignment]
 
-COMMANDS = ("bench", "inspect", "convert")
+COMMANDS = ("bench", "inspect", "convert", "plan")
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 
