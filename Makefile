@@ -1,9 +1,12 @@
 # make race    train a small network with all fourteen optimizers       (sets up .venv, no torch)
 # make test    the test suite                                            (sets up .venv with torch and jax)
-# make test-all   the tests, the slow ones included
+# make test-all   the tests, the slow ones, the browser and the integrations included
+# make test-browser   the race report and the documentation in chromium (which it does not install)
 # make test-integrations   accelerate, Hugging Face Trainer and Lightning (installs them into .venv)
 # make test-gpu   the tests that need a GPU, from source, nothing installed
 # make lint    ruff and mypy
+# make docs    the documentation site, into site/                        (sets up .venv, no torch; needs npm once, for KaTeX)
+# make docs-serve   the same, on http://localhost:8000, renewed as files change
 # make setup   the full development environment
 
 PYTHON ?= python3
@@ -11,16 +14,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: race test test-all test-gpu test-integrations lint setup clean
+.PHONY: race test test-all test-browser chromium test-gpu test-integrations lint setup clean docs docs-serve tables
 
 race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(ARGS)
 
-test-all: $(VENV)/.dev
+test-all: chromium $(VENV)/.browser $(VENV)/.integrations
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-browser: chromium $(VENV)/.browser
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+chromium:
+	@for p in chromium chromedriver; do command -v $$p >/dev/null || \
+		{ echo "make: the browser tests need $$p: apt-get install -y chromium chromium-driver"; exit 2; }; done
 
 # on a machine with a GPU, from source, with whatever Python has torch and Triton there
 test-gpu:
@@ -33,6 +43,17 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/mkdocs serve
+
+# the tables of README.md, from the committed results
+tables: $(VENV)/.run
+	$(BIN)/python tools/readme.py
 
 setup: $(VENV)/.dev
 
@@ -50,9 +71,17 @@ $(VENV)/.dev: pyproject.toml constraints.txt requirements-dev.txt | $(VENV)/.run
 	$(PIP) --editable ".[all]" --requirement requirements-dev.txt
 	@touch $@
 
+$(VENV)/.browser: constraints.txt requirements-browser.txt requirements-docs.txt | $(VENV)/.dev
+	$(PIP) --requirement requirements-browser.txt --requirement requirements-docs.txt
+	@touch $@
+
+$(VENV)/.docs: constraints.txt requirements-docs.txt | $(VENV)/.run
+	$(PIP) --requirement requirements-docs.txt
+	@touch $@
+
 $(VENV)/.integrations: constraints.txt requirements-integrations.txt | $(VENV)/.dev
 	$(PIP) --requirement requirements-integrations.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,12 @@
 """What several test files share."""
 
+import re
+import sys
+
 import numpy as np
 
 import rlx_optim
+from rlx_optim.named import spec_class
 
 NAMES = rlx_optim.list_optimizers()
 MATRIX = ("soap", "kronpsgd", "muon")
@@ -59,3 +63,10 @@ def distance(got, want, start):
 
 def same_bits(a, b):
     return all(a[k].tobytes() == b[k].tobytes() for k in b) and a.keys() == b.keys()
+
+
+def formula_lines(name):
+    """The lines of formulas in a rule's docstring: formula and note."""
+    module = sys.modules[spec_class(name).__module__]
+    found = [line.strip() for line in module.__doc__.splitlines() if line.startswith("    ")]
+    return [[*re.split(r"\s{2,}", line, maxsplit=1), ""][:2] for line in found]

@@ -6,6 +6,7 @@ single process that everything is compared with.
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import traceback
 import warnings
@@ -507,6 +508,21 @@ def mixed(world):
             opt.step()
             opt.found_inf = None
         out[kind] = wholes({**params, "odd": late}), state_of(opt)
+    return out if world.rank == 0 else None
+
+
+ENGINES = ["torch", *(["triton"] if importlib.util.find_spec("triton") else [])]
+
+
+@scenario(2)
+def engines(world):
+    """The engines of other devices, on the CPU (Triton's through its interpreter)."""
+    out = {}
+    for engine in ENGINES:
+        for name in ("NAdamW", "Lamb", "Muon", "SOAP"):
+            params = parameters(world.place)
+            train(make(name, params, engine=engine), params, 0, 5, world.place)
+            out[engine, name] = wholes(params)
     return out if world.rank == 0 else None
 
 

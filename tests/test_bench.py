@@ -21,6 +21,7 @@ REPORT = {"model", "tensors", "parameters", "settings", "machine", "rows", "note
 ROW = {
     "optimizer", "implementation", "ms_per_step", "ms_best", "ms_worst", "ns_per_parameter", "gb_per_second",
     "copy_gb_per_second", "copy_fraction", "state_bytes_per_parameter", "ratio_to_best_peer", "turns", "steps_per_turn",
+    "host_ms",
 }  # fmt: skip
 MACHINE = {"cpu", "cores", "threads", "memory_gb", "load_average", "platform", "date", "versions"}
 

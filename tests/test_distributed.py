@@ -67,7 +67,7 @@ def spawned(size, folder):
     processes = [context.Process(target=ranks.main, args=(rank, size, str(folder))) for rank in range(size)]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OPENBLAS_NUM_THREADS", "1")  # the matrices are tiny, the processes many
-        environment.setenv("TORCH_LOGS", "-all")
+        environment.setenv("TRITON_INTERPRET", "1")
         for process in processes:
             process.start()
     deadline = time.monotonic() + LIMIT
@@ -147,6 +147,14 @@ def test_fully_shard_over_tensor_parallel(results, name):
     close(got, want, 2e-5)  # torch's own sums over ranks are in another order
     assert "_StridedShard" in kinds
     assert name != "Muon" or any("gathered whole" in lane for lane in report)
+
+
+@pytest.mark.parametrize("engine", ranks.ENGINES)
+@pytest.mark.parametrize("name", ["NAdamW", "Lamb", "Muon", "SOAP"])
+def test_other_engines_equal_one_process(results, name, engine):
+    params = ranks.parameters(ranks.plain)
+    ranks.train(ranks.make(name, params, engine="torch"), params, 0, 5)
+    close(results[2]["engines"][0][engine, name], ranks.wholes(params), 2e-5 if engine == "triton" and name in MATRIX else 1e-6)
 
 
 def test_mixed_dtypes_split_matrices_late_groups_and_a_stop_from_one_rank(results):

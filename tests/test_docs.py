@@ -1,8 +1,9 @@
 """Every Python block of README and docs runs. A block marked `continues` goes on where the one before it ended; one marked
-`integration=NAME` needs that package."""
+`integration=NAME` needs that package. Generated pages are in test_site.py."""
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import site_hook  # noqa: E402
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = page.name == "README.md"  # its blocks build on each other
@@ -27,16 +33,26 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_there_is_something_to_run():
-    counts = {page.name: len(BLOCK.findall(page.read_text())) for page in PAGES}
+    counts = {str(page.relative_to(ROOT)): len(BLOCK.findall(page.read_text())) for page in PAGES}
     assert counts["README.md"] >= 5
-    assert counts["engines.md"] >= 2
-    assert counts["protocol.md"] >= 3
+    for page in ("quickstart", "named", "engines"):
+        assert counts[f"docs/{page}.md"] >= 5
+    assert counts["docs/protocol.md"] >= 3
+    assert all(counts[f"docs/migrate/{page}.md"] for page in ("torch", "optax", "pytorch_optimizer", "rust"))
 
 
 def test_links_point_somewhere():
+    generated = {ROOT / "docs" / page for page in [*site_hook.texts(), *site_hook.plots.FIGURES]}
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, _ in LINK.findall(page.read_text()):
+            path = (page.parent / target).resolve()
+            assert path.exists() or path in generated, f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert pages | site_hook.texts().keys() <= named
 
 
 def test_readme_shows_the_two_commands_and_every_optimizer():

@@ -46,10 +46,10 @@ MAY = {
     "stepping": {"engine", "spec"},
     "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
     "named": {"optimizer", "registry", "spec"},
-    "race": {"data", "named", "optimizer", "registry", "schedules", "threads", "__init__"},
+    "race": {"cli", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "sharing", "spec",
+        "optax", "sharing", "spec", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
@@ -58,7 +58,7 @@ HEAVY_IN = {
     "engines": {"numba", "llvmlite", "scipy", "torch", "jax", "triton"},
     "optax": {"jax", "optax"},
     "torch": {"torch"},
-    "race": {"rich"},
+    "race": {"torch"},
     "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
 }
 

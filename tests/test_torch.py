@@ -1322,6 +1322,7 @@ def wrapped_gradient(params, opt):
 
 def moved(params, opt):
     opt._ready()[0][0].device = torch.device("cuda", 1)  # as if the state were there
+    opt._again = None
 
 
 def setting(**values):

@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,20 +20,21 @@ import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402
 from rlx_optim.named import spec_class  # noqa: E402
 
-#: rules that the engine sweeps itself; the others run on the torch engine that it extends
-SWEPT = [case for case in EVERY if case[0] not in (*MATRIX, "adafactor")]
+#: settings under which the front end does what the named API does
+AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}
+#: rules whose step a CUDA graph can capture
+CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).branches]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def walk(case, device, dtype=torch.float32, steps=4, shapes=None):
     """(distance from the reference) after some steps of a case through the torch front end on the triton engine."""
     name, settings = case
-    settings = {"lr": 0.01, **settings} if name == "sgd" else settings
+    settings = {**AS_NAMED.get(name, {}), **settings}
     settings = {**settings, "max_precond_dim": 6} if name == "soap" else settings  # dimensions whose first basis is determined
-    if name == "adafactor":  # the front end's defaults are torch's
-        settings = {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper", **settings}
     params, gradients = problem(*([shapes] if shapes else []), steps=steps)
     tensors = {k: torch.nn.Parameter(torch.tensor(v).to(device, dtype)) for k, v in params.items()}
-    start = {k: p.detach().float().cpu().numpy() for k, p in tensors.items()}
+    start = {k: p.detach().float().cpu().numpy().copy() for k, p in tensors.items()}
     reference, want = rlx_optim.create(name, engine="reference", **settings), copies(start)
     opt = getattr(front, spec_class(name).__name__)(list(tensors.items()), engine="triton", **settings)
     for grads in gradients:
@@ -45,30 +46,224 @@ def walk(case, device, dtype=torch.float32, steps=4, shapes=None):
     return float(distance({k: p.detach().float().cpu().numpy() for k, p in tensors.items()}, want, start))
 
 
-def test_every_swept_rule_in_the_interpreter():
-    """All variants, tensors of every size around a block, float32 and bfloat16 storage, in one process."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_triton; test_triton.report()"
+# ---- without a GPU: the interpreter ------------------------------------------------------------------------------------
+def in_the_interpreter(function):
+    """What a function of this file returns in a process whose kernels Triton interprets."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; "
+        f"print(json.dumps(test_triton.{function}()))"
+    )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == len(SWEPT) + 1
-    assert {k: v for k, v in results.items() if not v < 1e-5} == {}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def report():
-    """What the interpreter's process prints."""
+SHAPES = {"long": (2100,), "block": (1024,), "w": (33, 7), "again": (33, 7), "wide": (130, 270), "s": (), "one": (1,)}
+
+
+def test_every_rule_in_the_interpreter():
+    """All variants, tensors of every size around a block, in one process."""
+    results = in_the_interpreter("every_rule")
+    assert len(results) == len(EVERY)
+    bars = {case: 1e-4 if case.split()[0] == "soap" else 2e-3 if case.split()[0] == "muon" else 1e-5 for case in results}
+    assert {case: gap for case, gap in results.items() if not gap < bars[case]} == {}
+
+
+def every_rule():
     warnings.simplefilter("ignore")
-    shapes = {"long": (2100,), "block": (1024,), "w": (33, 7), "s": (), "one": (1,)}
-    results = {f"{name} {settings}": walk((name, settings), "cpu", steps=3, shapes=shapes) for name, settings in SWEPT}
-    mixed = [torch.nn.Parameter(torch.ones(1500, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float32)]
-    opt = front.AdamW(mixed, lr=0.5, engine="triton")
-    for p in mixed:
-        p.grad = torch.ones_like(p)
+    shapes = {k: v for k, v in SHAPES.items() if k != "wide"}
+    gaps = {f"{name} {settings}": walk((name, settings), "cpu", steps=3, shapes=shapes) for name, settings in EVERY}
+    oblong = [case for case in EVERY if case[0] in ("adafactor", "lamb")]
+    for name, settings in oblong:  # several tiles, none of them full
+        gaps[f"{name} {settings}"] = max(gaps[f"{name} {settings}"], walk((name, settings), "cpu", steps=2, shapes=SHAPES))
+    return gaps
+
+
+def test_storage_and_strides_in_the_interpreter():
+    """bfloat16 beside float32, transposed memory and tensors that are not matrices, for sweeps, tiles and piles."""
+    assert {k: v for k, v in in_the_interpreter("storage").items() if not v < 1e-2} == {}
+
+
+def storage():
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in ("AdamW", "Lamb", "Adafactor", "Muon"):
+        rng = torch.Generator().manual_seed(0)
+        starts = [torch.randn(40, 30, generator=rng), torch.randn(30, 40, generator=rng), torch.randn(9, generator=rng)]
+        starts.append(torch.randn(4, 3, 2, 2, generator=rng))
+        grads = [torch.randn(s.shape, generator=rng) for s in starts]
+        results = []
+        for cast in (lambda k, t: t, lambda k, t: t.bfloat16() if k == 0 else t.T.contiguous().T if k == 1 else t):
+            params = [torch.nn.Parameter(cast(k, t.bfloat16().float() if k == 0 else t).clone()) for k, t in enumerate(starts)]
+            for k, (p, g) in enumerate(zip(params, grads, strict=True)):
+                p.grad = cast(k, g.bfloat16().float() if k == 0 else g)
+            opt = getattr(front, name)(params, lr=0.1, engine="triton")
+            opt.step()
+            opt.step()
+            results.append([p.detach().float() for p in params])
+        for k, (a, b) in enumerate(zip(*results, strict=True)):
+            found[f"{name} {k}"] = float((a - b).abs().max() / a.abs().max())
+    return found
+
+
+def test_capturable_in_the_interpreter():
+    """Counts on the device give what counts on the host give, with groups that differ."""
+    results = in_the_interpreter("capturable")
+    assert len(results) == len(CAPTURABLE)
+    assert {case: gap for case, gap in results.items() if not gap < 1e-6} == {}
+
+
+def two_groups(case, capturable, device="cpu", steps=4, nonfinite="propagate"):
+    """Parameters after some steps of two groups, and the optimizer."""
+    name, settings = case
+    params, gradients = problem({"w": (33, 7), "b": (40,), "big": (40, 30)}, steps=steps)
+    tensors = {k: torch.nn.Parameter(torch.tensor(v, device=device)) for k, v in params.items()}
+    groups = [{"params": [(k, tensors[k])], **({"lr": 0.02} if k == "b" else {})} for k in tensors]
+    groups = list(tensors.items()) if name in ("muon", "mars") else groups
+    made = getattr(front, spec_class(name).__name__)
+    settings = {**AS_NAMED.get(name, {}), **settings}
+    opt = made(groups, engine="triton", capturable=capturable, nonfinite=nonfinite, **settings)
+    return tensors, opt, gradients, params
+
+
+def capturable():
+    warnings.simplefilter("ignore")
+    found = {}
+    for case in CAPTURABLE:
+        ends = []
+        for flag in (False, True):
+            tensors, opt, gradients, start = two_groups(case, flag)
+            for grads in gradients:
+                give(tensors, grads)
+                opt.step()
+            ends.append({k: p.detach().numpy().copy() for k, p in tensors.items()})
+            assert all(float(opt.state[p]["step"]) == len(gradients) for p in tensors.values())
+        found[f"{case[0]} {case[1]}"] = float(distance(ends[1], ends[0], start))
+    return found
+
+
+def give(tensors, grads):
+    for k, p in tensors.items():
+        p.grad = torch.tensor(grads[k], device=p.device)
+
+
+def test_decisions_on_the_device_in_the_interpreter():
+    assert in_the_interpreter("decisions") == []
+
+
+def decisions():
+    """What is wrong with skipping, scaling and hyperparameters on the device; nothing, it is hoped."""
+    warnings.simplefilter("ignore")
+    wrong = []
+    tensors, opt, gradients, _ = two_groups(("nadamw", {}), True, nonfinite="skip")
+    give(tensors, gradients[0])
     opt.step()
-    results["mixed storage"] = max(float((p.detach().float() - 0.495).abs().max()) for p in mixed[::2])
-    assert np.allclose(mixed[1].detach().float(), 0.495, atol=2e-3)
-    print(json.dumps(results))
+    before = [t.clone() for p in tensors.values() for t in (p.detach(), *opt.state[p].values())]
+    tensors["b"].grad[3] = float("nan")
+    opt.step()
+    after = [t for p in tensors.values() for t in (p.detach(), *opt.state[p].values())]
+    wrong += [] if all(map(torch.equal, before, after)) and opt.skipped == 1 else ["a step that is skipped moved something"]
+    opt.found_inf, opt.grad_scale = torch.tensor([1.0]), torch.tensor([4.0])
+    give(tensors, gradients[1])
+    opt.step()
+    wrong += [] if all(map(torch.equal, before, after)) and opt.skipped == 1 else ["found_inf did not stop the step"]
+    plain, other, _, _ = two_groups(("nadamw", {}), True)
+    give(plain, gradients[0])
+    other.step()
+    give(plain, gradients[1])
+    other.step()
+    opt.found_inf = torch.tensor([0.0])
+    for p in tensors.values():
+        p.grad = p.grad * 4
+    opt.step()
+    wrong += [] if all(torch.allclose(tensors[k], plain[k], atol=1e-7) for k in plain) else ["grad_scale is not undone"]
+    p, lr = torch.nn.Parameter(torch.ones(5)), torch.tensor(0.1)
+    p.grad = torch.ones(5)
+    live = front.AdamW([p], lr=lr, weight_decay=0.0, engine="triton", capturable=True)
+    live.step()
+    there = p.detach().clone()
+    lr.fill_(0.0)
+    live.step()
+    return wrong + ([] if torch.equal(p, there) else ["a learning rate on the device was read once"])
+
+
+def test_products_in_the_interpreter():
+    """Newton–Schulz in half precision, wide and tall, sides that fill blocks and sides that do not, both forms and kernels."""
+    results = in_the_interpreter("orthogonalized")
+    assert len(results) == 8
+    assert {case: gap for case, gap in results.items() if not gap < (5e-3 if "plain" in case else 2e-2)} == {}
+
+
+def orthogonalized():
+    from rlx_optim import linalg
+    from rlx_optim.engines.reference import Reference
+    from rlx_optim.engines.triton_ import products
+
+    products.CONFIGS[0]["LEAST"] = 128  # so that the kernel for large matrices is interpreted on a small one
+    products.CONFIGS[0]["BN"] = 128
+    found = {}
+    for shape in ((2, 128, 256), (1, 256, 128), (1, 130, 140), (1, 140, 130)):
+        U = 1e-5 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        want = torch.tensor(linalg.orthogonalize(Reference(), U.double().numpy(), 5, COEFFICIENTS, 1e-7))
+        norm = torch.linalg.vector_norm(U.flatten(1), dim=1, dtype=torch.float64)
+        for form in products.FORMS:
+            got = products.orthogonalize(U, norm, 5, COEFFICIENTS, 1e-7, form).double()
+            found[f"{shape} {form}"] = float((got - want).norm() / want.norm())
+    return found
+
+
+# ---- without a GPU: the compiler -----------------------------------------------------------------------------------------
+def test_everything_compiles_for_hopper():
+    """What the interpreter tolerates the compiler may not: every kernel down to machine code for sm_90."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; print(json.dumps(test_triton.built()))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=290, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert set(kernels) == {"sweep", "tiles", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink"}
+    assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
+    assert len(kernels["sweep"]) >= 14
+
+
+def built():
+    """Sizes of machine code by kernel. Nothing is launched: the driver is a stand-in that knows its target alone."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    warnings.simplefilter("ignore")
+    driver.set_active(Driver())
+    run, seen = JITFunction.run, {}
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        seen.setdefault(self.__name__, {})[kernel.hash] = len(kernel.asm["cubin"])
+
+    JITFunction.run = compile_only
+    front.engines.os = types.SimpleNamespace(environ={"TRITON_INTERPRET": "1"})  # lets it take tensors on the CPU
+    for name in rlx_optim.list_optimizers():
+        settings = AS_NAMED.get(name, {})
+        params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (24,))]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        getattr(front, spec_class(name).__name__)(params, engine="triton", **settings).step()
+    from rlx_optim.engines.triton_ import products
+
+    for side in (1024, 136):
+        U = torch.ones(1, side, side)
+        products.orthogonalize(U, torch.ones(1), 1, COEFFICIENTS, 1e-7)
+    return {name: list(sizes.values()) for name, sizes in seen.items()}
 
 
 def test_without_a_gpu_it_is_refused():
@@ -78,10 +273,135 @@ def test_without_a_gpu_it_is_refused():
         front.AdamW([torch.nn.Parameter(torch.ones(3))], engine="triton")
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: front.SOAP([p], capturable=True), "capturable=True needs the triton engine"),
+        (lambda p: front.AdamW([p], capturable=1), "capturable must be True or False"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(make, message):
+    p = torch.nn.Parameter(torch.ones(3, 3))
+    p.grad = torch.ones(3, 3)
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(p).step()
+    assert torch.equal(p, torch.ones(3, 3))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join([case[0], *(f"{k}={v}" for k, v in case[1].items())]))
 def test_every_rule_on_the_gpu(case):
     assert walk(case, "cuda", steps=20) < (1e-3 if case[0] in MATRIX else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CAPTURABLE, ids=lambda case: "-".join([case[0], *(f"{k}={v}" for k, v in case[1].items())]))
+def test_a_captured_step_is_the_eager_one_bit_for_bit(case):
+    ends = []
+    for captured in (False, True):
+        tensors, opt, gradients, _ = two_groups(case, True, "cuda", steps=6)
+        for p in tensors.values():
+            p.grad = torch.zeros_like(p)
+        graph = None
+        for i, grads in enumerate(gradients):
+            for k, p in tensors.items():
+                p.grad.copy_(torch.tensor(grads[k]))
+            if captured and i == 2:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    opt.step()
+            opt.step() if graph is None else graph.replay()
+        torch.cuda.synchronize()
+        assert all(float(opt.state[p]["step"]) == len(gradients) for p in tensors.values())
+        ends.append([t.clone() for p in tensors.values() for t in (p.detach(), *opt.state[p].values())])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.gpu
+def test_capture_without_the_flag_is_refused():
+    p = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    p.grad = torch.ones_like(p)
+    opt = front.AdamW([p])
+    opt.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        opt.step()
+
+
+@pytest.mark.gpu
+def test_half_precision_products_are_closer_than_bfloat16():
+    """On Gaussian and on low-rank-dominated matrices at most half of the error of the usual bfloat16 iteration."""
+    from rlx_optim.engines.triton_ import products
+
+    def iterate(X):
+        a, b, c = COEFFICIENTS
+        X = X / X.flatten(1).norm(dim=1)[:, None, None]
+        for _ in range(5):
+            A = X @ X.mT
+            X = a * X + (b * A + c * A @ A) @ X
+        return X
+
+    torch.manual_seed(0)
+    for shape in ((2, 512, 2048), (2, 1024, 1024), (1, 520, 1000)):
+        gauss = torch.randn(shape, device="cuda")
+        few = torch.randn(*shape[:2], 32, device="cuda") @ torch.randn(shape[0], 32, shape[2], device="cuda")
+        for U in (1e-4 * gauss, few + 0.03 * gauss):
+            want, norm = iterate(U.double()), U.flatten(1).norm(dim=1).double()
+            gap, usual = (
+                float((X.double() - want).norm() / want.norm())
+                for X in (products.orthogonalize(U, norm, 5, COEFFICIENTS, 1e-7), iterate(U.bfloat16()))
+            )
+            assert gap <= usual / 2
+            tall = products.orthogonalize(U.mT.contiguous(), norm, 5, COEFFICIENTS, 1e-7)
+            assert float((tall.mT.double() - want).norm() / want.norm()) <= usual / 2
+
+
+@pytest.mark.gpu
+def test_gradients_may_move_and_groups_may_differ():
+    """The short way and the long way give the same bits, with gradients that are new at every step."""
+    ends = []
+    for long in (False, True):
+        tensors, opt, gradients, _ = two_groups(("adamw", {}), False, "cuda", steps=6)
+        for grads in gradients:
+            give(tensors, grads)
+            if long:
+                opt._again = None
+            opt.step()
+        ends.append([p.detach().clone() for p in tensors.values()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.gpu
+def test_cpu_and_cuda_parameters_in_one_optimizer():
+    here, there = torch.nn.Parameter(torch.ones(50)), torch.nn.Parameter(torch.ones(50, device="cuda"))
+    opt = front.AdamW([here, there], lr=0.1)
+    for _ in range(3):
+        here.grad, there.grad = torch.full((50,), 0.3), torch.full((50,), 0.3, device="cuda")
+        opt.step()
+    assert torch.allclose(here, there.cpu(), atol=1e-7)
+    there.data = there.data.cpu()
+    there.grad = None
+    there.grad = torch.ones(50)
+    before = here.detach().clone()
+    with pytest.raises(RuntimeError, match="has moved to cpu, its state is on cuda:0"):
+        opt.step()
+    assert torch.equal(here, before)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    n = 2**31 + 1000
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB")
+    p = torch.nn.Parameter(torch.ones(n, device="cuda", dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    opt = front.AdamW([p], lr=0.5, weight_decay=0.0)
+    opt.step()
+    for part in (p.detach()[:1000], p.detach()[2**31 - 500 : 2**31 + 500], p.detach()[-1000:]):
+        assert torch.equal(part, torch.full((1000,), 0.5, device="cuda", dtype=torch.bfloat16))
+    assert float(opt.state[p]["exp_avg"][-1]) == pytest.approx(0.1)
 
 
 @pytest.mark.gpu

@@ -50,6 +50,13 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
     return copy
 
 
+def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
+    """`bind` for a method of a spec: the words mean the same in the helpers of its file."""
+    names = function.__globals__.items()
+    helpers = {n: bind(f, words) for n, f in names if inspect.isfunction(f) and f.__module__ == function.__module__}
+    return bind(function, {**helpers, **words})
+
+
 # ---- values ---------------------------------------------------------------------------------------------------------
 class Tensors(list[Array]):
     """One array per tensor of a bundle; `drop` names the axes of the parameter that these arrays lack."""
@@ -291,6 +298,13 @@ class ArrayEngine:
 
     def qr(self, X: Array) -> Array:
         return self.xp.linalg.qr(X)[0]
+
+    def cholesky(self, G: Array) -> Array | None:
+        """Upper triangular R with R^T R = G; None where a matrix of the stack has none."""
+        try:
+            return self.xp.linalg.cholesky(G).mT
+        except np.linalg.LinAlgError:
+            return None
 
     def solve(self, R: Array, X: Array) -> Array:
         """R^-T X for upper triangular R."""

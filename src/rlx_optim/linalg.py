@@ -60,6 +60,23 @@ def spectral_bound(E: Any, T: Any) -> Any:
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
 
+def orthonormal(E: Any, X: Any) -> Any:
+    """The Q of X = QR, up to the signs of its columns, from Cholesky factors of Gram matrices: matrix products, where
+    Householder's reflections wait for the memory. Twice, since the first leaves an error of the condition number squared; the
+    columns have length 1 before. None where X is too near to a matrix of lower rank for this."""
+    Y = X / E.floor(E.sqrt((X * X).sum(-2)), TINY)[..., None, :]
+    n = Y.shape[-1]
+    for again in (False, True):
+        G = Y.mT @ Y
+        if again and not ((G * G).sum((-2, -1)) - 2 * (Y * Y).sum((-2, -1)) + n < 0.25).all():  # ‖G − I‖²; NaN is not less
+            return None
+        R = E.cholesky(G)
+        if R is None:
+            return None
+        Y = E.solve(R, Y.mT).mT
+    return Y
+
+
 def orthogonalize(E: Any, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:
     """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side."""
     a, b, c = coefficients

@@ -170,13 +170,14 @@ class Slot:
     """One buffer of state: its shape, what it starts as, and which of the parameter's last two axes it lacks.
 
     `drop` says how the buffer lines up with the parameter in a rule: (-1,) is one number per row, (-2,) one per column.
-    A `factor` (eye=True: a scaled identity) does not line up with the parameter at all; matrix rules use those.
+    A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
     """
 
     shape: Shape
     fill: float = 0.0
     eye: bool = False
     drop: tuple[int, ...] = ()
+    factor: bool = False
 
 
 def like(shape: Shape, *names: str) -> dict[str, Slot]:
@@ -193,6 +194,8 @@ class Spec(abc.ABC):
     matrix: ClassVar[bool] = False
     #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take
     everywhere: ClassVar[bool] = True
+    #: `update` branches on the step count, which must then be known to the host
+    branches: ClassVar[bool] = False
     #: it takes estimates of the Hessian's diagonal, through a second update `observe`
     observes: ClassVar[bool] = False
     #: it measures whole tensors (norms, means), so that a part of a tensor does not know enough

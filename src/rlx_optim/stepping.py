@@ -53,10 +53,12 @@ class Record:
 class Part:
     """One bundle and, in it, the cohorts whose numbers are taken once."""
 
-    __slots__ = ("bundle", "cohorts", "owner", "records", "version")
+    __slots__ = ("bundle", "cohorts", "index", "owner", "records", "version")
 
     def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
         self.bundle, self.records, self.cohorts = bundle, records, cohorts
+        place = {id(record): i for i, record in enumerate(records)}
+        self.index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
         self.owner: Any = None  # the front end's own
         self.version = 0
 
@@ -121,7 +123,7 @@ def run_part(
         bundle.numbers = each[0]
     else:
         each = tuple(scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts)
-        bundle.numbers = _columns(part.records, cohorts, each)
+        bundle.numbers = _columns(part, each)
     bundle.t, bundle.scale = first.t + 1, scale
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
@@ -137,16 +139,14 @@ def run_part(
                 record.counters |= {name: source[name] for name in record.counters if name in source}
 
 
-def _columns(records: list[Record], cohorts: list[list[Record]], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One number per tensor of the bundle, where its cohorts differ."""
-    place = {id(record): i for i, record in enumerate(records)}
-    index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
     columns = {}
     for key, value in each[0].items():
         if value is None or all(numbers[key] == value for numbers in each):
             columns[key] = value
         else:
-            column = columns[key] = np.empty(len(records))
-            for where, numbers in zip(index, each, strict=True):
+            column = columns[key] = np.empty(len(part.records))
+            for where, numbers in zip(part.index, each, strict=True):
                 column[where] = numbers[key]
     return columns

@@ -1,6 +1,7 @@
 """The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
 
-Nothing heavy is imported before a command runs. What the user did wrong is a `Problem`: one line on stderr, exit code 2.
+A command's file is imported when the command runs, and nothing heavy before. What the user did wrong is a `Problem`: one line on
+stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,22 +11,38 @@ import datetime
 import difflib
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ..threads import available, get_threads
 
 try:
     import rich  # noqa: F401
     import typer
+    import typer.core
 except ImportError:  # the extra "cli" is not installed
     typer = None  # type: ignore[assignment]
 
-COMMANDS = ("bench", "inspect", "convert", "plan")
+#: name -> the first line of its help, so that no command is imported to list them all
+COMMANDS = {
+    "race": "Train one model with every optimizer and write a report that opens in a browser.",
+    "landscape": "Draw the optimizers' paths on Rosenbrock, Beale and Rastrigin as one page.",
+    "list": "List the optimizers.",
+    "info": "Explain one optimizer: idea, formulas, defaults, when to use it, what it costs.",
+    "memory": "Count the bytes of state that an optimizer needs for a model.",
+    "parity": "Compare every optimizer on every installed engine with the reference, and with its peers.",
+    "doctor": "Say which engines are live and why others are not, and check them.",
+    "bench": "Time our steps and those of every installed peer, interleaved, beside a memory copy.",
+    "inspect": "Show what is in a checkpoint and verify it, or say what differs between two.",
+    "convert": "Turn an optimizer's state dict, as torch.save writes it, into a checkpoint, or a checkpoint into a state dict.",
+    "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
+}
+FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 
@@ -51,14 +68,32 @@ def choose(kind: str, text: str, known: Sequence[str], aliases: Mapping[str, str
     return [name for name in known if name in asked]
 
 
+def one(kind: str, name: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
+    """A name, spelled as `known` spells it."""
+    found = name.strip().lower()
+    found = (aliases or {}).get(found, found)
+    if found not in known:
+        raise unknown(kind, name, known)
+    return found
+
+
 def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Refuse a file that could not be written, before any work is done for it."""
-    if path is None:
+    """Refuse a file that could not be written, before any work is done for it. "-" is stdout."""
+    if path is None or str(path) == "-":
         return
     if path.suffix not in suffixes:
         raise Problem(f"{option}: {path} must end in {' or '.join(suffixes)}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise Problem(f"{option}: cannot write {path}")
+
+
+def write_json(data: Any, path: Path | None = None) -> None:
+    """Print data as JSON, or write it to a file; "-" is stdout."""
+    text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False)
+    if path is None or str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
@@ -67,7 +102,7 @@ def machine() -> dict[str, Any]:
         "cpu": _processor(),
         "cores": available(),
         "threads": get_threads(),
-        "memory_gb": round(memory() / 1e9, 1),
+        "memory_gb": round(physical_memory() / 1e9, 1),
         "load_average": round(load_average(), 2),
         "platform": platform.platform(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -75,7 +110,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def memory() -> int:
+def physical_memory() -> int:
     """Bytes of physical memory; 0 where the system does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
@@ -131,16 +166,33 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequenc
 
 # ---- the program ------------------------------------------------------------------------------------------------------
 def _application() -> Any:
-    made = typer.Typer(name="rlx-optim", add_completion=False, pretty_exceptions_enable=False)
+    class Lazy(typer.core.TyperGroup):
+        """Lists commands by COMMANDS alone, and imports the one that runs."""
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            for name, text in COMMANDS.items():
+                self.add_command(typer.core.TyperCommand(name, help=text))
+
+        def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+            name, _, rest = super().resolve_command(context, arguments)
+            assert name is not None
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone.command(name)(importlib.import_module(f".{FILES.get(name, name)}", __name__).command)
+            return name, typer.main.get_command(alone), rest
+
+    made = typer.Typer(name="rlx-optim", cls=Lazy, pretty_exceptions_enable=False)
 
     @made.callback(invoke_without_command=True)
-    def start(context: typer.Context) -> None:
-        """Fourteen training-step optimizers: measure them, compare them."""
-        if context.invoked_subcommand is None:
+    def start(
+        context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False
+    ) -> None:
+        """Fourteen training-step optimizers: race them, measure them, look inside."""
+        if version:
+            print(f"rlx-optim {_own_version()}")
+        elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for name in COMMANDS:
-        made.command(name)(importlib.import_module(f".{name}", __name__).command)
     return made
 
 

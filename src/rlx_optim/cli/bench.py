@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import re
 import statistics
 import sys
@@ -22,7 +21,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import ALIASES
-from . import Problem, check_place, choose, progress, show_table, unknown
+from . import Problem, check_place, choose, cuda, progress, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
 from .results import Report, Request, Row, Shapes, check_memory, turns
@@ -39,6 +38,7 @@ HEAD = (
     "state B/param",
     "best peer / this",
 )
+DEVICES = ("cpu", "cuda")
 
 
 # ---- shape sets -------------------------------------------------------------------------------------------------------
@@ -64,8 +64,17 @@ def _gpt2() -> Shapes:
     return ends | _blocks(12)
 
 
+def _llama() -> Shapes:
+    """TinyLlama: 22 layers of 2048, grouped queries."""
+    linear: Shapes = {"q": (2048, 2048), "k": (256, 2048), "v": (256, 2048), "o": (2048, 2048)}
+    linear |= {"gate": (5632, 2048), "up": (5632, 2048), "down": (2048, 5632), "norm_1": (2048,), "norm_2": (2048,)}
+    layers: Shapes = {f"layers.{i}.{layer}": shape for i in range(22) for layer, shape in linear.items()}
+    return {"embed": (32000, 2048), "head": (32000, 2048), "norm": (2048,)} | layers
+
+
 MODELS: dict[str, Callable[[], Shapes]] = {
     "gpt2-124m": _gpt2,
+    "llama-1.1b": _llama,
     "two-blocks": lambda: _blocks(2),
     "many-small": lambda: _vectors(1_000, 64_000),
     "many-tiny": lambda: _vectors(64, 4_096),
@@ -98,6 +107,7 @@ def cells(row: Row) -> list[str]:
     return [
         row.optimizer, row.implementation, digits(row.ms_per_step), spread, *numbers,
         digits(row.state_bytes_per_parameter), digits(row.ratio_to_best_peer, "×"),
+        *([] if row.host_ms is None else [digits(row.host_ms)]),
     ]  # fmt: skip
 
 
@@ -107,15 +117,17 @@ def describe(report: Report) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
     gradients = "new gradient arrays every step" if asked["fresh_gradients"] else "standing gradient arrays"
     return (
-        f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['memory_gb']} GB, {m['platform']}, {m['date']}\n{versions}\n"
+        f"{m.get('gpu', '')}\n{m['cpu']}, {m['cores']} cores, {m['threads']} threads, {m['memory_gb']} GB, {m['platform']}, "
+        f"{m['date']}\n{versions}\n"
         f"{report.model}: tensors {report.tensors:,}, parameters {report.parameters:,}, {gradients}; "
         f"{asked['rounds']} rounds of {asked['seconds']} s"
-    )
+    ).lstrip("\n")
 
 
 def show(report: Report) -> None:
     print(describe(report))
-    show_table(HEAD, [cells(row) for row in report.rows], [ours(row) for row in report.rows])
+    enqueued = any(row.host_ms is not None for row in report.rows)
+    show_table((*HEAD, "host ms") if enqueued else HEAD, [cells(row) for row in report.rows], [ours(row) for row in report.rows])
     copies = sorted({row.copy_gb_per_second for row in report.rows if row.copy_gb_per_second is not None})
     if copies:
         print(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
@@ -158,8 +170,9 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each implementation.")] = 7,
     seconds: Annotated[float, typer.Option(min=1e-6, help="About how long a turn takes.")] = 0.3,
     threads: Annotated[int | None, typer.Option(min=1, help="Of all implementations; every core by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write JSON; - prints it instead.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
 ) -> None:
     """Time our steps and those of every installed peer, interleaved, beside a memory copy."""
@@ -169,13 +182,16 @@ def command(
     check_place("--plot", plot_file, PLOTS)
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
-    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads)
-    check_memory(request)
-    with progress(sum(turns(request)) * (1 + rounds)) as tick:
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device)
+    (cuda.check if device == "cuda" else check_memory)(request)
+    with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)
-    show(report)
+    if str(json_file) != "-":
+        show(report)
     if json_file is not None:
-        json_file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+        write_json(dataclasses.asdict(report), json_file)
     if plot_file is not None and report.rows:
         plot(report, plot_file)
     if report.interrupted:

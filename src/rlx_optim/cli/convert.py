@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint import CheckpointError
-from . import Problem, check_place
+from . import Problem, check_place, write_json
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -28,6 +28,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Parameter names, one a line, where the file has none.")
     ] = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Take a state that holds NaN.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Turn an optimizer's state dict, as torch.save writes it, into a checkpoint, or a checkpoint into a state dict."""
     if importlib.util.find_spec("torch") is None:
@@ -45,5 +46,8 @@ def command(
         snapshot = convert(source, target, optimizer, listed, allow_nan)
     except CheckpointError as problem:
         raise Problem(str(problem)) from None
-    rules = ", ".join(member.optimizer for member in snapshot.members)
-    print(f"{target}: {rules}, {len(snapshot.parameters):,} parameters, {snapshot.iteration:,} steps")
+    rules, count = [member.optimizer for member in snapshot.members], len(snapshot.parameters)
+    if as_json:
+        write_json({"file": str(target), "optimizers": rules, "parameters": count, "steps": snapshot.iteration})
+    else:
+        print(f"{target}: {', '.join(rules)}, {count:,} parameters, {snapshot.iteration:,} steps")

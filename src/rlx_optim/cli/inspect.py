@@ -16,21 +16,29 @@ from rich.markup import escape
 
 from ..checkpoint import CheckpointError, summary
 from ..checkpoint.files import opened
-from . import Problem, show_table
+from . import Problem, show_table, write_json
 
 
-def show(path: Path) -> int:
+def show(path: Path, as_json: bool) -> int:
     with opened(path, allow_nan=True) as snapshot:
-        print("\n".join([str(path), *summary.description(snapshot)]))
-        rows = [[escape(cell) for cell in row] for row in summary.rows(snapshot)]
+        said, told = summary.description(snapshot), [list(row) for row in summary.rows(snapshot)]
+    if as_json:
+        entries = [dict(zip(summary.HEAD, row, strict=True)) for row in told]
+        write_json({"file": str(path), "verified": True, "description": list(said), "state": entries})
+        return 0
+    print("\n".join([str(path), *said]))
+    rows = [[escape(cell) for cell in row] for row in told]
     show_table(summary.HEAD, rows, [False] * len(rows))
     print("SHA-256 verified: every byte is as it was written")
     return 0
 
 
-def compare(path: Path, other: Path) -> int:
+def compare(path: Path, other: Path, as_json: bool) -> int:
     with opened(path, allow_nan=True) as one, opened(other, allow_nan=True) as two:
         found = list(summary.differences(one, two))
+    if as_json:
+        write_json({"files": [str(path), str(other)], "equal": not found, "differences": found})
+        return int(bool(found))
     print("\n".join(found) or "equal in settings, counts and every bit of state")
     return int(bool(found))
 
@@ -38,10 +46,11 @@ def compare(path: Path, other: Path) -> int:
 def command(
     file: Annotated[Path, typer.Argument(help="A checkpoint.")],
     other: Annotated[Path | None, typer.Argument(help="Another one, to compare it with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what is in a checkpoint and verify it, or say what differs between two."""
     try:
-        code = show(file) if other is None else compare(file, other)
+        code = show(file, as_json) if other is None else compare(file, other, as_json)
     except CheckpointError as problem:
         raise Problem(str(problem)) from None
     raise typer.Exit(code)

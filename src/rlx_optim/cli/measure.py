@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from ..named import create
 from ..optimizer import CurvatureOptimizer
 from ..threads import get_threads, set_threads
-from . import machine
+from . import cuda, machine
 from .peers import Arrays, Contender, contender
 from .results import OURS, Report, Request, Shapes, Timing, notes, parameters, present, rows
 
@@ -71,7 +72,7 @@ def memory_copy() -> Contender:
         numba.set_num_threads(min(get_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         copy(source, target, get_threads())
 
-    return Contender("copy", step)
+    return Contender("copy", step, moved=8 * COPIED)
 
 
 def field(name: str, request: Request, arrays: tuple[Arrays, Arrays]) -> dict[str, Callable[[], Contender]]:
@@ -90,6 +91,7 @@ class Entrant:
     contender: Contender
     steps: int
     seconds: list[float] = dataclasses.field(default_factory=list)
+    host: float | None = None  # seconds until a step is enqueued
 
     def play(self, fresh: bool) -> None:
         self.seconds.append(turn(self.contender, self.steps, fresh) / self.steps)
@@ -97,18 +99,38 @@ class Entrant:
 
 def turn(contender: Contender, steps: int, fresh: bool) -> float:
     """Seconds that so many steps take; making fresh gradients is not counted."""
-    step, clock, total = contender.step, time.perf_counter, 0.0
+    step, clock, total, wait = contender.step, time.perf_counter, 0.0, contender.wait or (lambda: None)
+    wait()
     if not fresh:
         start = clock()
         for _ in range(steps):
             step()
+        wait()
         return clock() - start
     for _ in range(steps):
         contender.renew()
+        wait()
         start = clock()
         step()
+        wait()
         total += clock() - start
     return total
+
+
+def enqueue(contender: Contender, fresh: bool, times: int = 20) -> float | None:
+    """Seconds until a step is enqueued; None where steps are not."""
+    if contender.wait is None:
+        return None
+    taken = []
+    for _ in range(times):
+        if fresh:
+            contender.renew()
+        contender.wait()
+        start = time.perf_counter()
+        contender.step()
+        taken.append(time.perf_counter() - start)
+    contender.wait()
+    return statistics.median(taken)
 
 
 def prepare(contender: Contender, seconds: float, cycle: int, fresh: bool) -> Entrant:
@@ -118,10 +140,10 @@ def prepare(contender: Contender, seconds: float, cycle: int, fresh: bool) -> En
     while took < seconds / 10:  # too short to tell
         steps *= 4
         took = turn(contender, steps, fresh)
-    return Entrant(contender, cycle * max(1, math.ceil(seconds * steps / took / cycle)))
+    return Entrant(contender, cycle * max(1, math.ceil(seconds * steps / took / cycle)), host=enqueue(contender, fresh))
 
 
-def compete(name: str, request: Request, arrays: tuple[Arrays, Arrays], copy: Contender, report: Report, tick: Tick) -> None:
+def compete(name: str, request: Request, arrays: Any, copy: Contender, report: Report, tick: Tick) -> None:
     """Measure one optimizer. What was measured is in the report even if this ends early."""
     ceiling = prepare(copy, request.seconds, 1, fresh=False)
     entrants: list[Entrant] = []
@@ -140,7 +162,7 @@ def compete(name: str, request: Request, arrays: tuple[Arrays, Arrays], copy: Co
         entrants.append(prepare(build(), request.seconds, CYCLE.get(name, 1), request.fresh_gradients))
 
     try:
-        for label, build in field(name, request, arrays).items():
+        for label, build in PLACES[request.device].field(name, request, arrays).items():
             attempt(label, functools.partial(enter, build))
         for _ in range(request.rounds):
             ceiling.play(fresh=False)
@@ -150,12 +172,17 @@ def compete(name: str, request: Request, arrays: tuple[Arrays, Arrays], copy: Co
 
 
 def timing(entrant: Entrant) -> Timing:
-    return Timing(entrant.contender.label, entrant.seconds, entrant.steps, entrant.contender.state_bytes())
+    contender = entrant.contender
+    return Timing(contender.label, entrant.seconds, entrant.steps, contender.state_bytes(), entrant.host)
 
 
 def copy_speed(ceiling: Entrant) -> float | None:
     """GB/s, read and written."""
-    return 8 * COPIED / statistics.median(ceiling.seconds) / 1e9 if ceiling.seconds else None
+    return ceiling.contender.moved / statistics.median(ceiling.seconds) / 1e9 if ceiling.seconds else None
+
+
+#: where steps run: who draws the arrays, copies and competes there
+PLACES: dict[str, Any] = {"cpu": sys.modules[__name__], "cuda": cuda}
 
 
 # ---- a run ------------------------------------------------------------------------------------------------------------
@@ -179,9 +206,11 @@ def run(request: Request, tick: Tick) -> Report:
     settings = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("model", "shapes")}
     with limited(request.threads):
         found = notes(request)
-        report = Report(request.model, len(request.shapes), parameters(request.shapes), settings, machine(), notes=found)
+        where = machine() | ({"gpu": cuda.name_of_device()} if request.device == "cuda" else {})
+        report = Report(request.model, len(request.shapes), parameters(request.shapes), settings, where, notes=found)
         try:
-            arrays, copy = draw(request.shapes), memory_copy()
+            place = PLACES[request.device]
+            arrays, copy = place.draw(request.shapes), place.memory_copy()
             for name in request.optimizers:
                 compete(name, request, arrays, copy, report, tick)
         except KeyboardInterrupt:

@@ -29,6 +29,8 @@ class Contender:
     step: Callable[[], Any]
     state_bytes: Callable[[], int] = lambda: 0
     renew: Callable[[], None] = lambda: None
+    wait: Callable[[], None] | None = None  # until the device is idle, where steps are only enqueued
+    moved: int = 0  # bytes of a step, for the copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,22 +107,26 @@ def load(path: str) -> Any:
 
 
 # ---- how each is run ----------------------------------------------------------------------------------------------------
-def _plain(make: Any, tensors: list[Any], settings: dict[str, Any]) -> list[Any]:
+def _matrix(tensor: Any) -> bool:
+    return bool(tensor.ndim == 2)
+
+
+def _plain(make: Any, tensors: list[Any], settings: dict[str, Any], hidden: Any = _matrix) -> list[Any]:
     return [make(tensors, **settings)]
 
 
-def _split(make: Any, tensors: list[Any], settings: dict[str, Any]) -> list[Any]:
-    matrices, rest = [p for p in tensors if p.ndim == 2], [p for p in tensors if p.ndim != 2]
+def _split(make: Any, tensors: list[Any], settings: dict[str, Any], hidden: Any = _matrix) -> list[Any]:
+    matrices, rest = [p for p in tensors if hidden(p)], [p for p in tensors if not hidden(p)]
     adamw = functools.partial(load("torch.optim:AdamW"), fused=True)
     return ([make(matrices, **settings)] if matrices else []) + ([adamw(rest)] if rest else [])
 
 
-def _groups(make: Any, tensors: list[Any], settings: dict[str, Any]) -> list[Any]:
-    groups = [{"params": [p for p in tensors if (p.ndim == 2) is matrix], "use_muon": matrix} for matrix in (True, False)]
+def _groups(make: Any, tensors: list[Any], settings: dict[str, Any], hidden: Any = _matrix) -> list[Any]:
+    groups = [{"params": [p for p in tensors if hidden(p) is matrix], "use_muon": matrix} for matrix in (True, False)]
     return [make([group for group in groups if group["params"]], **settings)]
 
 
-def _one_estimate(make: Any, tensors: list[Any], settings: dict[str, Any]) -> list[Any]:
+def _one_estimate(make: Any, tensors: list[Any], settings: dict[str, Any], hidden: Any = _matrix) -> list[Any]:
     made = make(tensors, **settings)
     made.step(hessian=[p.grad.abs() for p in tensors])
     return [made]
@@ -146,40 +152,40 @@ def torch_contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:
         for tensor in tensors:
             tensor.grad = tensor.grad.clone()
 
-    return Contender(peer.label, step, lambda: sum(_tensor_bytes(m.state.values()) for m in made), renew)
+    return Contender(peer.label, step, lambda: sum(tensor_bytes(m.state.values()) for m in made), renew)
 
 
-def _tensor_bytes(values: Iterable[Any]) -> int:
+def tensor_bytes(values: Iterable[Any]) -> int:
     """Bytes of all tensors in nested containers."""
     total = 0
     for value in values:
         inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        total += getattr(value, "nbytes", 0) if inside is None else _tensor_bytes(inside)
+        total += getattr(value, "nbytes", 0) if inside is None else tensor_bytes(inside)
     return total
 
 
-def optax_contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:
-    """An optax rule in one jitted function that gives its buffers back, on the CPU."""
+def optax_contender(peer: Peer, params: Arrays, grads: Arrays, device: Any = None) -> Contender:
+    """An optax rule in one jitted function that gives its buffers back, on the CPU or the device given."""
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
     # a setting with a colon names a function without arguments
     settings = {k: load(v)() if isinstance(v, str) and ":" in v else v for k, v in peer.settings.items()}
-    rule, cpu = load(peer.rule)(**settings), jax.devices("cpu")[0]
+    rule, place = load(peer.rule)(**settings), device or jax.devices("cpu")[0]
 
     def advance(p: Any, state: Any, g: Any) -> Any:
         updates, state = rule.update(g, state, p)
         return optax.apply_updates(p, updates), state
 
     def put(arrays: Arrays) -> Any:
-        return {name: jax.device_put(jax.numpy.array(array), cpu) for name, array in arrays.items()}
+        return {name: jax.device_put(jax.numpy.array(array), place) for name, array in arrays.items()}
 
     compiled, p, g = jax.jit(advance, donate_argnums=(0, 1)), put(params), put(grads)
-    now = [p, jax.device_put(jax.jit(rule.init)(p), cpu), g]  # all committed to the device, or the second step compiles again
+    now = [p, jax.device_put(jax.jit(rule.init)(p), place), g]  # all committed to the device, or the second step compiles again
 
     def step() -> None:
         now[:2] = jax.block_until_ready(compiled(*now))
 
     def renew() -> None:
-        now[2] = {name: jax.device_put(jax.numpy.array(array), cpu) for name, array in now[2].items()}
+        now[2] = {name: jax.device_put(jax.numpy.array(array), place) for name, array in now[2].items()}
 
     return Contender(peer.label, step, lambda: sum(leaf.nbytes for leaf in jax.tree.leaves(now[1])), renew)
 

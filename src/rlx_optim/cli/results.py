@@ -11,7 +11,7 @@ from typing import Any
 
 from ..named import spec_class
 from ..threads import available, get_threads
-from . import Problem, load_average, memory
+from . import Problem, load_average, physical_memory
 from .peers import PEERS, REMARKS, Peer, installed
 
 Shapes = dict[str, tuple[int, ...]]
@@ -42,6 +42,7 @@ class Request:
     seconds: float = 0.3
     fresh_gradients: bool = False
     threads: int | None = None
+    device: str = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Timing:
     seconds: list[float]
     steps_per_turn: int
     state_bytes: int
+    host_seconds: float | None = None  # until a step is enqueued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Row:
     ratio_to_best_peer: float | None  # the best peer's time over this one: above 1 is faster than every peer
     turns: int
     steps_per_turn: int
+    host_ms: float | None = None  # until a step is enqueued, on a device
 
 
 @dataclasses.dataclass
@@ -117,7 +120,7 @@ def turns(request: Request) -> list[int]:
 def check_memory(request: Request) -> None:
     """Refuse a model that could not be held as often as it is needed: parameters, gradients, state and scratch of each."""
     count, most = parameters(request.shapes), max(turns(request))
-    if 4 * count * (2 + 5 * most) > memory() > 0:
+    if 4 * count * (2 + 5 * most) > physical_memory() > 0:
         raise Problem(f"model {request.model}: {count:,} parameters in {most} implementations are too many for this memory")
 
 
@@ -174,6 +177,7 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
                 ratio_to_best_peer=None if best is None else best / median,
                 turns=len(t.seconds),
                 steps_per_turn=t.steps_per_turn,
+                host_ms=None if t.host_seconds is None else 1e3 * t.host_seconds,
             )
         )
     return made

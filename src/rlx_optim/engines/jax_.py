@@ -5,7 +5,6 @@ Bias corrections are taken as −expm1(t·log b), the logarithm on the host, sin
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import linalg
-from ..engine import ArrayEngine, Rule, Tensors, bind
+from ..engine import ArrayEngine, Rule, Tensors, bind_all
 
 Array = Any
 
@@ -47,10 +46,8 @@ WORDS: dict[str, Any] = {
 
 
 def traceable(function: Rule) -> Rule:
-    """A method of a spec with the vocabulary of jax, in its own text and in the helpers of its file."""
-    names = function.__globals__.items()
-    helpers = {n: bind(f, WORDS) for n, f in names if inspect.isfunction(f) and f.__module__ == function.__module__}
-    return bind(function, {**helpers, **WORDS})
+    """A method of a spec with the vocabulary of jax."""
+    return bind_all(function, WORDS)
 
 
 class Zero(float):

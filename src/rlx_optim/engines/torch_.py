@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import vocabulary
+from .. import linalg, vocabulary
 from ..engine import ArrayEngine, Bundle, Rule, Tensors, Values, bind, signature
 from ..spec import Shape, Slot, Spec
 
@@ -104,13 +104,14 @@ LISTS = {
 }
 
 
-def _extreme(name: str) -> Callable[[Any, Any], torch.Tensor]:
-    def extreme(a: Any, b: Any) -> torch.Tensor:
+def _extreme(name: str) -> Callable[[Any, Any], Any]:
+    def extreme(a: Any, b: Any) -> Any:
         tensor, other = (a, b) if torch.is_tensor(a) else (b, a)
-        found: torch.Tensor = getattr(torch, f"{name}imum")(
-            tensor, torch.as_tensor(other, dtype=tensor.dtype, device=tensor.device)
-        )
-        return found
+        if not torch.is_tensor(tensor):
+            return getattr(vocabulary, f"{name}imum")(a, b)
+        if torch.is_tensor(other):
+            return getattr(torch, f"{name}imum")(tensor, other.to(tensor.dtype))
+        return tensor.clamp(**{"max" if name == "min" else "min": other})  # a number stays on the host
 
     return extreme
 
@@ -122,6 +123,36 @@ STACKS = {
     "where": torch.where,
     "minimum": _extreme("min"),
     "maximum": _extreme("max"),
+}
+
+
+def _either(name: str) -> Callable[[Any], Any]:
+    """A function of numbers, wherever they are."""
+
+    def function(x: Any) -> Any:
+        return getattr(torch, name)(x) if torch.is_tensor(x) else getattr(vocabulary, name)(x)
+
+    return function
+
+
+def _less_power(beta: Any, t: Any) -> Any:
+    if not torch.is_tensor(beta) and not torch.is_tensor(t):
+        return vocabulary.less_power(beta, t)
+    return 1.0 if not torch.is_tensor(beta) and beta == 0 else -torch.expm1(t * NUMBERS["log"](beta))
+
+
+def _choose(condition: Any, yes: Any, no: Any) -> Any:
+    if not torch.is_tensor(condition):
+        return vocabulary.where(condition, yes, no)
+    return torch.where(condition, *(x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64) for x in (yes, no)))
+
+
+#: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
+NUMBERS: dict[str, Any] = {
+    **STACKS,
+    **{name: _either(name) for name in ("sqrt", "rsqrt", "sign", "exp", "log")},
+    "where": _choose,
+    "less_power": _less_power,
 }
 
 
@@ -228,6 +259,14 @@ class Torch(ArrayEngine):
     def eigh(self, L: torch.Tensor) -> torch.Tensor:
         return torch.linalg.eigh(L)[1].flip(-1)
 
+    def qr(self, X: torch.Tensor) -> torch.Tensor:
+        found = None if self.device.type == "cpu" else linalg.orthonormal(self, X)  # LAPACK's is as good on a CPU
+        return torch.linalg.qr(X)[0] if found is None else found
+
+    def cholesky(self, G: torch.Tensor) -> torch.Tensor | None:
+        R, info = torch.linalg.cholesky_ex(G, upper=True)
+        return None if bool(info.any()) else R
+
     def solve(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(R.mT, X, upper=False)
 
@@ -242,3 +281,4 @@ class Torch(ArrayEngine):
 
 
 assert set(LISTS) == set(STACKS) == set(vocabulary.RULE)
+assert set(NUMBERS) == set(vocabulary.SCALARS)

@@ -3,19 +3,33 @@
 Idea. Keep the second moment of a matrix as one average per row and one per column; their outer product stands for the whole
 (Shazeer & Stern, arXiv:1804.04235). The update is clipped by its own rms and scaled by the parameter's.
 
-Formulas. b2_t = 1 − t^beta2_decay. Two or more dimensions, over the last two: R, C average the row and column means of
-g² + eps[0]; V = (R/mean(R))·C, the mean over the rows of each matrix; fewer dimensions: V averages g² + eps[0].
-u = g/√V; u ← u/max(1, rms(u)/clip_threshold). Step: lr, or min(1e-2, 1/√t) where lr is None; times max(eps[1], rms(p)) where
-scale_parameter. p ← p − step·weight_decay·p − step·u, rms(p) before the decay. With beta1 the applied change is the average
-of step·u, not bias-corrected.
-"torch" follows torch.optim.Adafactor: step = min(lr, 1/√t)·max(eps[1], rms(p)) with lr None = 1e-2; R, C, V average g²
-alone; mean(R) is at least eps[0] and V at least eps[0]²; the decay uses lr. It has no beta1 and always scales.
-"rlx" follows the Rust crate rlx-optim 0.2.6: only rank-2 tensors are factored, V = R·C/ΣR with R, C still means (u is √rows
-too large, so the clip nearly always acts), u ← u/max(1, clip_threshold·rms(u)), a given lr is used unscaled, without one the
-step is min(1e-2, 1/√t)·max(eps[1], rms(p)); ΣR is at least eps[0] and √V at least √eps[0]. No beta1.
+Formulas.
+    b2_t = 1 − t^beta2_decay
+    R ← b2_t·R + (1 − b2_t)·row_mean(g² + eps[0])           two or more dimensions, over the last two
+    C ← b2_t·C + (1 − b2_t)·column_mean(g² + eps[0])
+    V = R·Cᵀ/mean(R)
+    V ← b2_t·V + (1 − b2_t)·(g² + eps[0])                   fewer dimensions
+    u = g/√V, u ← u/max(1, rms(u)/clip_threshold)
+    s = lr                                                  or min(0.01, 1/√t) where lr is None
+    s ← s·max(eps[1], rms(p))                               where scale_parameter
+    p ← p − s·weight_decay·p − s·u                          rms(p) is taken before
+    m ← beta1·m + (1 − beta1)·s·u                           with beta1; m takes the place of s·u, not bias-corrected
+1/√V is kept as a product of a row factor and a column factor, so the passes over the matrix need no root and no division, and
+R·Cᵀ is never formed (it underflows in float32): a deviation in form, not in value.
 
-Deviation in form, not in value: 1/√V is kept as a product of a row factor and a column factor, so the passes over the matrix
-need no root and no division, and R·C is never formed (it underflows in float32).
+Conventions.
+- torch: "torch" equals torch.optim.Adafactor and is the default in rlx_optim.torch, with torch's lr 1e-2 and eps[0] 2^−23. R, C
+  and V average g² alone, mean(R) is at least eps[0] and V at least eps[0]²; the decay uses lr, which is 1e-2 where None; it has
+  no beta1 and always scales:
+    s = min(lr, 1/√t)·max(eps[1], rms(p))
+- optax: "paper", the default, equals optax.adafactor(min_dim_size_to_factor=1) up to two dimensions, without decay. optax
+  does not multiply its decay by the step, factors only from 128 rows and columns on, and of several dimensions the two
+  largest.
+- the paper: "paper". Hugging Face transformers' Adafactor is that too.
+- the Rust crate: "rlx" follows rlx-optim 0.2.6: only rank-2 tensors are factored; R and C are still means though V divides
+  by the sum, so u is √rows too large and the clip nearly always acts; a given lr is used unscaled; ΣR is at least eps[0]
+  and √V at least √eps[0]; no beta1. There
+    V = R·Cᵀ/sum(R), u ← u/max(1, clip_threshold·rms(u))
 
 When, and what it costs. When memory is what is short: about 0 bytes of state a parameter for matrices (4 with beta1).
 Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p written: 12): 24 bytes of traffic a parameter.
@@ -99,6 +113,16 @@ def scaled_step(size, pace, base, unscaled, eps2, clip, weight_decay, fixed_deca
 
 
 class Adafactor(Spec):
+    """lr: the step, relative to the rms of p where scale_parameter; None takes min(0.01, 1/√t).
+    beta2_decay: the power of t by which new squares join the averages.
+    eps: what joins the squares, and the least rms of p that scales the step.
+    clip_threshold: the largest rms of the update.
+    weight_decay: times the step, the share of p that is taken away.
+    beta1: how much of the average of steps is kept; None keeps none.
+    scale_parameter: multiply the step by the rms of p.
+    convention: the paper's rule, torch's or the Rust crate's.
+    """
+
     lr: float | None = real(None, optional=True)
     beta2_decay: float = real(-0.8, low=-math.inf, high=0.0)
     eps: tuple[float, float] = reals((1e-30, 1e-3))
@@ -123,6 +147,11 @@ class Adafactor(Spec):
         return len(shape) == 2 or (len(shape) > 2 and self.convention != "rlx")
 
     def slots(self, shape):
+        """row: R, the average of each row's mean square.
+        col: C, the average of each column's mean square.
+        v: V, elementwise; for tensors that are not factored.
+        m: the average of steps; only with beta1.
+        """
         momentum = {} if self.beta1 is None else like(shape, "m")
         if not self.factored(shape):
             return like(shape, "v") | momentum

@@ -3,9 +3,20 @@
 Idea. Divide each coordinate's average gradient by the root of its average square, so that every coordinate moves about
 lr a step whatever its scale (Kingma & Ba, arXiv:1412.6980).
 
-Formulas. g ← g + weight_decay·p (coupled decay); m ← b1·m + (1 − b1)·g; v ← b2·v + (1 − b2)·g²;
-p ← p − lr·(m/bc1)/(√(v/bc2) + eps) with bc = 1 − b^t. eps stands outside the root, after bias correction.
-amsgrad divides by the running maximum of the uncorrected v instead. Equal to torch.optim.Adam.
+Formulas.
+    g ← g + weight_decay·p                      coupled decay
+    m ← b1·m + (1 − b1)·g
+    v ← b2·v + (1 − b2)·g²
+    m̂ = m/(1 − b1^t), v̂ = v/(1 − b2^t)
+    vmax ← max(vmax, v), v̂ = vmax/(1 − b2^t)    with amsgrad
+    p ← p − lr·m̂/(√v̂ + eps)
+eps stands outside the root, after bias correction.
+
+Conventions.
+- torch: equal to torch.optim.Adam, amsgrad included.
+- optax: equal to optax.adam with add_decayed_weights before it. optax.amsgrad keeps the maximum of the corrected v; here,
+  as in torch, of the uncorrected one.
+- the paper: the same; weight decay and amsgrad came later.
 
 When, and what it costs. Where an existing recipe says Adam; with weight decay prefer AdamW.
 8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter.
@@ -33,6 +44,13 @@ def amsgrad(p, g, m, v, vmax, decay, step, beta1, alpha1, beta2, alpha2, root, e
 
 
 class Adam(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: how much of p joins the gradient, before the averages.
+    amsgrad: divide by the largest v so far.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -40,6 +58,10 @@ class Adam(Spec):
     amsgrad: bool = flag(False)
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        vmax: the largest v so far; only with amsgrad.
+        """
         return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
 
     def scalars(self, t, counters):

@@ -3,9 +3,18 @@
 Idea. Shrink the parameters beside the adaptive step, not through it, so that the decay does not depend on the gradient's
 scale (Loshchilov & Hutter, arXiv:1711.05101).
 
-Formulas. m ← b1·m + (1 − b1)·g; v ← b2·v + (1 − b2)·g²;
-p ← (1 − lr·weight_decay)·p − lr·(m/bc1)/(√(v/bc2) + eps) with bc = 1 − b^t.
-amsgrad divides by the running maximum of the uncorrected v instead. Equal to torch.optim.AdamW.
+Formulas.
+    m ← b1·m + (1 − b1)·g
+    v ← b2·v + (1 − b2)·g²
+    m̂ = m/(1 − b1^t), v̂ = v/(1 − b2^t)
+    vmax ← max(vmax, v), v̂ = vmax/(1 − b2^t)    with amsgrad
+    p ← (1 − lr·weight_decay)·p − lr·m̂/(√v̂ + eps)
+
+Conventions.
+- torch: equal to torch.optim.AdamW. The decay is computed as p − lr·weight_decay·p in one rounding, where torch rounds the
+  factor 1 − lr·weight_decay to float32 first.
+- optax: equal to optax.adamw, whose weight_decay is 1e-4 unless given.
+- the paper: multiplies the decay by the schedule but not by lr; the libraries multiply by both, and so does this one.
 
 When, and what it costs. The default choice for transformers. 8 bytes of state a parameter (12 with amsgrad),
 28 bytes of traffic a parameter.
@@ -31,6 +40,13 @@ def amsgrad(p, g, m, v, vmax, shrink, step, beta1, alpha1, beta2, alpha2, root, 
 
 
 class AdamW(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: times lr, the share of p that is taken away each step.
+    amsgrad: divide by the largest v so far.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -38,6 +54,10 @@ class AdamW(Spec):
     amsgrad: bool = flag(False)
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        vmax: the largest v so far; only with amsgrad.
+        """
         return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
 
     def scalars(self, t, counters):

@@ -2,20 +2,30 @@
 
 Idea. Keep one small factor q per dimension whose product Q makes the momentum's covariance the identity: QᵀQ approaches
 covariance^(−1/2). Fit it by comparing the preconditioned momentum with inversely preconditioned noise, without any
-eigendecomposition (Li, arXiv:1512.04202 and 2402.11858; the rule is that of kron_torch without its damping noise).
+eigendecomposition (Li, arXiv:1512.04202 and arXiv:2402.11858).
 
-Formulas. m ← beta1·m + (1 − beta1)·g, m̂ = m/bc1. Per dimension q: upper triangular, or diagonal when the dimension exceeds
-max_size, the tensor has fewer than min_ndim_triangular dimensions, or memory_save_mode says so ("one_diag": the largest
-dimension, the last of equals; "all_diag": every one); initially precond_init_scale^(1/ndim)·I. A 0-D tensor counts as length 1.
-When q is updated, V is standard normal noise: A = the q's applied to m̂ (to g with momentum_into_precond_update=False), B = the
-inverse transposes applied to V; for each factor T1, T2 are the contractions of A and of B with themselves over all other
-dimensions; q ← q − precond_lr·triu(T1 − T2)·q/s, s a cheap lower bound on the spectral norm of T1 + T2;
-diagonal: q ← q − precond_lr·(T1 − T2)·q/max|T1 + T2|.
-With balance_probability per update the factors are rescaled to equal largest entries, which changes no step.
-u = QᵀQ applied to m̂, times min(1, 1.1/(rms(u) + 1e-12)); weight_decay·p joins u for two dimensions and up; p ← p − lr·u.
-Updates come with probability max(0.03, min(1, exp(−0.001·(n − 500)))), n = t − 1, or the one given: the counter rises by 1 a
-step, at 1/probability or more there is an update and it returns to 0.
-Noise is keyed by (seed, name, t); probe(name, t, shape) replaces it. Factors are left alone where they would stop being finite.
+Formulas. For a matrix, whose factors are q1 and q2.
+    m ← beta1·m + (1 − beta1)·g, m̂ = m/(1 − beta1^t)
+    A = q1·m̂·q2ᵀ, B = q1⁻ᵀ·V·q2⁻¹               when q is updated; V is standard normal noise
+    q1 ← q1 − precond_lr·triu(A·Aᵀ − B·Bᵀ)·q1/s1        s1 bounds the spectral norm of A·Aᵀ + B·Bᵀ from below
+    q2 ← q2 − precond_lr·triu(Aᵀ·A − Bᵀ·B)·q2/s2        and s2 that of Aᵀ·A + Bᵀ·B
+    u = q1ᵀ·q1·m̂·q2ᵀ·q2
+    u ← u·min(1, 1.1/(rms(u) + 1e-12))
+    p ← p − lr·(u + weight_decay·p)             decay for two dimensions and up
+A factor is upper triangular, or diagonal when its dimension exceeds max_size, the tensor has fewer than min_ndim_triangular
+dimensions, or memory_save_mode says so ("one_diag": the largest dimension, the last of equals; "all_diag": every one); it
+begins as precond_init_scale^(1/ndim)·I. With T1 and T2 the diagonals of the two products, a diagonal one follows
+    q ← q − precond_lr·(T1 − T2)·q/max(|T1 + T2|)
+With balance_probability per update the factors are rescaled to equal largest entries, which changes no step. A 0-D tensor
+counts as length 1. Updates come with probability max(0.03, min(1, exp(−0.001·(n − 500)))), n = t − 1, or the one given: the
+counter rises by 1 a step, at 1/probability or more there is an update and it returns to 0. Noise is keyed by (seed, name,
+t); probe(name, t, shape) replaces it. Factors are left alone where they would stop being finite.
+
+Conventions.
+- torch, optax: neither has it.
+- kron_torch: the same rule without the small damping noise that it adds to the momentum.
+- pytorch_optimizer: equal to Kron, but for small constants and the source of the noise.
+- the Rust crate: feeds the gradient to both A and B, so its Q never leaves the identity: a defect, and not offered.
 
 When, and what it costs. Where Adam's diagonal is too coarse and an eigendecomposition too dear. 4 bytes of state a parameter
 and 4·n² for every triangular dimension n; two products of the tensor with each q a step, and per update two more products,
@@ -40,6 +50,21 @@ def descend(p, u, lr, decay):
 
 
 class KronPSGD(Spec):
+    """lr: how far to step along the whitened momentum, whose rms is at most 1.1.
+    beta1: how much of the momentum is kept a step.
+    weight_decay: how much of p joins the update; tensors of two dimensions and up.
+    precond_lr: how far the factors move at an update.
+    precond_init_scale: the size of the preconditioner at first.
+    preconditioner_update_probability: how often the factors are updated; None follows the schedule from 1 down to 0.03.
+    max_size: a larger dimension has a diagonal factor.
+    min_ndim_triangular: tensors of fewer dimensions have diagonal factors.
+    memory_save_mode: make the largest dimension's factor diagonal, or all of them.
+    momentum_into_precond_update: fit the factors to the momentum; else to the gradient.
+    balance_probability: how often, at an update, the factors are rescaled to equal size.
+    seed: of the noise.
+    probe: a function of name, t and shape that gives the noise in place of the generator.
+    """
+
     lr: float = real(1e-3)
     beta1: float = real(0.9, high=1.0, open_high=True)
     weight_decay: float = real(0.0)
@@ -56,6 +81,7 @@ class KronPSGD(Spec):
 
     matrix = True
     moves = staticmethod(descend)
+    branches = True
 
     def diagonal(self, dims):
         """Which factors are diagonal."""
@@ -65,14 +91,19 @@ class KronPSGD(Spec):
         return spared | {i for i, n in enumerate(dims) if n > self.max_size}
 
     def slots(self, shape):
+        """m: the average of gradients.
+        q1: the factor of the first dimension; q2 of the second, and so on.
+        """
         dims = shape or (1,)
         scale, diagonal = self.precond_init_scale ** (1 / len(dims)), self.diagonal(dims)
         factors = {
-            f"q{i}": Slot((n,), scale) if i - 1 in diagonal else Slot((n, n), scale, eye=True) for i, n in enumerate(dims, 1)
+            f"q{i}": Slot((n,) if i - 1 in diagonal else (n, n), scale, eye=i - 1 not in diagonal, factor=True)
+            for i, n in enumerate(dims, 1)
         }
         return like(shape, "m") | factors
 
     def counters(self):
+        """counter: steps since the last update of the factors."""
         return {"counter": 0}
 
     def scalars(self, t, counters):

@@ -3,9 +3,21 @@
 Idea. Let each tensor move by a share lr of its norm, so that one learning rate suits all layers at very large batches (You
 et al., arXiv:1904.00962).
 
-Formulas. u = (m/bc1)/(√(v/bc2) + eps) + weight_decay·p; trust = ‖p‖/‖u‖ over the whole tensor, 1 if either norm is 0, at most
-trust_clip where given; p ← p − lr·trust·u. No hidden gradient clipping, and the trust ratio applies to every tensor
-whatever weight_decay is (peers that switch it off at 0 surprise their users). bias_correction=False: bc = 1.
+Formulas.
+    m ← b1·m + (1 − b1)·g, m̂ = m/(1 − b1^t)
+    v ← b2·v + (1 − b2)·g², v̂ = v/(1 − b2^t)
+    u = m̂/(√v̂ + eps) + weight_decay·p
+    r = ‖p‖/‖u‖                                 1 where either norm is 0; at most trust_clip where given
+    p ← p − lr·r·u
+The norms are those of the whole tensor. bias_correction=False takes m and v as they are.
+
+Conventions.
+- torch: does not have it.
+- optax: equal to optax.lamb, whose weight_decay is 0 unless given.
+- the paper: passes ‖p‖ through a function of the user's choice; here it is the norm itself.
+- timm, pytorch_optimizer: timm clips the global gradient norm and switches the ratio off where weight_decay is 0;
+  pytorch_optimizer cuts ‖p‖ at 10, corrects the bias of m alone and decays p beside the step unless told otherwise. Nothing
+  of that happens here: the ratio applies to every tensor.
 
 When, and what it costs. Batches in the tens of thousands. 8 bytes of state a parameter. Two passes: the first averages and
 measures (p, g, m, v read, m, v written: 24 bytes), the second recomputes u from m and v rather than storing it
@@ -37,6 +49,14 @@ def descend(p, m, v, step, first, decay, root, eps):
 
 
 class Lamb(Spec):
+    """lr: the share of its own norm by which a tensor moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: how much of p joins the direction, before the norms are taken.
+    bias_correction: divide m and v by 1 − b^t.
+    trust_clip: the largest ratio of norms; None sets no limit.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-6)
@@ -50,6 +70,9 @@ class Lamb(Spec):
         return ()
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        """
         return like(shape, "m", "v")
 
     def scalars(self, t, counters):

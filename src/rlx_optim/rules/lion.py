@@ -3,7 +3,15 @@
 Idea. Every coordinate moves by exactly lr; only the direction is learned from the gradient. The rule was found by program
 search (Chen et al., arXiv:2302.06675).
 
-Formulas. u = sign(b1·m + (1 − b1)·g), sign(0) = 0; p ← (1 − lr·weight_decay)·p − lr·u; then m ← b2·m + (1 − b2)·g.
+Formulas.
+    u = sign(b1·m + (1 − b1)·g)                 sign(0) = 0
+    p ← (1 − lr·weight_decay)·p − lr·u
+    m ← b2·m + (1 − b2)·g                       after the step
+
+Conventions.
+- torch: does not have it.
+- optax: equal to optax.lion, whose weight_decay is 1e-3 unless given.
+- the authors' code, timm, pytorch_optimizer: the same.
 
 When, and what it costs. Large batches and tight memory: use 3 to 10 times less lr and as much more weight_decay than with
 AdamW. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
@@ -20,11 +28,17 @@ def lion(p, g, m, shrink, lr, beta1, alpha1, beta2, alpha2):
 
 
 class Lion(Spec):
+    """lr: how far every coordinate moves a step.
+    betas: how much of m counts in the direction, and how much of it is kept a step.
+    weight_decay: times lr, the share of p that is taken away each step.
+    """
+
     lr: float = real(1e-4)
     betas: tuple[float, float] = betas(0.9, 0.99)
     weight_decay: float = real(0.0)
 
     def slots(self, shape):
+        """m: the average of gradients."""
         return like(shape, "m")
 
     def scalars(self, t, counters):

@@ -3,13 +3,24 @@
 Idea. Correct the gradient by a scaled difference to the previous one, which cancels part of the noise that consecutive
 batches share (Yuan et al., arXiv:2411.10438).
 
-Formulas. c = g + gamma·b1/(1 − b1)·(g − g_prev), g_prev = 0 at first; c ← c·min(1, clip_norm/‖c‖) per tensor; then AdamW on c;
-with variant "lion" m ← b1·m + (1 − b1)·c and the update sign(m). Decoupled decay in both. Rank-2 tensors only, the rest
-goes to `otherwise`; otherwise=None is MARS everywhere. clip_norm=None does not clip.
+Formulas.
+    c = g + gamma·(b1/(1 − b1))·(g − prev)      prev is the gradient before this one, 0 at first
+    c ← c·min(1, clip_norm/‖c‖)                 per tensor; not where clip_norm is None
+    m ← b1·m + (1 − b1)·c, m̂ = m/(1 − b1^t)
+    v ← b2·v + (1 − b2)·c², v̂ = v/(1 − b2^t)
+    p ← (1 − lr·weight_decay)·p − lr·m̂/(√v̂ + eps)
+    p ← (1 − lr·weight_decay)·p − lr·sign(m)    variant "lion", which has no v
+Rank-2 tensors only, the rest goes to `otherwise`; otherwise=None is MARS everywhere.
+
+Conventions.
+- torch, optax: neither has it.
+- the authors' code: the same, for the approximate form (one gradient a step) and the variants AdamW and Lion; its Shampoo
+  variant is not here.
+- pytorch_optimizer: eps stands before bias correction, and tensors of more than two dimensions are MARS's.
 
 When, and what it costs. Language models, as a drop-in for AdamW with a larger lr. 12 bytes of state a parameter (8 with
-"lion"). Two passes: the first measures c (g, g_prev read: 8 bytes), the second recomputes it
-(p, g, g_prev, m, v read, p, g_prev, m, v written: 36 bytes): 44 bytes of traffic a parameter and no scratch.
+"lion"). Two passes: the first measures c (g, prev read: 8 bytes), the second recomputes it
+(p, g, prev, m, v read, p, prev, m, v written: 36 bytes): 44 bytes of traffic a parameter and no scratch.
 """
 
 from ..spec import Otherwise, Spec, betas, choice, like, real
@@ -43,6 +54,15 @@ def lion(p, g, m, prev, gain, clip, shrink, lr, beta1, alpha1):
 
 
 class MARS(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: times lr, the share of p that is taken away each step.
+    gamma: how much of the difference of gradients is added; 0 is AdamW.
+    clip_norm: the largest norm of the corrected gradient of a tensor; None sets no limit.
+    variant: AdamW's step or Lion's.
+    """
+
     lr: float = real(3e-3)
     betas: tuple[float, float] = betas(0.95, 0.99)
     eps: float = real(1e-8)
@@ -58,6 +78,10 @@ class MARS(Spec):
         return None if len(shape) == 2 else f"{len(shape)} dimensions; MARS takes 2"
 
     def slots(self, shape):
+        """m: the average of corrected gradients.
+        prev: the gradient of the step before.
+        v: the average of their squares; only in "adamw".
+        """
         return like(shape, "m", "prev", *(["v"] if self.variant == "adamw" else []))
 
     def scalars(self, t, counters):

@@ -4,13 +4,28 @@ Idea. The momentum of a weight matrix is dominated by few directions; replace it
 direction is learned at one pace (Jordan et al., 2024). The singular values are pushed towards 1 by a few Newton–Schulz
 steps, which are matrix products alone.
 
-Formulas. m ← momentum·m + (1 − momentum)·g; u = (1 − momentum)·g + momentum·m with Nesterov, else m. X = u (transposed so that
-rows ≤ columns) / (‖u‖ + eps); ns_steps times X ← a·X + (b·A + c·A²)·X with A = XXᵀ.
-p ← (1 − lr·weight_decay)·p − lr·scale·X. Tensors of more than two dimensions are viewed as (first, rest), scale included.
-"keller": scale √max(1, rows/columns). "moonlight": 0.2·√max(rows, columns), so that AdamW's lr and decay carry over.
-"rlx" (the Rust crate): √max(rows, columns), m ← momentum·m + g, u = g + momentum·m with Nesterov, and every tensor whose rank
-is not 2 takes the step p ← (1 − lr·weight_decay)·p − lr·u.
-Float32 on the CPU; engines with half-precision matrix units use them and say so.
+Formulas.
+    m ← momentum·m + (1 − momentum)·g
+    u = (1 − momentum)·g + momentum·m           with nesterov
+    u = m                                       without
+    X = u/(‖u‖ + eps)                           transposed so that rows ≤ columns
+    A = X·Xᵀ, X ← a·X + (b·A + c·A²)·X          ns_steps times; a, b, c are ns_coefficients
+    scale = √max(1, rows/columns)               "keller"
+    scale = 0.2·√max(rows, columns)             "moonlight", so that AdamW's lr and decay carry over
+    scale = √max(rows, columns)                 "rlx"
+    p ← (1 − lr·weight_decay)·p − lr·scale·X
+Tensors of more than two dimensions are viewed as (first, rest), scale included. Float32 on the CPU; engines with
+half-precision matrix units use them and say so.
+
+Conventions.
+- torch: "keller" is torch.optim.Muon with adjust_lr_fn="original" and "moonlight" with "match_rms_adamw", but for its
+  bfloat16 products (3 % off). Its lr is 1e-3 and its weight_decay 0.1 unless given; it takes matrices only and has no
+  otherwise.
+- optax: without nesterov equal to optax.contrib.muon; consistent_rms=0.2 is "moonlight". Its Nesterov form corrects m and g
+  for bias by different factors. It sends tensors of three dimensions and more to Adam, and embeddings and heads to Muon.
+- the author's code: "keller", the default, with float32 products.
+- the Rust crate: "rlx". Every tensor whose rank is not 2 takes p ← (1 − lr·weight_decay)·p − lr·u, and
+    m ← momentum·m + g, u = g + momentum·m
 
 When, and what it costs. The hidden matrices of a network; embeddings, heads, norms and biases go to `otherwise`. 4 bytes of
 state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations for rows ≤ columns.
@@ -46,6 +61,16 @@ SCALES = {
 
 
 class Muon(Spec):
+    """lr: how far to step; a matrix moves by about lr in every direction.
+    momentum: how much of the average is kept a step.
+    nesterov: use the momentum that the next step would see.
+    weight_decay: times lr, the share of p that is taken away each step.
+    ns_steps: how many Newton–Schulz steps.
+    ns_coefficients: a, b and c of each of them.
+    eps: joins the norm, so that a gradient of zero gives a step of zero.
+    convention: how the step is scaled by the matrix's shape.
+    """
+
     lr: float = real(0.02)
     momentum: float = real(0.95, high=1.0, open_high=True)
     nesterov: bool = flag(True)
@@ -64,6 +89,7 @@ class Muon(Spec):
         return None if len(shape) >= 2 or self.convention == "rlx" else f"{len(shape)} dimensions; Muon takes 2 or more"
 
     def slots(self, shape):
+        """m: the average of gradients."""
         return like(shape, "m")
 
     def scalars(self, t, counters):

@@ -1,13 +1,23 @@
 """NAdamW: AdamW with Nesterov momentum.
 
-Idea. Use the momentum that the next step would see (Dozat, 2016).
+Idea. Use the momentum that the next step would see (Dozat, 2016). Three rules share the name and differ by 7 to 49 % after
+20 steps, so the convention is explicit.
 
-Formulas. m and v as in AdamW, v̂ = v/bc2, p ← (1 − lr·weight_decay)·p − lr·m̂/(√v̂ + eps). Three rules share the name and
-differ by 7 to 49 % after 20 steps, so the convention is explicit:
-"dozat" (optax.nadamw): m̂ = b1·m/(1 − b1^(t+1)) + (1 − b1)·g/bc1.
-"algoperf" (timm, MLCommons): m̂ = (b1·m + (1 − b1)·g)/bc1.
-"torch" (torch.optim.NAdam with decoupled decay): μ_t = b1·(1 − ½·0.96^(t·momentum_decay)), Π_t = μ_1·…·μ_t,
-m̂ = μ_{t+1}·m/(1 − Π_{t+1}) + (1 − μ_t)·g/(1 − Π_t); m itself still averages with b1. Π is state.
+Formulas.
+    m ← b1·m + (1 − b1)·g
+    v ← b2·v + (1 − b2)·g², v̂ = v/(1 − b2^t)
+    m̂ = b1·m/(1 − b1^(t + 1)) + (1 − b1)·g/(1 − b1^t)              "dozat"
+    m̂ = (b1·m + (1 − b1)·g)/(1 − b1^t)                             "algoperf"
+    μ_t = b1·(1 − ½·0.96^(t·momentum_decay)), Π_t = μ_1·…·μ_t      "torch"
+    m̂ = μ_{t+1}·m/(1 − Π_{t+1}) + (1 − μ_t)·g/(1 − Π_t)            "torch"
+    p ← (1 − lr·weight_decay)·p − lr·m̂/(√v̂ + eps)
+In "torch" m itself still averages with b1, and Π is state.
+
+Conventions.
+- torch: "torch" equals torch.optim.NAdam with decoupled_weight_decay=True (its default lr is 2e-3); its coupled decay is
+  not here.
+- optax: "dozat", the default, equals optax.nadamw, whose weight_decay is 1e-4 unless given.
+- timm, MLCommons AlgoPerf: "algoperf".
 
 When, and what it costs. Often a little ahead of AdamW at the same cost (it won MLCommons' AlgoPerf baselines).
 8 bytes of state a parameter, 28 bytes of traffic a parameter.
@@ -25,6 +35,14 @@ def nadamw(p, g, m, v, shrink, from_m, from_g, beta1, alpha1, beta2, alpha2, roo
 
 
 class NAdamW(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: times lr, the share of p that is taken away each step.
+    convention: which of the three rules.
+    momentum_decay: how fast "torch" raises its momentum towards betas[0]; the others do not use it.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -33,9 +51,13 @@ class NAdamW(Spec):
     momentum_decay: float = real(4e-3)
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        """
         return like(shape, "m", "v")
 
     def counters(self):
+        """mu_product: Π, the product of all momenta so far; only in "torch"."""
         return {"mu_product": 1.0} if self.convention == "torch" else {}
 
     def scalars(self, t, counters):

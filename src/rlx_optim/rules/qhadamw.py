@@ -3,8 +3,18 @@
 Idea. Mix the momentum with the plain gradient, in numerator and denominator, so that a long average can be kept without
 its delay (Ma & Yarats, arXiv:1810.06801).
 
-Formulas. m, v as in AdamW. num = (1 − nu1)·g + nu1·m/bc1; den = √((1 − nu2)·g² + nu2·v/bc2) + eps;
-p ← (1 − lr·weight_decay)·p − lr·num/den. nus = (1, 1) is AdamW.
+Formulas.
+    m ← b1·m + (1 − b1)·g, m̂ = m/(1 − b1^t)
+    v ← b2·v + (1 − b2)·g², v̂ = v/(1 − b2^t)
+    u = (1 − nu1)·g + nu1·m̂
+    w = (1 − nu2)·g² + nu2·v̂
+    p ← (1 − lr·weight_decay)·p − lr·u/(√w + eps)
+nus = (1, 1) is AdamW.
+
+Conventions.
+- torch, optax: neither has it.
+- the authors' qhoptim: the same rule; one of its trajectories is among the tests.
+- pytorch_optimizer: equal to QHAdam(weight_decouple=True), whose nus are (1, 1) unless given.
 
 When, and what it costs. Where AdamW is unstable at long averages. 8 bytes of state a parameter, 28 of traffic.
 """
@@ -21,6 +31,13 @@ def qhadamw(p, g, m, v, shrink, from_g, from_m, from_gg, from_v, beta1, alpha1, 
 
 
 class QHAdamW(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    nus: how much of numerator and denominator comes from the averages; the rest from this step's gradient.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: times lr, the share of p that is taken away each step.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.995, 0.999)
     nus: tuple[float, float] = reals((0.7, 1.0), high=1.0)
@@ -28,6 +45,9 @@ class QHAdamW(Spec):
     weight_decay: float = real(0.01)
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        """
         return like(shape, "m", "v")
 
     def scalars(self, t, counters):

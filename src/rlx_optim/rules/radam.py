@@ -4,12 +4,21 @@ Idea. Early on, v is an average of few squares and its reciprocal root varies wi
 the average; step by plain momentum while it is short, and rectify the adaptive step by r afterwards (Liu et al.,
 arXiv:1908.03265). It does without warm-up.
 
-Formulas. ρ∞ = 2/(1 − b2) − 1, ρ_t = ρ∞ − 2t·b2^t/bc2, r = √((ρ_t − 4)(ρ_t − 2)ρ∞ / ((ρ∞ − 4)(ρ∞ − 2)ρ_t)).
-Rectified: p ← p − lr·r·(m/bc1)/den; otherwise p ← p − lr·m/bc1.
-"torch" (torch.optim.RAdam): rectified while ρ_t > 5, den = (√v + eps)/√bc2.
-"paper": rectified while ρ_t > 4, den = √(v/bc2) + eps.
-weight_decay joins the gradient, or shrinks p where decoupled_weight_decay.
-ρ_t and r are taken in float64: in float32 the cancellation in ρ_t costs 1.2 % at t = 6.
+Formulas.
+    m ← b1·m + (1 − b1)·g, m̂ = m/(1 − b1^t)
+    v ← b2·v + (1 − b2)·g², v̂ = v/(1 − b2^t)
+    ρ∞ = 2/(1 − b2) − 1, ρ_t = ρ∞ − 2·t·b2^t/(1 − b2^t)
+    r = √((ρ_t − 4)·(ρ_t − 2)·ρ∞/((ρ∞ − 4)·(ρ∞ − 2)·ρ_t))
+    p ← p − lr·r·m̂·√(1 − b2^t)/(√v + eps)       "torch", where ρ_t > 5
+    p ← p − lr·r·m̂/(√v̂ + eps)                   "paper", where ρ_t > 4
+    p ← p − lr·m̂                                otherwise
+weight_decay joins the gradient first, or shrinks p beside the step where decoupled_weight_decay.
+
+Conventions.
+- torch: "torch", the default, equals torch.optim.RAdam: threshold 5, eps before bias correction.
+- optax: "paper" equals optax.radam(threshold=4.0); its default threshold is 5. It takes ρ_t as a difference of large
+  numbers in float32 and is 1.2 % off at t = 6; here ρ_t and r are taken in float64, in a form where nothing cancels.
+- the paper: "paper".
 
 When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of state a parameter, 28 of traffic.
 """
@@ -28,6 +37,14 @@ def radam(p, g, m, v, shrink, decay, step, rectified, beta1, alpha1, beta2, alph
 
 
 class RAdam(Spec):
+    """lr: about how far each coordinate moves a step.
+    betas: how much of m and of v is kept a step.
+    eps: joins the root, so that a coordinate without gradient does not divide by zero.
+    weight_decay: how much of p joins the gradient, or is taken away beside the step.
+    decoupled_weight_decay: take it away beside the step, times lr, as AdamW does.
+    convention: from which ρ_t on to rectify, and where eps stands.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -54,6 +71,9 @@ class RAdam(Spec):
         }
 
     def slots(self, shape):
+        """m: the average of gradients.
+        v: the average of their squares.
+        """
         return like(shape, "m", "v")
 
     def update(self, E, x):

@@ -3,9 +3,17 @@
 Idea. Move against the gradient; momentum averages past gradients so that the walk keeps its direction across noise and
 narrow valleys. Nesterov's variant looks one momentum step ahead.
 
-Formulas. d = g + weight_decay·p (coupled decay). The first step sets m = d, undampened; later
-m ← momentum·m + (1 − dampening)·d. The update is m, or d + momentum·m with Nesterov; p ← p − lr·update.
-With momentum 0 the update is d and dampening plays no part. Equal to torch.optim.SGD.
+Formulas.
+    d = g + weight_decay·p                      coupled decay
+    m ← momentum·m + (1 − dampening)·d          the first step sets m = d, undampened
+    u = m                                       with momentum
+    u = d + momentum·m                          with nesterov
+    u = d                                       without momentum; dampening plays no part
+    p ← p − lr·u
+
+Conventions.
+- torch: equal to torch.optim.SGD. There lr is 1e-3 unless given; here it must be given (rlx_optim.torch follows torch).
+- optax: equal to optax.sgd with add_decayed_weights before it; optax has no dampening.
 
 When, and what it costs. Convolutional networks with a tuned learning-rate schedule; the yardstick for everything else.
 No state without momentum, 4 bytes a parameter with it; 20 bytes of traffic a parameter (12 without momentum).
@@ -33,6 +41,13 @@ def nesterov(p, g, m, lr, decay, beta, alpha):
 
 
 class SGD(Spec):
+    """lr: how far to step along the update.
+    momentum: how much of the running average is kept; 0 keeps none.
+    dampening: how much of each new gradient is left out of the average, the first excepted.
+    nesterov: step by the gradient plus the momentum that the next step would see; needs momentum and no dampening.
+    weight_decay: how much of p joins the gradient.
+    """
+
     lr: float = real(REQUIRED)
     momentum: float = real(0.0)
     dampening: float = real(0.0, high=1.0)
@@ -53,9 +68,11 @@ class SGD(Spec):
         return (self.nesterov, self.averages)
 
     def slots(self, shape):
+        """m: the average of gradients; only with momentum."""
         return like(shape, "m") if self.averages else {}
 
     def counters(self):
+        """started: 1 once the average has begun."""
         return {"started": 0} if self.averages else {}
 
     def scalars(self, t, counters):

@@ -3,18 +3,28 @@
 Idea. Rotate the gradient into the eigenvectors of its own second-moment matrices, where Adam's diagonal scaling is close to
 the full one, and rotate the step back (Vyas et al., arXiv:2409.11321).
 
-Formulas (the authors' code). Per dimension no larger than max_precond_dim an average L ← beta·L + (1 − beta)·GGᵀ of the
-gradient's Gram matrix (beta = shampoo_beta, or betas[1]); a larger dimension is not rotated. The first call only sets L and
-Q = eigenvectors of L, descending, and moves nothing. Afterwards, with n counting the steps that move:
-m and v average the rotated gradient and its square, p ← p − lr·(√bc2/bc1)·Q(m/(√v + eps))Qᵀ, eps before bias correction, then
-p ← (1 − lr·weight_decay)·p; then L; and whenever n is a multiple of precondition_frequency Q is refreshed by one power step:
-order by the estimated eigenvalues diag(QᵀLQ), permute v to match, Q ← qr(L·Q), and m follows the basis.
-Tensors of fewer than two dimensions are that rule with Q = I unless precondition_1d. merge_dims first folds neighbouring
-dimensions, from the left, while their product is at most max_precond_dim.
-L and Q are computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues are
-decided by rounding, so engines that round alike walk the same path. The first basis of the null space of a rank-deficient L is
-decided by a faint diagonal (where the arithmetic is fine enough to see it): else the last bit of a gradient would decide it.
-L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not).
+Formulas. For a matrix; n counts the steps that move.
+    c = Q1ᵀ·g·Q2                                the gradient in the basis
+    m ← b1·m + (1 − b1)·c
+    v ← b2·v + (1 − b2)·c²
+    p ← p − lr·(√(1 − b2^n)/(1 − b1^n))·Q1·(m/(√v + eps))·Q2ᵀ    eps before bias correction
+    p ← (1 − lr·weight_decay)·p                 after the step
+    L1 ← beta·L1 + (1 − beta)·g·gᵀ              beta = shampoo_beta, or betas[1]
+    L2 ← beta·L2 + (1 − beta)·gᵀ·g
+    Q1 ← qr(L1·Q1), Q2 ← qr(L2·Q2)              where n is a multiple of precondition_frequency
+The first call only sets each L and Q = eigenvectors of L, descending, and moves nothing. Before a refresh the columns of Q
+are ordered by the estimated eigenvalues diag(Qᵀ·L·Q), v is permuted to match, and m follows the basis. A dimension larger
+than max_precond_dim is not rotated. A tensor of several dimensions has an L and a Q for each; one of fewer than two is that
+rule with Q = I unless precondition_1d. merge_dims first folds neighbouring dimensions, from the left, while their product
+is at most max_precond_dim. L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not). They are
+computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues are decided by
+rounding, so engines that round alike walk the same path. The first basis of the null space of a rank-deficient L is decided
+by a faint diagonal (where the arithmetic is fine enough to see it): else the last bit of a gradient would decide it.
+
+Conventions.
+- torch, optax: neither has it.
+- the authors' code: the same rule, defaults included, first call and order of eps and decay too.
+- pytorch_optimizer: the same rule; it keeps m in the parameter's own basis and rotates it each step.
 
 When, and what it costs. The fewest steps to a given loss of all that are here; pays where a step of the model is expensive.
 8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with n×n matrices a step and
@@ -45,6 +55,17 @@ TILT = 1e-8  # of L's largest entry: far above what rounding leaves in a null sp
 
 
 class SOAP(Spec):
+    """lr: about how far each coordinate moves a step, in the rotated basis.
+    betas: how much of m and of v is kept a step.
+    shampoo_beta: how much of the Gram matrices is kept a step; None takes betas[1].
+    eps: joins the root, before bias correction.
+    weight_decay: times lr, the share of p that is taken away after each step.
+    precondition_frequency: how many steps between refreshes of the basis.
+    max_precond_dim: a larger dimension is not rotated.
+    merge_dims: fold neighbouring dimensions first.
+    precondition_1d: rotate vectors as well.
+    """
+
     lr: float = real(3e-3)
     betas: tuple[float, float] = betas(0.95, 0.95)
     shampoo_beta: float | None = real(None, high=1.0, open_high=True, optional=True)
@@ -57,6 +78,7 @@ class SOAP(Spec):
 
     matrix = True
     moves = staticmethod(descend)
+    branches = True
 
     def merged(self, shape):
         """The shape whose dimensions are rotated."""
@@ -80,10 +102,16 @@ class SOAP(Spec):
         return [axis for axis, n in enumerate(merged, 1) if wanted and n <= self.max_precond_dim]
 
     def slots(self, shape):
+        """m: the average of gradients, in the basis.
+        v: the average of their squares, in the basis.
+        L1: the average Gram matrix of the first dimension; L2 of the second, and so on.
+        Q1: the basis of the first dimension; Q2 of the second, and so on.
+        """
         merged = self.merged(shape)
         square = {axis: (merged[axis - 1],) * 2 for axis in self.rotated(shape)}
-        factors = {f"L{axis}": Slot(s) for axis, s in square.items()}
-        return like(shape, "m", "v") | factors | {f"Q{axis}": Slot(s, eye=True, fill=1.0) for axis, s in square.items()}
+        factors = {f"L{axis}": Slot(s, factor=True) for axis, s in square.items()}
+        bases = {f"Q{axis}": Slot(s, eye=True, fill=1.0, factor=True) for axis, s in square.items()}
+        return like(shape, "m", "v") | factors | bases
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

@@ -3,10 +3,21 @@
 Idea. Divide by the curvature, estimated now and then, and clip each coordinate so that flat or negative curvature cannot
 throw the parameter away (Liu et al., arXiv:2305.14342; this is the paper's Sophia-H).
 
-Formulas. m ← b1·m + (1 − b1)·g, no bias correction. An estimate of the Hessian's diagonal sets h ← b2·h + (1 − b2)·estimate
-and is used in the same step. p ← (1 − lr·weight_decay)·p − lr·clip(m / max(gamma·h, eps), −clip, clip).
-The estimate is the caller's: Hutchinson's u⊙Hu for random signs u, every 10 steps or so, or a Gauss–Newton–Bartlett
-estimate. Before the first one h = 0 and the step is the clipped sign of m.
+Formulas.
+    m ← b1·m + (1 − b1)·g                       no bias correction
+    h ← b2·h + (1 − b2)·ĥ                       where an estimate ĥ of the Hessian's diagonal is given, before the step
+    u = m/max(gamma·h, eps)
+    p ← (1 − lr·weight_decay)·p − lr·min(max(u, −clip), clip)
+The estimate is the caller's: Hutchinson's z⊙Hz for random signs z, every 10 steps or so, or a Gauss–Newton–Bartlett
+estimate; the torch and JAX front ends make Hutchinson's themselves. Before the first one h = 0 and the step is the clipped
+sign of m.
+
+Conventions.
+- torch: does not have it.
+- optax: optax.contrib.sophia corrects the bias of m and uses an estimate one step after it was made; here as in the paper.
+- the authors' code: their SophiaG is the Gauss–Newton–Bartlett variant: give batch size × g², g taken at labels drawn from
+  the model, and gamma is their rho.
+- pytorch_optimizer: SophiaH has no gamma (it is 1) and calls clip p; equal at those settings.
 
 When, and what it costs. Language-model pretraining where a Hessian product every ten steps is affordable. 8 bytes of
 state a parameter, 24 of traffic a parameter, and the estimate.
@@ -30,6 +41,14 @@ def observe(h, g, beta2, alpha2):
 
 
 class Sophia(Spec):
+    """lr: times clip, the farthest a coordinate moves a step.
+    betas: how much of m is kept a step, and of h an estimate.
+    gamma: scales the curvature; the smaller, the more coordinates are clipped.
+    clip: the largest ratio of momentum to curvature.
+    eps: the least curvature.
+    weight_decay: times lr, the share of p that is taken away each step.
+    """
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.965, 0.99)
     gamma: float = real(0.01)
@@ -40,9 +59,13 @@ class Sophia(Spec):
     observes = True
 
     def slots(self, shape):
+        """m: the average of gradients.
+        h: the average of the estimates.
+        """
         return like(shape, "m", "h")
 
     def counters(self):
+        """estimates: how many estimates the tensor has had."""
         return {"estimates": 0}  # how many the tensor has had; 0 warns once
 
     def scalars(self, t, counters):

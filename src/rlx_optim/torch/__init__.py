@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3},
     "adafactor": {"lr": 1e-2, "eps": (2.0**-23, 1e-3), "convention": "torch"},
 }
-COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate"}
+COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False}
 
 
 def _signature(name: str, kind: type[Spec]) -> inspect.Signature:

@@ -119,4 +119,4 @@ class CurvatureOptimizer(RuleOptimizer):
             lane.engine.run(Bundle(spec, [record.name], [record.shape], record.slots, buffers, numbers), spec.observe)
         record.counters["estimates"] += 1
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
-        seat.version = seat.versions()
+        lane.version = lane.versions()

@@ -1,7 +1,8 @@
 """A lane: the parameters that one engine steps together, and how their memory reaches it.
 
 `CpuLane` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
-strides) goes through a scratch copy and is rounded once on the way back. `TorchLane` hands tensors to the torch engine.
+strides) goes through a scratch copy and is rounded once on the way back. `TritonLane` does the same for the triton engine, which
+reads every floating type itself. `TorchLane` hands tensors to the torch engine.
 """
 
 from __future__ import annotations
@@ -30,35 +31,27 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "counters", "held", "param", "records", "shape", "state", "step", "version")
+    __slots__ = ("batch", "counters", "held", "param", "records", "shape", "state")
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
         self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
-        self.step, self.counters = state["step"].numpy(), {counter: state[counter].numpy() for counter in counters}
+        self.counters = {counter: state[counter] for counter in counters}
         self.held = tuple(state.values())
-        self.version = self.versions()
         inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)
         self.records = [Record(name if batch == 1 else f"{name}[{i}]", inner, group) for i in range(batch)]
 
-    def versions(self) -> int:
-        """Moves when others change the counts: we write through NumPy, which torch does not see (and which is much quicker)."""
-        version: int = self.state["step"]._version
-        return version + sum([self.state[name]._version for name in self.counters]) if self.counters else version
-
     def holds(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Whether what it holds is still the optimizer's state: the same memory, the counts not changed by others."""
+        """Whether what it holds is still the optimizer's state: the same memory."""
         now = states.get(self.param) or {}
-        same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
-        return same and self.versions() == self.version
+        return len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
 
     def count(self) -> None:
-        """Write down that its records have stepped."""
+        """Write down what its records count beside steps."""
         first = self.records[0]
         if not first.size:
             first.t += 1  # nothing to compute, but the step counts
-        self.step[()] = first.t
         for name, value in first.counters.items():
-            self.counters[name][()] = value
+            self.counters[name].numpy()[()] = value  # torch does not see this, and it is much quicker
 
 
 def inner_shape(shape: Shape, batch: int) -> Shape:
@@ -76,11 +69,14 @@ def inner_shape(shape: Shape, batch: int) -> Shape:
 
 
 class Addresses:
-    """Where the arrays of a step are, in the form the cpu engine reads."""
+    """Where the arrays of a step are and how they are stored, in the form the compiled engines read."""
 
     def __init__(self, n: int):
         self.n, self.version = n, 0
         self.params, self.grads = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.param_types: tuple[torch.dtype, ...] = ()
+        self.grad_types: tuple[torch.dtype, ...] = ()
+        self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
 
 
 class Lane(abc.ABC):
@@ -96,6 +92,33 @@ class Lane(abc.ABC):
         self.structures: Any = None
         self.parts: list[Part] = []
         self.numbers: dict[Any, dict[str, Any]] = {}
+
+    def share_counts(self) -> None:
+        """Put the step counts of all seats into one memory, so that counting is one addition and one version tells whether others
+        have changed a count (we write through NumPy, which torch does not see)."""
+        counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device="cpu")
+        for seat, count in zip(self.seats, counts, strict=True):
+            seat.state["step"] = count
+            seat.held = tuple(seat.state.values())
+        self.counts, self.steps = counts, counts.numpy()
+        self.others = [seat.state[name] for seat in self.seats for name in seat.counters]
+        self.counting = [i for i, seat in enumerate(self.seats) if seat.counters or not seat.records[0].size]
+        self.version = self.versions()
+
+    def versions(self) -> int:
+        """Moves when others change a count."""
+        version: int = self.counts._version
+        return version + sum([count._version for count in self.others]) if self.others else version
+
+    def count(self, chosen: Sequence[int]) -> None:
+        """Write down that these seats have stepped."""
+        if len(chosen) == len(self.seats):
+            self.steps += 1
+        else:
+            self.steps[chosen] += 1
+        for i in self.counting:
+            if len(chosen) == len(self.seats) or i in chosen:
+                self.seats[i].count()
 
     def pieces(self, tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
         return [tensor] if seat.batch == 1 else list(tensor.reshape(seat.batch, *seat.records[0].shape))
@@ -146,54 +169,95 @@ class TorchLane(Lane):
         return buffer
 
 
-class CpuLane(Lane):
+class AddressLane(Lane):
+    """Lanes whose engine reads and writes torch's memory by address."""
+
     def fresh_watch(self, n: int) -> Addresses:
         self.watch = Addresses(n)
         return self.watch
 
-    @staticmethod
-    def view(buffer: torch.Tensor) -> Any:
-        return buffer.numpy()
+    @abc.abstractmethod
+    def as_is(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine can use this memory as it is."""
 
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
-        dtype = self.dtype
+    def by_address(self, part: Part) -> bool:
+        """Whether addresses are all that the engine needs for this part."""
+        return not part.bundle.spec.matrix
+
+    @abc.abstractmethod
+    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+        """The pieces of these tensors as matrix rules want them."""
+
+    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
         params, back = [], []
+        self.scratched = False  # whether something had to be copied
         for i, seat in enumerate(seats):
-            param = seat.param
-            if param.dtype is dtype and param.is_contiguous():
-                params.append(param)
-            else:
-                scratch = param.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
-                params.append(scratch)
+            param: torch.Tensor = seat.param
+            if not self.as_is(param):
+                scratch = param.detach().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
                 back.append((param, scratch))
-            grad = grads[i]
-            if grad.dtype is not dtype or not grad.is_contiguous():
-                grads[i] = grad.to(dtype).contiguous()
+                param, self.scratched = scratch, True
+            params.append(param)
+            if not self.as_is(grads[i]):
+                grads[i] = grads[i].to(self.dtype).contiguous()
+                self.scratched = True
         self.tell(seats, params, grads)
-        arrays = self.arrays(seats, params, grads) if any(part.bundle.spec.matrix for part in self.parts) else None
-        for part in self.parts:
-            ps, gs = ([], []) if arrays is None else ([side[i] for i in part.bundle.index] for side in arrays)
-            run_part(part, self.engine, specs, self.numbers, ps, gs, scale)
+        self.launch(seats, params, grads, specs, scale)
         for param, scratch in back:
-            param.detach().copy_(scratch)
-        torch.autograd.graph.increment_version([seat.param for seat in seats])
+            param.detach().copy_(scratch)  # torch counts this version itself
+
+    def launch(
+        self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
+    ) -> None:
+        """Run the parts on memory that has been told."""
+        told = [self.by_address(part) for part in self.parts]
+        sides = [] if all(told) else [self.arrays(seats, side) for side in (params, grads)]
+        for part, known in zip(self.parts, told, strict=True):
+            ps, gs = ([], []) if known else ([side[i] for i in part.bundle.index] for side in sides)
+            run_part(part, self.engine, specs, self.numbers, ps, gs, scale)
+        torch.autograd.graph.increment_version(params)
 
     def tell(self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are."""
         if len(seats) == self.watch.n:
             places: Any = [p.data_ptr() for p in params], [g.data_ptr() for g in grads]
+            kinds: Any = [p.dtype for p in params], [g.dtype for g in grads]
         else:
-            places = ([], [])
+            places, kinds = ([], []), ([], [])
             for seat, p, g in zip(seats, params, grads, strict=True):
-                stride = p.element_size() * math.prod(seat.records[0].shape)
-                for side, tensor in zip(places, (p, g), strict=True):
+                for side, types, tensor in zip(places, kinds, (p, g), strict=True):
+                    stride = tensor.element_size() * math.prod(seat.records[0].shape)
                     side += [tensor.data_ptr() + k * stride for k in range(seat.batch)]
+                    types += [tensor.dtype] * seat.batch
         self.watch.params[:], self.watch.grads[:] = places
+        self.watch.param_types, self.watch.grad_types = map(tuple, kinds)
         self.watch.version += 1
 
-    def arrays(self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor]) -> Any:
-        sides: Any = ([], [])
-        for seat, p, g in zip(seats, params, grads, strict=True):
-            for side, tensor in zip(sides, (p, g), strict=True):
-                side += [piece.numpy() for piece in self.pieces(tensor.detach(), seat)]
-        return sides
+
+class CpuLane(AddressLane):
+    @staticmethod
+    def view(buffer: torch.Tensor) -> Any:
+        return buffer.numpy()
+
+    def as_is(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype is self.dtype and tensor.is_contiguous()
+
+    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+        return [p.numpy() for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
+
+
+class TritonLane(AddressLane):
+    engine: Any
+
+    def by_address(self, part: Part) -> bool:
+        return not part.bundle.spec.matrix and self.engine.sweeps(part.bundle)
+
+    @staticmethod
+    def view(buffer: torch.Tensor) -> Any:
+        return buffer
+
+    def as_is(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous()
+
+    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+        return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]

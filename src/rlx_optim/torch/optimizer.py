@@ -47,6 +47,7 @@ class RuleOptimizer(Stepper):
         maximize: bool = False,
         engine: str = "auto",
         nonfinite: str = "propagate",
+        capturable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
         split: Mapping[str, int] | None = None,
@@ -59,7 +60,9 @@ class RuleOptimizer(Stepper):
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
             raise TypeError(f"{self._owner}: otherwise must be like rlx_optim.AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine)
-        self.engine, self.nonfinite, self.skipped = engine, nonfinite, 0
+        if not isinstance(capturable, bool):
+            raise TypeError(f"{self._owner}: capturable must be True or False, got {capturable!r}")
+        self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self._split, self._split_used = dict(split or {}), set[str]()
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
         self._other: dict[str, Any] = {}  # the settings of `otherwise`
@@ -252,7 +255,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}

@@ -15,10 +15,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
 from ..spec import Spec
+from .again import Again
 from .engines import choose
-from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane
+from .graphs import GraphLane, not_finite, refusal
+from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
 from .names import bare, outside
 from .state import furnish, settle, shape_in_state
+
+LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 
 
 def is_spread(param: Any) -> bool:
@@ -32,11 +36,23 @@ class Stepper(torch.optim.Optimizer):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
-    skipped: int
     _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: float = 1.0  # the next step multiplies gradients by it: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
+
+    capturable: bool
+    _skipped: int
+    _skips: torch.Tensor | None  # steps skipped by a decision on the device
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out because a gradient was not finite."""
+        return self._skipped + (0 if self._skips is None else int(self._skips))
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped, self._skips = count, None
 
     @property
     def _owner(self) -> str:
@@ -45,6 +61,7 @@ class Stepper(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
         self._lanes: list[Lane] | None = None
+        self._again: Again | None = None  # the last step, if it may be repeated
         self._layout: list[int] = []  # the parameters when the lanes were made
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
         self._specs: list[tuple[Any, Spec | None]] = []
@@ -96,9 +113,12 @@ class Stepper(torch.optim.Optimizer):
 
     def _step(self, only: torch.Tensor | None) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        stopped = found is not None and bool(float(found))
-        clip, self._clip = self._clip, 1.0
+        stopped = not self.capturable and found is not None and bool(float(found))
         specs = self._current_specs()
+        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip == 1.0
+        if plainly and self._once_more(specs):
+            return
+        self._again, clip, self._clip = None, self._clip, 1.0
         ready = self._ready(only)
         if self._council is not None:
             work, stopped, bad = self._council.agree(lambda: self._prepared(ready), stopped)
@@ -108,14 +128,38 @@ class Stepper(torch.optim.Optimizer):
             if stopped:
                 return
             work = self._work(ready)
-            if not self._passes(self._arrived(work)):
+            if self.capturable:
+                self._decide(work, found)
+            elif not self._passes(self._arrived(work)):
                 return
         structures = [spec.structure() for spec in specs]
-        factor = clip if scale is None else clip / float(scale)
+        factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
         for lane, chosen, grads in work:
             lane.step(chosen, specs, structures, grads, lane.sign * factor)
-            for i in chosen:
-                lane.seats[i].count()
+            lane.count(chosen)
+        self._again = Again.after(self) if plainly and not self.capturable else None
+
+    def _decide(self, work: list[tuple[Any, list[int], list[torch.Tensor]]], found: torch.Tensor | None) -> None:
+        """Whether the step is taken, decided on the device: by GradScaler, or by us where nonfinite is "skip"."""
+        flags = [] if found is None else [found]
+        if self.nonfinite == "skip" and work:
+            flags += [not_finite(grads) for _, _, grads in work]
+            bad = torch.stack([flag.to(flags[-1].device).reshape(()) for flag in flags[-len(work) :]]).max()
+            self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
+        for lane, _, _ in work:
+            lane.groups = self.param_groups
+            lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
+
+    def _once_more(self, specs: list[Spec]) -> bool:
+        """Repeat the last step, if nothing has changed that would have to be looked at."""
+        again = self._again
+        if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
+            return False
+        grads = again.gradients()
+        if grads is None or any(lane.structures != [spec.structure() for spec in specs] for lane, _ in again.lanes):
+            return False
+        again.step(grads, specs)
+        return True
 
     def _work(self, ready: list[tuple[Lane, list[int]]]) -> list[tuple[Lane, list[int], list[torch.Tensor]]]:
         return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
@@ -161,7 +205,7 @@ class Stepper(torch.optim.Optimizer):
             names = {param: name for group in self.param_groups for name, param in named(group)}
             which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
             raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
-        self.skipped += 1
+        self._skipped += 1
         return False
 
     def _current_specs(self) -> list[Spec]:
@@ -173,6 +217,8 @@ class Stepper(torch.optim.Optimizer):
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
+            if self.capturable:  # what is on the device is read by the step itself
+                values = [id(value) if isinstance(value, torch.Tensor) else value for value in values]
             before, spec = self._specs[i]
             if spec is None or any(isinstance(value, torch.Tensor) for value in values) or values != before:
                 now = self._spec_of(group)
@@ -195,10 +241,14 @@ class Stepper(torch.optim.Optimizer):
         """The lanes, with those of their seats that have a gradient. Groups and state are the truth: where they are no longer
         what the lanes were made from, lanes are made anew."""
         known = self._layout == self._laid_out() if only is None else only in self._places
+        if not self.capturable and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
         if self._lanes is None or not known:
             self._make_lanes()
         chosen = self._with_gradient(only)
-        if not all(lane.seats[i].holds(self.state) for lane, which in chosen for i in which):
+        if not all(lane.version == lane.versions() for lane, _ in chosen) or not all(
+            lane.seats[i].holds(self.state) for lane, which in chosen for i in which
+        ):
             self._make_lanes()
             chosen = self._with_gradient(only)
         return chosen
@@ -229,6 +279,11 @@ class Stepper(torch.optim.Optimizer):
         )
 
     def _make_lanes(self) -> None:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise RuntimeError(
+                f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
+            )
         lanes: dict[Any, Lane] = {}
         for index, group in enumerate(self.param_groups):
             rule, spec = group["rule"], self._spec_of(group)
@@ -238,16 +293,25 @@ class Stepper(torch.optim.Optimizer):
                 home = self._home(name, param, spec, batch)
                 furnish(self.state[param], rule, spec, param, batch, home)
                 engine, why = choose(self.engine, param.device, dtype)
-                make: Any = CpuLane if engine.name == "cpu" else TorchLane
+                make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
                 if home is not None:
+                    if self.capturable:
+                        raise ValueError(
+                            f"{self._owner}: capturable=True is for parameters that are not spread over ranks; {name} is"
+                        )
                     from .sharded import lanes as sharded
 
                     sharded.add(lanes, key, make, (engine, why), rule, spec, param, bare(name), index, self.state[param], home)
                     continue
                 if key not in lanes:
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
+                if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
+                    raise ValueError(f"{self._owner}: {problem}")
                 lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, index))
+        self._again = None
+        for lane in lanes.values():
+            lane.share_counts()
         self._lanes, self._layout = list(lanes.values()), self._laid_out()
         if self._homes is not None:
             from .sharded.lanes import council
@@ -258,7 +322,8 @@ class Stepper(torch.optim.Optimizer):
     def _seat(self, lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
         batch = int(state.get("batch", 1))
-        settle(state, spec)
+        if not self.capturable:
+            settle(state, spec)
         seat = Seat(param, state, bare(name), group, batch, spec.counters())
         for i, record in enumerate(seat.records):
             record.slots = spec.slots(record.shape)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import threads
+from ... import linalg, threads
 from ...engine import ArrayEngine, Bundle, Rule, Values, signature
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
@@ -223,6 +223,10 @@ class Cpu(ArrayEngine):
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
+
+    def qr(self, X: np.ndarray) -> np.ndarray:
+        found = linalg.orthonormal(self, X) if X.shape[-1] > AFFORDABLE else None
+        return np.linalg.qr(X)[0] if found is None else found
 
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, self.dtype, order="C")

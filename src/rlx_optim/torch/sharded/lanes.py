@@ -11,15 +11,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ...engine import Bundle, Engine, Rule, Values
 from ...sharing import numbers_of
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
-from ..lanes import CpuLane, Lane, Seat, TorchLane, inner_shape
+from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape
 from ..names import outside
-from ..state import piece_shape, shape_in_state
+from ..state import piece_shape, settle, shape_in_state
+from ..stepping import LANES
 from .council import Council
 from .exchange import Item, collect, spread
 from .homes import Home, Owned, Shards
@@ -74,7 +76,7 @@ class Listener:
         if rule is not self.moves:
             return self.engine.map(rule, x, **reduce)
         self.numbers = [float(x[name]) for name in numbers_of(rule)]
-        return x.set(p=x.u)
+        return x.set(p=x.u if isinstance(x.u, (np.ndarray, torch.Tensor)) else x.u.stack)  # the triton engine has piles
 
 
 class Updates:
@@ -135,8 +137,7 @@ class OwnerLane(Lane):
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         super().__init__(engine, why, device, dtype, sign)
         self.homes: list[Home] = []
-        kind = CpuLane if engine.name == "cpu" else TorchLane
-        self.landing = local(kind)(engine, why, device, dtype, 1.0)
+        self.landing = local(LANES.get(engine.name, TorchLane))(engine, why, device, dtype, 1.0)
 
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return self.landing.view(buffer)
@@ -147,7 +148,8 @@ class OwnerLane(Lane):
         if (key := tuple(chosen)) != self.present or structures != self.structures:
             self.present, self.structures = key, structures
             records = [record for i in wholes for record in seats[i].records]
-            self.parts = bundle_up(enumerate(records), specs, self.engine)
+            self.watch = Addresses(len(records))
+            self.parts = bundle_up(enumerate(records), specs, self.engine, self.watch)
         updates, numbers = self._updated(seats, wholes, specs, scale)
         self._land(chosen, specs, *self._delivered(seats, homes, specs, updates, numbers))
 
@@ -185,7 +187,9 @@ class OwnerLane(Lane):
             updates[i] = torch.empty_like(grad)
             first[i] = len(sides[0])
             for side, tensor in zip(sides, (updates[i], grad), strict=True):
-                side += [self.view(piece) for piece in self.pieces(tensor, seats[i])]
+                side += self.pieces(tensor, seats[i])
+        self._tell(*sides)
+        sides = tuple([self.view(piece) for piece in side] for side in sides)  # type: ignore[assignment]
         engine, self.numbers = Updates(self.engine), {}
         for part in self.parts:
             params, gradients = ([side[k] for k in part.bundle.index] for side in sides)
@@ -196,6 +200,13 @@ class OwnerLane(Lane):
             length = len(numbers_of(specs[record.group].moves))  # type: ignore[arg-type]
             numbers[i] = [float(found is not None), *(found or [0.0] * length), *record.counters.values()]
         return updates, numbers
+
+    def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        """Write down where this step's arrays are, for engines that go by address."""
+        watch = self.watch
+        watch.params[:], watch.grads[:] = [t.data_ptr() for t in updates], [t.data_ptr() for t in grads]
+        watch.param_types = watch.grad_types = (self.dtype,) * len(grads)
+        watch.version += 1
 
     def _delivered(
         self,
@@ -260,6 +271,7 @@ def seat(lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, grou
     """A seat with the views of its state that a lane needs."""
     owned = isinstance(lane, OwnerLane)
     batch = int(state.get("batch", 1)) if spec.matrix else 1
+    settle(state, spec)
     made = Seat(param, state, name, group, batch, spec.counters())
     if not owned:
         shape = tuple(here(param).shape)

@@ -1,0 +1,146 @@
+"""The benchmark on a CUDA device: who competes there, and the copy beside them.
+
+Ours runs through `rlx_optim.torch`, as it is and captured in a CUDA graph; torch's fused optimizers likewise. All torch
+contenders share the gradients, which nobody writes to. A turn begins and ends with the device idle.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..named import spec_class
+from . import Problem
+from .peers import HOW, Contender, Peer, load, optax_contender, tensor_bytes
+from .results import OURS, Request, Shapes, parameters, present
+
+Tensors = dict[str, Any]
+
+COPIED = 1 << 28  # float32 elements: 1 GiB read and as much written
+EMBEDDING = 20_000  # a matrix with a side of so many is an embedding or a head, not for Muon
+
+
+def check(request: Request) -> None:
+    """Refuse what cannot run before anything does."""
+    if importlib.util.find_spec("torch") is None:
+        raise Problem("--device cuda needs torch: pip install torch")
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise Problem("--device cuda: torch sees no CUDA device here")
+    count, most = parameters(request.shapes), max(len(present(name, request)) + 3 for name in request.optimizers)
+    free, _ = torch.cuda.mem_get_info()
+    if 4 * count * (3 + 4 * most) > free:
+        raise Problem(f"model {request.model}: {count:,} parameters in {most} implementations are too many for this GPU's memory")
+
+
+def name_of_device() -> str:
+    torch = importlib.import_module("torch")
+    return str(torch.cuda.get_device_name())
+
+
+def draw(shapes: Shapes) -> tuple[Tensors, Tensors]:
+    """Parameters and gradients on the device."""
+    torch = importlib.import_module("torch")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def made() -> Tensors:
+        return {k: 0.02 * torch.randn(shape, generator=generator, device="cuda") for k, shape in shapes.items()}
+
+    return made(), made()
+
+
+def wait() -> None:
+    importlib.import_module("torch").cuda.synchronize()
+
+
+def memory_copy() -> Contender:
+    torch = importlib.import_module("torch")
+    source, target = (torch.ones(COPIED, device="cuda") for _ in range(2))
+    return Contender("copy", lambda: target.copy_(source), wait=wait, moved=8 * COPIED)
+
+
+def own(params: Any, grads: Any) -> dict[str, Any]:
+    """Parameters of one's own, with the gradients that all share."""
+    torch = importlib.import_module("torch")
+    tensors = {k: torch.nn.Parameter(p.clone()) for k, p in params.items()}
+    for k, tensor in tensors.items():
+        tensor.grad = grads[k]
+    return tensors
+
+
+def hidden(tensor: Any) -> bool:
+    return bool(tensor.ndim == 2 and max(tensor.shape) < EMBEDDING)
+
+
+def ours(name: str, params: Tensors, grads: Tensors, captured: bool = False) -> Contender:
+    front = importlib.import_module("rlx_optim.torch")
+    tensors, kind = own(params, grads), spec_class(name)
+    settings = dict(OURS.get(name, {}))
+    if name == "adafactor":  # as in the named API
+        settings |= {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}
+    if name == "muon":
+        settings["route"] = functools.partial(_route, frozenset(k for k, tensor in tensors.items() if hidden(tensor)))
+    made = getattr(front, kind.__name__)(list(tensors.items()), capturable=captured, **settings)
+    label = "ours, in a CUDA graph" if captured else "ours"
+    return runs(label, [made], list(tensors.values()), captured)
+
+
+def _route(matrices: frozenset[str], name: str, tensor: Any) -> bool:
+    return name in matrices
+
+
+def theirs(peer: Peer, params: Tensors, grads: Tensors, captured: bool = False) -> Contender:
+    if peer.how == "optax":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of the device's memory
+        jax = importlib.import_module("jax")
+        if all(device.platform == "cpu" for device in jax.devices()):
+            raise RuntimeError("jax sees no GPU")
+        p, g = ({k: t.cpu().numpy() for k, t in each.items()} for each in (params, grads))
+        return optax_contender(peer, p, g, jax.devices()[0])
+    tensors = list(own(params, grads).values())
+    settings = peer.settings | ({"capturable": True} if captured and "SGD" not in peer.rule else {})
+    made = HOW[peer.how](load(peer.rule), tensors, settings, hidden)
+    return runs(f"{peer.label}, in a CUDA graph" if captured else peer.label, made, tensors, captured)
+
+
+def runs(label: str, made: list[Any], tensors: list[Any], captured: bool) -> Contender:
+    torch = importlib.import_module("torch")
+
+    def step() -> None:
+        for optimizer in made:
+            optimizer.step()
+
+    def renew() -> None:
+        for tensor in tensors:
+            tensor.grad = tensor.grad.clone()
+
+    def size() -> int:
+        return sum(tensor_bytes(m.state.values()) for m in made)
+
+    if not captured:
+        return Contender(label, step, size, renew, wait)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return Contender(label, graph.replay, size, lambda: None, wait)
+
+
+def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[str, Callable[[], Contender]]:
+    """Who competes, by label, not built yet."""
+    made: dict[str, Callable[[], Contender]] = {"ours": functools.partial(ours, name, *arrays)}
+    if not spec_class(name).branches:
+        made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
+    for peer in present(name, request):
+        made[peer.label] = functools.partial(theirs, peer, *arrays)
+        if peer.settings.get("fused"):
+            made[f"{peer.label}, in a CUDA graph"] = functools.partial(theirs, peer, *arrays, True)
+    return made

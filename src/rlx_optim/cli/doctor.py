@@ -1,0 +1,118 @@
+"""`rlx-optim doctor`: what is live here, and whether it computes what it should.
+
+Every engine steps a few optimizers on a small problem beside the reference. The exit code is 1 if an engine that is installed
+fails or gives another result, or if the cache cannot be written.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from ..engines import list_engines
+from . import machine, show_table, write_json
+from .walks import ENGINES, SETTINGS, bar_of, distance, problem, walk
+
+CHECKED = ("adamw", "lamb", "muon")  # an elementwise rule, one that reduces, one that multiplies matrices
+STEPS, TENSORS = 4, ("wide", "vector")  # small: most of the time goes into imports and compilers
+
+
+def check(engine: str) -> dict[str, Any]:
+    """Whether an engine is there, what it is, how long the check took and how far it ended from the reference."""
+    place = ENGINES[engine]
+    told: dict[str, Any] = {"engine": engine, "what": place.what}
+    start = time.perf_counter()
+    try:
+        reason = place.missing()
+        if reason is not None:
+            return told | {"status": "not here", "why": reason}
+        todo = problem(STEPS, TENSORS)
+        errors = {}
+        for name in CHECKED:
+            want = walk("reference", name, SETTINGS.get(name, {}), todo)
+            errors[name] = distance(walk(engine, name, SETTINGS.get(name, {}), todo), want, todo.start)
+    except Exception as error:  # whatever a broken library raises is what the user wants to read
+        return told | {"status": "broken", "why": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+    wrong = {name: error for name, error in errors.items() if not error <= bar_of(name)}
+    status = {"status": "wrong" if wrong else "live", "why": ", ".join(f"{n} is off by {e:.2g}" for n, e in wrong.items())}
+    return told | status | {"errors": errors, "seconds": time.perf_counter() - start}
+
+
+def cache() -> dict[str, Any]:
+    """Where compiled kernels are kept, and whether they can be."""
+    if ENGINES["cpu"].missing() is not None:
+        return {"status": "not used", "why": "numba is not installed"}
+    folder: Path = importlib.import_module("rlx_optim.engines.cpu.kernels").cache_folder()
+    given = os.environ.get("RLX_OPTIM_CACHE")
+    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx_optim"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    told = {"folder": str(folder), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+    if folder.is_relative_to(base):
+        return {"status": "writable", "why": "", **told}
+    return {"status": "not writable", "why": f"{base} cannot be written: kernels are compiled anew in every process", **told}
+
+
+def threading() -> str:
+    """numba's threading layer. It starts with the first large step, so one is taken."""
+    if ENGINES["cpu"].missing() is not None:
+        return "numba is not installed"
+    import numpy as np
+
+    from ..named import create
+
+    big = np.ones(1 << 18, np.float32)
+    create("sgd", lr=0.1, engine="cpu").step_all({"w": big.copy()}, {"w": big})
+    layer: str = importlib.import_module("rlx_optim.engines.cpu.parallel").description()
+    return layer
+
+
+def examine() -> dict[str, Any]:
+    """Everything the doctor looks at. `healthy` is what the exit code says."""
+    start = time.perf_counter()
+    engines = [check(engine) for engine in ENGINES]
+    kept = cache()
+    known = {"reference", "cpu"}
+    return {
+        "healthy": all(e["status"] in ("live", "not here") for e in engines) and kept["status"] != "not writable",
+        "engines": engines,
+        "third_party_engines": [name for name in list_engines() if name not in known],
+        "threading_layer": threading() if next(e for e in engines if e["engine"] == "cpu")["status"] == "live" else None,
+        "cache": kept,
+        "machine": machine(),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    m, kept = found["machine"], found["cache"]
+    rows = []
+    for e in found["engines"]:
+        worst = f"{max(e['errors'].values()):.1g}" if "errors" in e else "–"
+        seconds = f"{e['seconds']:.2f}" if "seconds" in e else "–"
+        why = escape(f": {e['why']}") if e["why"] else ""  # an extra stands in brackets, which rich would take for a style
+        rows.append([e["engine"], e["what"] + why, e["status"], worst, seconds])
+    show_table(("engine", "what it is", "", "error", "s"), rows, [e["status"] != "not here" for e in found["engines"]])
+    others = ", ".join(found["third_party_engines"])
+    print(f"error: the largest of {', '.join(CHECKED)} after {STEPS} steps, as a share of the distance travelled")
+    print(*([f"third-party engines: {others}"] if others else []), sep="\n", end="\n" if others else "")
+    print(f"threads: {m['threads']} of {m['cores']} cores; numba's layer: {found['threading_layer'] or 'not started'}")
+    where = f"{kept['folder']} ({kept['files']:,} files, {kept['bytes'] / 1e6:.1f} MB)" if "folder" in kept else ""
+    print(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
+    print(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in m["versions"].items()))
+    print(f"{'healthy' if found['healthy'] else 'something is broken'} ({found['seconds']:.1f} s)")
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which engines are live and why others are not, and check them."""
+    found = examine()
+    write_json(found) if as_json else show(found)
+    raise typer.Exit(int(not found["healthy"]))

@@ -1,0 +1,128 @@
+"""`rlx-optim info`: one optimizer, from its module's docstring and its spec.
+
+rlx-optim info muon
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Annotated, Any
+
+import typer
+
+from ..named import list_optimizers, spec_class
+from ..registry import ALIASES, OPTIMIZERS
+from ..spec import REQUIRED
+from . import one, write_json
+from .listing import entry
+
+#: how a part of a rule's docstring begins -> what it is
+PARTS = {"Idea": "idea", "Formulas": "formulas", "Conventions": "conventions", "When, and what it costs": "when"}
+OPTAX = {"kronpsgd": "kron_psgd"}  # where the name in rlx_optim.optax is another
+
+
+def parts_of(name: str) -> dict[str, str]:
+    """The docstring of a rule in its parts, and its title; a paragraph that begins none of them belongs to the one before."""
+    doc = inspect.getdoc(importlib.import_module(spec_class(name).__module__)) or ""
+    title, *paragraphs = doc.split("\n\n")
+    parts, part = {"title": title}, "title"
+    for paragraph in paragraphs:
+        head = next((head for head in PARTS if paragraph.startswith(head)), None)
+        if head is not None:
+            part, paragraph = PARTS[head], paragraph[len(head) :].removeprefix(".")[1:]
+        parts[part] = f"{parts[part]}\n\n{paragraph}" if part in parts else paragraph
+    return parts
+
+
+def meanings(name: str) -> dict[str, str]:
+    """What each hyperparameter and slot is, from the docstring of the spec: "word: text", over one or more lines."""
+    found: dict[str, str] = {}
+    for line in inspect.cleandoc(spec_class(name).__doc__ or "").splitlines():
+        if start := re.fullmatch(r"(\w+): (.*)", line):
+            found[start[1]] = start[2]
+        elif found:
+            found[next(reversed(found))] += f" {line.strip()}"
+    return found
+
+
+def flowing(text: str) -> str:
+    """Prose without the file's own line breaks, so that any width suits it; indented formulas and list items keep theirs."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        free = lines and lines[-1] and not lines[-1].startswith(" ")  # the line before can be gone on with
+        if free and line and not line.startswith((" ", "- ")):
+            lines[-1] += f" {line}"
+        elif free and line.startswith("  ") and lines[-1].startswith("- "):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def described(name: str) -> dict[str, Any]:
+    """Everything that is known of an optimizer."""
+    kind, (_, title, _) = spec_class(name), OPTIMIZERS[name]
+    words = meanings(name)
+    fields = {
+        field: {
+            "meaning": words.pop(field, ""),
+            "required": f.default is REQUIRED,
+            "default": None if f.default is REQUIRED else f.default,
+            "expected": f.expected,
+            "fixed": f.fixed,
+        }
+        for field, f in kind.fields.items()
+    }
+    fallback = kind.otherwise_default
+    own = {"numpy": title, "torch": f"torch.{title}", "jax": f"optax.{OPTAX.get(name, name)}"}
+    return {
+        **entry(name),
+        **parts_of(name),
+        "hyperparameters": fields,
+        "state": words,
+        "otherwise": None if fallback is None else {"optimizer": fallback.name, **fallback.settings},
+        "names": {framework: f"rlx_optim.{path}" for framework, path in own.items()},
+    }
+
+
+def show(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def section(title: str, text: str) -> None:
+        console.print(f"\n[bold]{title}[/]")
+        console.print(flowing(text), markup=False)
+
+    console.print(f"[bold]{told['title'].replace('[', chr(92) + '[')}[/]")
+    section("Idea", told["idea"])
+    section("Formulas", told["formulas"])
+    console.print("\n[bold]Hyperparameters[/]")
+    table = Table(Column("name", no_wrap=True), "default", "what it is, and must be")
+    for name, field in told["hyperparameters"].items():
+        default = "required" if field["required"] else repr(field["default"])
+        bounds = f"{field['expected']}{'; fixed once there is state' if field['fixed'] else ''}"
+        table.add_row(name, default, Text(f"{field['meaning']} ").append(f"({bounds})", "dim"))
+    console.print(table)
+    if told["otherwise"]:
+        settings = dict(told["otherwise"])
+        rule = OPTIMIZERS[settings.pop("optimizer")][1]
+        given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        console.print(f"What it does not take goes to otherwise = {rule}({given}).", markup=False)
+    section("State", "\n".join(f"- {slot}: {text}" for slot, text in told["state"].items()) or "- none")
+    section("Conventions", told["conventions"])
+    section("When, and what it costs", told["when"])
+    console.print(f"\n[bold]Names[/]\n{'   '.join(told['names'].values())}")
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="An optimizer.", autocompletion=list_optimizers)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain one optimizer: idea, formulas, defaults, when to use it, what it costs."""
+    told = described(one("optimizer", name, list_optimizers(), ALIASES))
+    write_json(told) if as_json else show(told)

@@ -1,0 +1,56 @@
+"""`rlx-optim list`: the optimizers, one line each."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from ..named import create, spec_class
+from ..registry import ALIASES, OPTIMIZERS
+from . import show_table, write_json
+from .bench import digits
+from .memory import slots_of
+from .results import BYTES, OURS
+
+REDUCING = ("lamb", "adafactor", "mars")  # they need norms or means of a whole tensor before they can step it
+MATRIX = (1024, 1024)  # what bytes of state are counted for
+
+
+def kind_of(name: str) -> str:
+    """How a rule looks at a tensor."""
+    if spec_class(name).matrix:
+        return "matrix"
+    return "reduces" if name in REDUCING else "elementwise"
+
+
+def entry(name: str) -> dict[str, Any]:
+    """What can be said of an optimizer in one line. State is that of a weight matrix at the settings of the benchmarks."""
+    _, title, summary = OPTIMIZERS[name]
+    bytes_ = sum(slot.bytes for slot in slots_of(create(name, **OURS.get(name, {})), {"w": MATRIX}))
+    return {
+        "name": name,
+        "class": title,
+        "summary": summary,
+        "kind": kind_of(name),
+        "state_bytes_per_parameter": bytes_ / math.prod(MATRIX),
+        "traffic_bytes_per_parameter": BYTES.get(name),
+        "aliases": [alias for alias, of in ALIASES.items() if of == name],
+    }
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the optimizers."""
+    entries = [entry(name) for name in OPTIMIZERS]
+    if as_json:
+        write_json(entries)
+        return
+    rows = [
+        [e["name"], e["summary"], e["kind"], digits(e["state_bytes_per_parameter"]), digits(e["traffic_bytes_per_parameter"])]
+        for e in entries
+    ]
+    show_table(("optimizer", "what it is", "rule", "state B/param", "traffic B/param"), rows, [False] * len(rows))
+    print("State of a 1024×1024 matrix (SGD with momentum). More on one: rlx-optim info NAME")

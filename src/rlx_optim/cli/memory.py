@@ -1,0 +1,151 @@
+"""`rlx-optim memory`: the bytes of state of an optimizer for a model, slot by slot, without allocating any of it.
+
+    rlx-optim memory --shapes gpt2-124m --optimizer soap
+    rlx-optim memory --shapes shapes.json --optimizer all
+
+A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
+the compiled engines allocate: float32 buffers. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..named import create, list_optimizers
+from ..optimizer import NamedOptimizer
+from ..registry import ALIASES
+from . import Problem, choose, show_table, write_json
+from .bench import MODELS, shapes_of
+from .results import OURS, Shapes, parameters
+
+ITEM = 4  # bytes of a float32
+
+
+@dataclasses.dataclass
+class SlotBytes:
+    """One slot of one rule, over all tensors that have it."""
+
+    rule: str
+    slot: str
+    tensors: int = 0
+    bytes: int = 0
+
+
+def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
+    """The state that stepping these tensors would make. Each goes to the rule that would take it."""
+    found: dict[tuple[str, str], SlotBytes] = {}
+    for name, shape in shapes.items():
+        member, record, _ = optimizer._lookup(name, shape)
+        rule = type(member).__name__
+        for slot, buffer in member._specs()[record.group].slots(shape).items():
+            row = found.setdefault((rule, slot), SlotBytes(rule, slot))
+            row.tensors += 1
+            row.bytes += ITEM * math.prod(buffer.shape)
+    return list(found.values())
+
+
+# ---- what is asked ------------------------------------------------------------------------------------------------------
+def read_shapes(text: str) -> Shapes:
+    """A shape set by name, or those of a JSON file."""
+    if not text.endswith(".json"):
+        try:
+            return shapes_of(text)
+        except Problem as problem:
+            raise Problem(f"--shapes: {problem}, or a file that ends in .json") from None
+    try:
+        given = json.loads(Path(text).read_text())
+    except OSError as problem:
+        raise Problem(f"--shapes: {text}: {problem.strerror}") from None
+    except ValueError as problem:
+        raise Problem(f"--shapes: {text} is not JSON: {problem}") from None
+    named = dict(enumerate(given)) if isinstance(given, list) else given
+    if not isinstance(named, dict) or not named:
+        raise Problem(f'--shapes: {text} must hold {{"name": [rows, columns], …}} or a list of shapes')
+    return {str(name): _shape(text, name, value) for name, value in named.items()}
+
+
+def _shape(file: str, name: Any, value: Any) -> tuple[int, ...]:
+    good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    if not good:
+        raise Problem(f"--shapes: {file}: the shape of {name!r} must be a list of whole numbers, got {value!r}")
+    return tuple(value)
+
+
+def read_settings(pairs: list[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs; a value is JSON, or else a word."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found or not key:
+            raise Problem(f"--set: {pair!r} must look like KEY=VALUE, such as momentum=0.9")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
+
+
+def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
+    try:
+        return create(name, **{**OURS.get(name, {}), **settings})
+    except (TypeError, ValueError) as problem:
+        raise Problem(f"--set: {problem}") from None
+
+
+# ---- what is said -------------------------------------------------------------------------------------------------------
+def readable(count: float) -> str:
+    """Bytes with a unit of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def sizes(total: int, count: int) -> list[str]:
+    return [f"{total:,}", readable(total), f"{total / max(count, 1):.3f}"]
+
+
+def rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], bool]]:
+    for name, entry in report.items():
+        for s in entry["slots"]:
+            yield [name, f"{s['rule']}: {s['slot']}", f"{s['tensors']:,}", *sizes(s["bytes"], count)], False
+        yield [name, "all state", "", *sizes(entry["state_bytes"], count)], True
+
+
+def command(
+    optimizer: Annotated[str, typer.Option(help="Names, comma-separated, or all.", autocompletion=list_optimizers)] = "adamw",
+    shapes: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, one:N, or a JSON file.")] = "gpt2-124m",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count the bytes of state that an optimizer needs for a model."""
+    chosen = choose("optimizer", optimizer, list_optimizers(), ALIASES)
+    tensors, settings = read_shapes(shapes), read_settings(set_ or [])
+    report: dict[str, Any] = {}
+    for name in chosen:
+        slots = slots_of(made(name, settings), tensors)
+        report[name] = {"state_bytes": sum(slot.bytes for slot in slots), "slots": [dataclasses.asdict(slot) for slot in slots]}
+    count = parameters(tensors)
+    if as_json:
+        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": ITEM * count}
+        write_json({**about, "optimizers": report})
+        return
+    print(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {readable(ITEM * count)} of float32 parameters")
+    lines = list(rows(report, count))
+    show_table(
+        ("optimizer", "rule: slot", "tensors", "bytes", "", "B/param"),
+        [line for line, _ in lines],
+        [strong for _, strong in lines],
+    )
+    if "sgd" in chosen and "momentum" not in settings:
+        print("SGD here has momentum=0.9; --set momentum=0 for none")

@@ -1,0 +1,148 @@
+"""`rlx-optim race`: every optimizer trains the same model, and a page shows how they did.
+
+rlx-optim race
+rlx-optim race --model char-gpt --optimizers adamw,muon,soap --steps 500 --tune --out my-race
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..named import list_optimizers
+from ..race import report
+from ..race.running import GRID, MODELS, Race, get_model, missing, run
+from ..registry import ALIASES
+from . import Problem, choose, machine, one, show_table, write_json
+from .bench import digits
+from .memory import readable
+
+REPORT, RESULTS = "report.html", "results.json"
+
+
+def new_folder(given: Path | None) -> Path:
+    """A folder that is new or empty, made before anything is trained for it."""
+    folder = given or Path(f"race-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise Problem(f"--out: {folder} is not empty; name a new folder")
+        (folder / REPORT).touch()
+        (folder / REPORT).unlink()
+    except OSError as problem:
+        raise Problem(f"--out: cannot write {folder}: {problem.strerror}") from None
+    return folder
+
+
+@contextlib.contextmanager
+def live(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
+    """A bar on stderr: what runs, its loss, the time left. Gives the two functions that move it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("[bold]{task.description:28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("loss {task.fields[loss]:<8}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, loss="")
+        yield (
+            lambda name: bar.update(task, description=name),
+            lambda loss: bar.update(task, advance=1, loss=f"{loss:.4g}"),
+        )
+
+
+def show_grid(found: dict[str, Any]) -> None:
+    """The training loss at each rate of the grid, the one taken marked."""
+
+    def cell(trial: dict[str, Any], taken: float) -> str:
+        end = "diverged" if trial["train_loss"] is None else digits(trial["train_loss"])
+        return f"{trial['lr']:g}: {end}{' *' if trial['lr'] == taken else ''}"
+
+    rows = [[name, *(cell(trial, e["lr"]) for trial in e["grid"])] for name, e in found["optimizers"].items()]
+    print("learning rate: final training loss (* the one taken)")
+    show_table(["optimizer", *(f"× {factor:g}" for factor in GRID)], rows, [False] * len(rows))
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table, best first."""
+    metric = found["model"]["metric"]
+
+    def rank(item: tuple[str, dict[str, Any]]) -> float:
+        end = item[1][metric]
+        return float("inf") if end is None else -end["mean"] if metric == "accuracy" else end["mean"]
+
+    def spread(end: dict[str, Any] | None, show: Callable[[float], str]) -> str:
+        if end is None:
+            return "diverged"
+        return show(end["mean"]) + ("" if end["sd"] is None else f" ± {show(end['sd'])}")
+
+    rows = []
+    for name, e in sorted(found["optimizers"].items(), key=rank):
+        note = f" ({e['diverged']} of {e['runs']} diverged)" if e["diverged"] else ""
+        rows.append([
+            name + note, f"{e['lr']:g}", spread(e["accuracy"], "{:.1%}".format), spread(e["test_loss"], "{:.3g}".format),
+            spread(e["train_loss"], "{:.3g}".format), digits(e["ms_per_step"]["mean"]), readable(e["state_bytes"]),
+        ])  # fmt: skip
+    head = ("optimizer", "lr", "test accuracy", "test loss", "train loss", "ms/step", "state")
+    show_table(head, rows, [place == 0 for place in range(len(rows))])
+
+
+def command_line(race: Race, default: Race) -> str:
+    """The command that gives this race again."""
+    given: list[str] = ["rlx-optim", "race", "--model", race.model.name]
+    if list(race.optimizers) != list(default.optimizers):
+        given += ["--optimizers", ",".join(race.optimizers)]
+    given += ["--steps", str(race.steps), "--seeds", str(race.seeds), "--engine", race.engine]
+    return shlex.join(given + (["--tune"] if race.tune else []))
+
+
+def command(
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.", autocompletion=lambda: list(MODELS))] = "digits-mlp",
+    optimizers: Annotated[str, typer.Option(help="Names, comma-separated, or all.", autocompletion=list_optimizers)] = "all",
+    steps: Annotated[int | None, typer.Option(min=1, help="Of each run; the model's own number by default.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each optimizer, from different weights and batches.")] = None,
+    engine: Annotated[str, typer.Option(help="auto, cpu or reference; for char-gpt auto, cpu, torch or triton.")] = "auto",
+    tune: Annotated[
+        bool, typer.Option("--tune", help=f"First try the learning rates times {', '.join(map(str, GRID))}.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new or empty folder for the report; race-DATE-TIME by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
+) -> None:
+    """Train one model with every optimizer and write a report that opens in a browser."""
+    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    name = one("model", model, list(MODELS))
+    if library := missing(name):
+        raise Problem(f'model {name} needs {library}: pip install "rlx-optim[{library}]"; digits-mlp and logreg do not')
+    raced = get_model(name)
+    where = one("engine", engine, raced.engines)
+    race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune)
+    folder = new_folder(out)
+    with live(race.total) as (begin, tick):
+        run(race, begin, tick)
+    every = Race(raced, list_optimizers(), race.steps, race.seeds, where, tune)
+    found = report.results(race, command_line(race, every), machine())
+    write_json(found, folder / RESULTS)
+    (folder / REPORT).write_text(report.html(found), encoding="utf-8")
+    if as_json:
+        write_json(found)
+    else:
+        if tune:
+            show_grid(found)
+        show(found)
+        print(f"report: {folder / REPORT}")
+    if race.interrupted:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130)
+    if missed := race.missed():
+        print(f"below the goal of {raced.goal:.0%}: {', '.join(missed)}", file=sys.stderr)
+    raise typer.Exit(int(bool(missed) and chosen == list_optimizers()))

@@ -1,0 +1,239 @@
+"""Three kernels for every rule: `sweep` over flat blocks, `tiles` over matrices with their rows and columns, `fold` for sums.
+
+Which tensor a block belongs to, where the tensor's arrays are and what its numbers are stand in tables on the device, so tensors
+of different groups and step counts share a launch and no number is a constant of the compiler. Sums are taken per block, then
+per tensor (row, column) in a fixed order: no atomics, the same bits every time. Full blocks are not masked, so that accesses
+stay 16 bytes wide. A `flag` on the device that is not 0 turns a launch into nothing.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: elements of a block, 4 warps: the best of those measured on an H200
+BLOCK = 1024
+#: a tile of a matrix: DEEP times HIGH rows, WIDE columns
+HIGH, WIDE, DEEP = 8, 256, 16
+#: how an array lies in a matrix: all of it, a number per row, a number per column
+FULL, ROW, COLUMN = 0, 1, 2
+#: what becomes of a result: its squares or itself summed over the tensor, or itself over rows or columns
+SQUARES, SUM, ROWS, COLUMNS = 0, 1, 2, 3
+
+
+@triton.jit
+def one_block(
+    where, s, scale, live, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, GRADIENT: tl.constexpr,
+    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """Load, apply the rule, store; sums go to `out`."""
+    x = ()
+    for j in tl.static_range(READS):
+        if MASKED:
+            value = tl.load(where[j], mask=live, other=0.0).to(F)
+        else:
+            value = tl.load(where[j]).to(F)
+        if j == GRADIENT:
+            value = value * scale
+        x = x + (value,)
+    y = rule(*x, *s)
+    if SINGLE:
+        y = (y,)
+    for k in tl.static_range(len(STORES)):
+        result = y[STORES[k][0]].to(ELEMENTS[STORES[k][1]])
+        if MASKED:
+            tl.store(where[STORES[k][1]], result, mask=live)
+        else:
+            tl.store(where[STORES[k][1]], result)
+    for k in tl.static_range(len(SUMS)):
+        value = y[SUMS[k][0]]
+        if MASKED:
+            value = tl.where(live, value, 0.0)
+        if SUMS[k][1] == 0:
+            value = value * value
+        tl.store(out + k, tl.sum(value))
+
+
+@triton.jit
+def sweep(
+    ADDRESS, BASES, SIZES, TENSOR, INDEX, NUMBERS, SHARED, PARTIAL, FLAG, T,
+    rule: tl.constexpr, ELEMENTS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr,
+    STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr, FLAGGED: tl.constexpr,
+    ALIKE: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block. ADDRESS[array, tensor], relative to BASES[array]: READS arrays that are read, then those that are only written.
+    STORES: (result, array) pairs; SUMS: (result, kind). NUMBERS[tensor, number], the scale of gradients last, or SHARED where
+    they are ALIKE for all tensors."""
+    if FLAGGED:
+        if tl.load(FLAG) != 0:
+            return
+    b = tl.program_id(0)
+    t = tl.load(TENSOR + b)
+    start = tl.load(INDEX + b).to(tl.int64) * BLOCK
+    n = tl.load(SIZES + t)
+    at = tl.arange(0, BLOCK)
+    live = at < (n - start)
+    where = ()
+    for j in tl.static_range(len(ELEMENTS)):
+        base = tl.load(ADDRESS + j * T + t) + BASES[j]
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        pointer = base.to(tl.pointer_type(ELEMENTS[j])) + start + at
+        where = where + (pointer,)
+    s = ()
+    if ALIKE:
+        for j in tl.static_range(NUMS):
+            s = s + (tl.full((), SHARED[j], F),)
+        scale = tl.full((), SHARED[NUMS], F)
+    else:
+        for j in tl.static_range(NUMS):
+            s = s + (tl.load(NUMBERS + t * (NUMS + 1) + j).to(F),)
+        scale = tl.load(NUMBERS + t * (NUMS + 1) + NUMS).to(F)
+    out = PARTIAL + b.to(tl.int64) * len(SUMS)
+    if n - start >= BLOCK:
+        one_block(where, s, scale, live, out, rule, False, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
+    else:
+        one_block(where, s, scale, live, out, rule, True, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
+
+
+@triton.jit
+def one_tile(
+    where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, COLSUM, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    ELEMENTS: tl.constexpr, KINDS: tl.constexpr, GRADIENT: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
+    SINGLE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    c = columns + tl.arange(0, WIDE)
+    totals = ()
+    for k in tl.static_range(len(SUMS)):
+        totals = totals + (tl.zeros((WIDE,), F),)
+    for step in range(DEEP):
+        r = rows + step * HIGH + tl.arange(0, HIGH)
+        live = (r < R)[:, None] & (c < C)[None, :]
+        x = ()
+        for a in tl.static_range(len(ELEMENTS)):
+            if KINDS[a] == 0:
+                pointer = where[a] + r[:, None] * C + c[None, :]
+                if MASKED:
+                    value = tl.load(pointer, mask=live, other=0.0).to(F)
+                else:
+                    value = tl.load(pointer).to(F)
+            elif KINDS[a] == 1:
+                value = tl.load(where[a] + r, mask=r < R, other=0.0).to(F)[:, None]
+            else:
+                value = tl.load(where[a] + c, mask=c < C, other=0.0).to(F)[None, :]
+            if a == GRADIENT:
+                value = value * scale
+            x = x + (value,)
+        y = rule(*x, *s)
+        if SINGLE:
+            y = (y,)
+        for k in tl.static_range(len(STORES)):
+            result = y[STORES[k][0]].to(ELEMENTS[STORES[k][1]])
+            pointer = where[STORES[k][1]] + r[:, None] * C + c[None, :]
+            if MASKED:
+                tl.store(pointer, result, mask=live)
+            else:
+                tl.store(pointer, result)
+        new = ()
+        for k in tl.static_range(len(SUMS)):
+            value = y[SUMS[k][0]]
+            if MASKED:
+                value = tl.where(live, value, 0.0)
+            if SUMS[k][1] == 0:
+                value = value * value
+            if SUMS[k][1] == 2:
+                tl.store(ROWSUM + first + j * R + r, tl.sum(value, 1), mask=r < R)
+                new = new + (totals[k],)
+            else:
+                new = new + (totals[k] + tl.sum(value, 0),)
+        totals = new
+    place = 0
+    for k in tl.static_range(len(SUMS)):
+        if SUMS[k][1] == 3:
+            tl.store(COLSUM + i * C + c, totals[k], mask=c < C)
+        elif SUMS[k][1] < 2:
+            tl.store(out + place, tl.sum(totals[k]))
+            place += 1
+
+
+@triton.jit
+def tiles(
+    ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, PARTIAL, ROWSUM, COLSUM, FLAG, T,
+    rule: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr,
+    STORES: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
+    FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """One tile of a matrix; arrays are FULL, ROW or COLUMN. Sums over the tensor (WHOLE of them) go to PARTIAL, those over rows
+    and columns to ROWSUM and COLSUM, one line per tile."""
+    if FLAGGED:
+        if tl.load(FLAG) != 0:
+            return
+    b = tl.program_id(0)
+    t = tl.load(TENSOR + b)
+    i = tl.load(DOWN + b).to(tl.int64)
+    j = tl.load(ACROSS + b).to(tl.int64)
+    R = tl.load(HEIGHT + t)
+    C = tl.load(WIDTH + t)
+    if ALIGNED:
+        C = tl.multiple_of(C, 8)
+    where = ()
+    for a in tl.static_range(len(ELEMENTS)):
+        base = tl.load(ADDRESS + a * T + t) + BASES[a]
+        if ALIGNED and KINDS[a] != 1:
+            base = tl.multiple_of(base, 16)
+        where = where + (base.to(tl.pointer_type(ELEMENTS[a])),)
+    s = ()
+    if ALIKE:
+        for k in tl.static_range(NUMS):
+            s = s + (tl.full((), SHARED[k], F),)
+        scale = tl.full((), SHARED[NUMS], F)
+    else:
+        for k in tl.static_range(NUMS):
+            s = s + (tl.load(NUMBERS + t * (NUMS + 1) + k).to(F),)
+        scale = tl.load(NUMBERS + t * (NUMS + 1) + NUMS).to(F)
+    rows, columns = i * (HIGH * DEEP), j * WIDE
+    first = tl.load(ROWFIRST + t)
+    columnsum = COLSUM + tl.load(COLFIRST + t)
+    out = PARTIAL + b.to(tl.int64) * WHOLE
+    if (rows + HIGH * DEEP <= R) & (columns + WIDE <= C):
+        one_tile(
+            where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, columnsum, out, rule, False, ELEMENTS, KINDS, GRADIENT,
+            STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+        )  # fmt: skip
+    else:
+        one_tile(
+            where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, columnsum, out, rule, True, ELEMENTS, KINDS, GRADIENT,
+            STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold(PARTIAL, FIRST, DIVISOR, OUT, S, T, ROOT: tl.constexpr, MEAN: tl.constexpr, WIDTH: tl.constexpr):
+    """A tensor's partial sums, summed in order: program (tensor, which sum). ROOT, MEAN: bits, one per sum."""
+    t, k = tl.program_id(0), tl.program_id(1)
+    lo, hi = tl.load(FIRST + t), tl.load(FIRST + t + 1)
+    total = tl.zeros((WIDTH,), tl.float64)
+    while lo < hi:
+        at = lo + tl.arange(0, WIDTH)
+        total += tl.load(PARTIAL + at * S + k, mask=at < hi, other=0.0).to(tl.float64)
+        lo += WIDTH
+    result = tl.sum(total)
+    result = tl.where((MEAN >> k) & 1 == 1, result / tl.load(DIVISOR + t), result)
+    tl.store(OUT + k * T + t, tl.where((ROOT >> k) & 1 == 1, tl.sqrt(result), result))
+
+
+@triton.jit
+def fold_lines(SUMS, FIRST, LINES, SIZES, OUTFIRST, DIVISOR, OUT, TENSOR, INDEX, F: tl.constexpr, BLOCK: tl.constexpr):
+    """The lines that tiles left of rows (or columns), summed in order and divided: one block of a tensor's rows (columns)."""
+    b = tl.program_id(0)
+    t = tl.load(TENSOR + b)
+    n, first, lines = tl.load(SIZES + t), tl.load(FIRST + t), tl.load(LINES + t)
+    at = tl.load(INDEX + b).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), F)
+    end = first + lines * n
+    while first < end:
+        total += tl.load(SUMS + first + at, mask=at < n, other=0.0)
+        first += n
+    tl.store(OUT + tl.load(OUTFIRST + t) + at, total / tl.load(DIVISOR + t).to(F), mask=at < n)

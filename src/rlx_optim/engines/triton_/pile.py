@@ -1,0 +1,75 @@
+"""Tensors of one shape, as matrix rules see them: stacked only when somebody needs the stack."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class Pile:
+    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them has taken it."""
+
+    __slots__ = ("_stack", "dtype", "each", "norm", "placed", "scale", "shape")
+
+    def __init__(self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0):
+        self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
+        self._stack, self.norm = None, None
+
+    @classmethod
+    def of(cls, stack: torch.Tensor, placed: Any, norm: torch.Tensor | None) -> Any:
+        """A stack with the norms of its tensors; just the stack where they are not known."""
+        if norm is None:
+            return stack
+        pile = cls((), tuple(stack.shape[1:]), placed, stack.dtype)
+        pile.shape, pile._stack, pile.norm = tuple(stack.shape), stack, norm
+        return pile
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def stack(self) -> torch.Tensor:
+        if self._stack is None:
+            each = [tensor.detach() for tensor in self.each]
+            stack = each[0][None] if len(each) == 1 else torch.stack(each)
+            stack = stack.to(self.dtype).reshape(self.shape)
+            self._stack = stack if isinstance(self.scale, float) and self.scale == 1.0 else stack * self.scale
+        return self._stack
+
+    def written(self) -> None:
+        """Its tensors have changed: a stack of them is no longer true."""
+        self._stack = None
+
+    def reshape(self, *shape: Any) -> Any:
+        """Another view; still a pile if the first axis stays."""
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if -1 in shape:
+            rest = math.prod(n for n in shape if n != -1)
+            shape = tuple(math.prod(self.shape) // rest if n == -1 else n for n in shape)
+        if shape[0] != self.shape[0]:
+            return self.stack.reshape(shape)
+        view = Pile(self.each, (), self.placed, self.dtype, self.scale)
+        view.shape, view.norm = shape, self.norm
+        view._stack = None if self._stack is None else self._stack.reshape(shape)
+        return view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stack, name)
+
+    def __truediv__(self, other: Any) -> torch.Tensor:
+        return self.stack / other
+
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return self.stack * other
+
+    __rmul__ = __mul__
+
+
+def dense(X: Any) -> Any:
+    """The stack of a pile; anything else as it is."""
+    return X.stack if isinstance(X, Pile) else X

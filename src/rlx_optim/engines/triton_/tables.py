@@ -1,0 +1,216 @@
+"""What the kernels read: which tensor a block belongs to, where arrays are, which numbers a tensor has.
+
+Tables are made once per bundle and rule. Parameters and gradients may move from step to step: their rows are then sent anew.
+Nothing here waits for the device.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kernels import BLOCK, DEEP, HIGH, WIDE
+
+ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
+
+
+class Sender:
+    """Copies small tables to the device without waiting, also while a CUDA graph is captured."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.arena, self.used = device, None, 0
+
+    def prepare(self) -> None:
+        """Page-locked memory cannot be had during a capture: have it before."""
+        if self.arena is None and self.device.type == "cuda":
+            self.arena = torch.empty(ARENA, dtype=torch.uint8, pin_memory=True)
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def send(self, host: np.ndarray) -> torch.Tensor:
+        table = torch.from_numpy(host)
+        if self.device.type != "cuda":
+            return table.clone()
+        if not self.capturing():
+            return table.pin_memory().to(self.device, non_blocking=True)
+        size = -(-host.nbytes // 16) * 16
+        if self.arena is None or self.used + size > ARENA:
+            raise RuntimeError(
+                "a CUDA graph is being captured and the memory for its tables is "
+                + ("not there yet: take one step with capturable=True before" if self.arena is None else "used up")
+            )
+        room = self.arena[self.used : self.used + host.nbytes].view(table.dtype).view(table.shape)
+        self.used += size
+        room.copy_(table)
+        return room.to(self.device, non_blocking=True)
+
+
+class Blocks:
+    """Flat blocks of some tensors."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        counts = [-(-n // BLOCK) for n in sizes]
+        self.first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
+        self.n = sum(counts)
+        self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
+        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)[repeated]
+        self.tensor = repeated.to(torch.int32).to(device)
+        self.index = (torch.arange(self.n) - starts).to(torch.int32).to(device)
+
+
+class Grid:
+    """Tiles of some matrices, and where their rows' and columns' sums go: one line per tile across (down)."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device):
+        down = [-(-r // (HIGH * DEEP)) for r, _ in shapes]
+        across = [-(-c // WIDE) for _, c in shapes]
+        places = [(t, i, j) for t, (d, a) in enumerate(zip(down, across, strict=True)) for i in range(d) for j in range(a)]
+        self.n = len(places)
+        table = torch.tensor(places, dtype=torch.int32).to(device)
+        self.tensor, self.down, self.across = (column.contiguous() for column in table.unbind(1))
+
+        def long(values: Any) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+        rows, columns = [r for r, _ in shapes], [c for _, c in shapes]
+        self.height, self.width = long(rows), long(columns)
+        row_lines = [r * a for r, a in zip(rows, across, strict=True)]
+        column_lines = [c * d for c, d in zip(columns, down, strict=True)]
+        self.lengths = sum(row_lines), sum(column_lines)
+        self.first = long([0, *itertools.accumulate(d * a for d, a in zip(down, across, strict=True))])
+        self.row_first, self.column_first = (long([0, *itertools.accumulate(each)][:-1]) for each in (row_lines, column_lines))
+        self.across_count, self.down_count = long(across), long(down)
+
+
+class Placed:
+    """One array per tensor of a bundle, known by address.
+
+    base: what is added to every address; it goes with the launch, so arrays that lie elsewhere every time need no new table.
+    drop: the axes of the parameter that the arrays lack. gradient: these are the bundle's gradients, still to be scaled.
+    """
+
+    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held")
+
+    def __init__(
+        self, address: Any, dtypes: Any, drop: tuple[int, ...] = (), held: Any = None, base: int = 0, gradient: bool = False
+    ):
+        self.address, self.dtypes, self.drop, self.held = address, dtypes, drop, held
+        self.base, self.gradient = base, gradient
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(n: int, step: int, dtype: torch.dtype) -> tuple[np.ndarray, tuple[torch.dtype, ...]]:
+    return np.arange(n, dtype=np.int64) * step, (dtype,) * n
+
+
+def placed(stack: torch.Tensor) -> Placed:
+    """A contiguous stack, tensor by tensor."""
+    n = stack.shape[0]
+    address, dtypes = _steps(n, stack.numel() // n * stack.element_size(), stack.dtype)
+    return Placed(address, dtypes, base=stack.data_ptr())
+
+
+class Plan:
+    """What is kept for a bundle."""
+
+    def __init__(self, bundle: Any, device: torch.device):
+        self.shapes, self.device = bundle.shapes, device
+        self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in bundle.shapes]
+        self.made: dict[Any, Any] = {}
+        self.scratch: dict[Any, Placed] = {}
+        self.numbers: dict[Any, tuple[np.ndarray, torch.Tensor]] = {}
+        self.passes: dict[Any, tuple[list[Any], Pass]] = {}
+        self.shares: dict[str, tuple[Any, ...]] = {}
+
+    def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
+        """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
+        version, dtypes, address, mine = self.shares.get(name, (None, None, None, None))
+        if version != watch.version:
+            side, types = (watch.params, watch.param_types) if name == "p" else (watch.grads, watch.grad_types)
+            mine = mine if types is dtypes else tuple([types[i] for i in index])
+            address = side[index]
+            self.shares[name] = (watch.version, types, address, mine)
+        return address, mine
+
+    def cached(self, key: Any, make: Any) -> Any:
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = make()
+        return found
+
+    def lengths(self, drop: tuple[int, ...]) -> list[int]:
+        """How many elements the arrays have that lack these axes."""
+        if not drop:
+            return self.sizes
+        return [shape[0] if drop == (-1,) else shape[1] for shape in self.shapes]
+
+    def blocks(self, drop: tuple[int, ...], indices: tuple[int, ...] | None) -> Blocks:
+        lengths = self.lengths(drop)
+        return self.cached(
+            ("blocks", drop, indices),
+            lambda: Blocks(lengths if indices is None else [lengths[i] for i in indices], self.device),
+        )
+
+    def grid(self, indices: tuple[int, ...] | None) -> Grid:
+        return self.cached(
+            ("grid", indices),
+            lambda: Grid(self.shapes if indices is None else [self.shapes[i] for i in indices], self.device),
+        )
+
+    def divisor(self, lengths: Sequence[int]) -> torch.Tensor:
+        key = ("divisor", tuple(lengths))
+        return self.cached(key, lambda: torch.tensor(lengths, dtype=torch.float64, device=self.device))
+
+    def strip(self, name: str, drop: tuple[int, ...], dtype: torch.dtype) -> Placed:
+        """Scratch for a number per row or column of every tensor: kept, so that it stays where it is."""
+        key = (name, drop, dtype)
+        if key not in self.scratch:
+            starts = [0, *itertools.accumulate(-(-n // 16) * 16 for n in self.lengths(drop))]  # 16 elements: every start aligned
+            room = torch.zeros(starts[-1], dtype=dtype, device=self.device)
+            address = np.array(starts[:-1], np.int64) * room.element_size() + room.data_ptr()
+            offsets = torch.tensor(starts[:-1], dtype=torch.int64, device=self.device)
+            self.scratch[key] = Placed(address, (dtype,) * len(address), drop, held=(room, offsets))
+        return self.scratch[key]
+
+
+class Pass:
+    """One rule over one bundle: tensors grouped by how they are stored, with the table of addresses of each group."""
+
+    def __init__(self, arrays: list[Placed], count: int):
+        kinds = [*zip(*(a.dtypes for a in arrays), strict=True)]
+        groups: dict[Any, list[int]] = {}
+        for i, kind in enumerate(kinds):
+            groups.setdefault(kind, []).append(i)
+        alone = len(groups) == 1
+        self.groups = [(kind, None if alone else tuple(indices)) for kind, indices in groups.items()]
+        self.host: Any = None
+        self.seen: list[np.ndarray] = []
+        self.tables: list[tuple[torch.Tensor, bool]] = []
+        self.count = count
+
+    def addresses(self, arrays: list[Placed], sender: Sender) -> list[tuple[torch.Tensor, bool]]:
+        """For each group its table on the device and whether all of it is aligned to 16 bytes; sent anew if something moved."""
+        now = [array.address for array in arrays]
+        if not sender.capturing() and len(now) == len(self.seen) and all(map(operator.is_, now, self.seen)):
+            return self.tables
+        host = np.stack(now)
+        if self.host is None or sender.capturing() or not np.array_equal(host, self.host):
+            tables = []
+            for _, indices in self.groups:
+                mine = host if indices is None else np.ascontiguousarray(host[:, indices])
+                tables.append((sender.send(mine), not (mine % 16).any()))
+            if sender.capturing():
+                return tables  # the graph's own
+            self.host, self.tables = host, tables
+        self.seen = now
+        return self.tables

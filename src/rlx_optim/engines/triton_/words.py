@@ -1,0 +1,60 @@
+"""The vocabulary of rules in Triton's language, and rules bound to it."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...engine import Rule
+
+TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+# wrappers, because the compiler does not take tl's own functions as globals of a rule
+@triton.jit
+def t_sqrt(x):
+    return tl.sqrt(x)
+
+
+@triton.jit
+def t_rsqrt(x):
+    return 1 / tl.sqrt(x)
+
+
+@triton.jit
+def t_where(condition, yes, no):
+    return tl.where(condition, yes, no)
+
+
+@triton.jit
+def t_sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))
+
+
+@triton.jit
+def t_minimum(a, b):
+    return tl.where((a < b) | (a != a), a, b)
+
+
+@triton.jit
+def t_maximum(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+WORDS = {"sqrt": t_sqrt, "rsqrt": t_rsqrt, "where": t_where, "sign": t_sign, "minimum": t_minimum, "maximum": t_maximum, "tl": tl}
+_bound: dict[Rule, Any] = {}
+
+
+def bound(rule: Rule) -> Any:
+    """The rule as a Triton function."""
+    if rule not in _bound:
+        copy = types.FunctionType(rule.__code__, {**rule.__globals__, **WORDS}, rule.__name__)
+        copy.__module__, copy.__qualname__ = rule.__module__, f"{rule.__qualname__}@triton"
+        _bound[rule] = triton.jit(copy)
+    return _bound[rule]

@@ -1,0 +1,64 @@
+"""The committed settings, by model and optimizer. lr is the peak: it falls to 0 along half a cosine.
+
+They come from `rlx-optim race --model M --tune`, rounded. "otherwise" is the AdamW for tensors that the rule does not take;
+"groups" keeps the head of the NumPy network, which is a matrix like any other, out of Muon.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SGD = {"momentum": 0.9, "nesterov": True}
+HEAD = {"groups": [{"match": "head.*", "use": "otherwise"}]}
+DECAY = {"weight_decay": 0.1}
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "digits-mlp": {
+        "sgd": {"lr": 0.2, **SGD},
+        "adam": {"lr": 2e-2},
+        "adamw": {"lr": 3e-2, **DECAY},
+        "nadamw": {"lr": 3e-2, **DECAY},
+        "radam": {"lr": 0.1},
+        "qhadamw": {"lr": 3e-2, **DECAY},
+        "lamb": {"lr": 2e-2},
+        "adafactor": {"lr": 0.1},
+        "lion": {"lr": 3e-3, **DECAY},
+        "soap": {"lr": 2e-2},
+        "kronpsgd": {"lr": 1e-2},
+        "muon": {"lr": 4e-2, **HEAD, "otherwise": {"lr": 1e-2}},
+        "sophia": {"lr": 4e-3, **DECAY},
+        "mars": {"lr": 3e-2, "otherwise": {"lr": 1e-2}},
+    },
+    "logreg": {
+        "sgd": {"lr": 1.0, **SGD},
+        "adam": {"lr": 0.1},
+        "adamw": {"lr": 0.1, **DECAY},
+        "nadamw": {"lr": 0.1, **DECAY},
+        "radam": {"lr": 0.3},
+        "qhadamw": {"lr": 0.1, **DECAY},
+        "lamb": {"lr": 5e-2},
+        "adafactor": {"lr": 0.1},
+        "lion": {"lr": 3e-2, **DECAY},
+        "soap": {"lr": 0.1},
+        "kronpsgd": {"lr": 0.1},
+        "muon": {"lr": 0.3, "otherwise": {"lr": 0.1}},
+        "sophia": {"lr": 3e-2, **DECAY},
+        "mars": {"lr": 0.1, "otherwise": {"lr": 0.1}},
+    },
+    "char-gpt": {
+        "sgd": {"lr": 0.1, **SGD},
+        "adam": {"lr": 3e-3},
+        "adamw": {"lr": 3e-3, **DECAY},
+        "nadamw": {"lr": 3e-3, **DECAY},
+        "radam": {"lr": 2e-2},
+        "qhadamw": {"lr": 3e-3, **DECAY},
+        "lamb": {"lr": 2e-2},
+        "adafactor": {"lr": 3e-2},
+        "lion": {"lr": 2e-3, **DECAY},
+        "soap": {"lr": 1e-2},
+        "kronpsgd": {"lr": 1e-2},
+        "muon": {"lr": 2e-2, "otherwise": {"lr": 3e-3}},
+        "sophia": {"lr": 1e-3, **DECAY},
+        "mars": {"lr": 3e-3, "otherwise": {"lr": 3e-3}},
+    },
+}

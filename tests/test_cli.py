@@ -1,0 +1,391 @@
+"""The command line: list, info, memory, parity, doctor, what all commands share, and how fast it starts."""
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import make
+
+import rlx_optim
+from rlx_optim.named import spec_class
+
+pytest.importorskip("typer")
+from rlx_optim import cli
+from rlx_optim.cli import counterparts, doctor, info, listing, memory, parity, walks
+
+NAMES = rlx_optim.list_optimizers()
+
+
+def run(*argv):
+    return cli.main(list(map(str, argv)))
+
+
+def printed(capsys, *argv, code=0):
+    """The JSON that a command prints."""
+    assert run(*argv, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *argv):
+    """What is said about a wrong command line, in one line."""
+    assert run(*argv) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "Traceback" not in said.err
+    assert not said.out
+    return said.err
+
+
+def started(*argv, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "rlx_optim.cli", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+# ---- all commands -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_says_what_the_table_says(name):
+    command = __import__(f"rlx_optim.cli.{cli.FILES.get(name, name)}", fromlist=["x"]).command
+    assert inspect.getdoc(command).splitlines()[0] == cli.COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_and_json(name, capsys):
+    assert run(name, "--help") == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands_and_imports_none_of_them():
+    code = (
+        "import sys, rlx_optim.cli as cli; cli.main(['--help']);"
+        "print(sorted(m for m in sys.modules if m.startswith('rlx_optim.cli.') or m.partition('.')[0] in"
+        " {'numba', 'torch', 'jax', 'optax', 'scipy', 'matplotlib', 'pytorch_optimizer'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_is_quick():
+    """Under half a second of processor time, the best of a few: other work on the machine does not count."""
+    seconds = []
+    for _ in range(4):
+        before = os.times()
+        assert started("--help").returncode == 0
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(seconds) < 0.5
+
+
+def test_a_name_almost_right_is_suggested(capsys):
+    assert "Did you mean 'doctor'?" in refused(capsys, "docter")
+    assert "did you mean 'muon'?" in refused(capsys, "info", "moun")
+    assert "did you mean 'gpt2-124m'?" in refused(capsys, "memory", "--shapes", "gpt2-124")
+    assert "did you mean 'torch'?" in refused(capsys, "parity", "--peers", "troch")
+    assert "did you mean 'cpu'?" in refused(capsys, "parity", "--engines", "cpuu")
+    assert "--jsn" in refused(capsys, "list", "--jsn")
+
+
+def test_completion_of_commands_options_and_names():
+    def completed(*words):
+        asked = {
+            "COMP_WORDS": " ".join(["rlx-optim", *words]),
+            "COMP_CWORD": str(len(words)),
+            "_RLX_OPTIM_COMPLETE": "complete_bash",
+        }
+        return started(**asked).stdout.split()
+
+    assert completed("in") == ["info", "inspect"]
+    assert completed("race", "--se") == ["--seeds"]
+    assert completed("info", "ada") == ["adam", "adamw", "adafactor"]
+
+
+def test_completion_can_be_shown_and_installed(tmp_path):
+    shell = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    assert "_RLX_OPTIM_COMPLETE=complete_bash" in started("--show-completion", "bash", **shell).stdout
+    done = started("--install-completion", "bash", **shell)
+    assert done.returncode == 0, done.stderr
+    assert "rlx-optim" in (tmp_path / ".bashrc").read_text()
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"rlx-optim {rlx_optim.__version__}\n"
+
+
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("doctor") == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# ---- list and info --------------------------------------------------------------------------------------------------------
+def test_list(capsys):
+    assert [entry["name"] for entry in printed(capsys, "list")] == NAMES
+    assert run("list") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in NAMES)
+
+
+def test_list_says_what_steps_cost():
+    assert listing.entry("adamw")["state_bytes_per_parameter"] == 8
+    assert listing.entry("soap")["state_bytes_per_parameter"] == 24
+    assert listing.entry("kronpsgd")["aliases"] == ["kron"]
+    assert {name: listing.kind_of(name) for name in ("sgd", "mars", "muon")} == {
+        "sgd": "elementwise",
+        "mars": "reduces",
+        "muon": "matrix",
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_info(name, capsys):
+    told = printed(capsys, "info", name)
+    assert set(told["hyperparameters"]) == set(spec_class(name).fields)
+    assert all(told[part] for part in ("title", "idea", "formulas", "conventions", "when"))
+    assert all(field["meaning"] for field in told["hyperparameters"].values())
+    assert "bytes" in told["when"]
+    assert run("info", name.upper()) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert told["title"] in said
+    assert all(field in said for field in told["hyperparameters"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_info_names_what_can_be_imported(name):
+    names = info.described(name)["names"]
+    assert getattr(rlx_optim, names["numpy"].partition(".")[2]) is not None
+    for framework, module in {"torch": "rlx_optim.torch", "jax": "rlx_optim.optax"}.items():
+        pytest.importorskip("torch" if framework == "torch" else "optax")
+        found = __import__(module, fromlist=["x"])
+        assert callable(getattr(found, names[framework].rpartition(".")[2]))
+
+
+def test_info_keeps_formulas_and_flows_prose():
+    text = "One\nsentence.\n    m ← g\n    p ← m\nAfter\nit.\n\n- an item\n  goes on\n- another"
+    assert info.flowing(text) == "One sentence.\n    m ← g\n    p ← m\nAfter it.\n\n- an item goes on\n- another"
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------------
+SHAPES = {"w": (24, 16), "tall": (40, 8), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2), "none": (0, 5)}
+SETTINGS = [
+    {},
+    {"sgd": {"momentum": 0.9}, "adam": {"amsgrad": True}, "adafactor": {"beta1": 0.9}, "soap": {"precondition_1d": True, "max_precond_dim": 16},
+     "kronpsgd": {"memory_save_mode": "one_diag"}, "mars": {"variant": "lion", "otherwise": None}, "nadamw": {"convention": "torch"}},
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", SETTINGS, ids=["defaults", "others"])
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_a_real_allocation(name, engine, settings):
+    """Slot by slot, against what stepping really allocates."""
+    given = settings.get(name, {})
+    counted = memory.slots_of(make(name, **given), SHAPES)
+    opt = make(name, engine=engine, **given)
+    opt.step_all({k: np.ones(s, np.float32) for k, s in SHAPES.items()}, {k: np.ones(s, np.float32) for k, s in SHAPES.items()})
+    real = {}
+    for member in opt._family():
+        for record in member._records.values():
+            for slot, array in record.state.items():
+                at = type(member).__name__, slot
+                tensors, size = real.get(at, (0, 0))
+                real[at] = tensors + 1, size + array.nbytes
+    assert {(s.rule, s.slot): (s.tensors, s.bytes) for s in counted} == real
+    assert sum(s.bytes for s in counted) == opt.state_bytes()
+
+
+def test_memory_of_gpt2(capsys):
+    found = printed(capsys, "memory", "--shapes", "gpt2-124m", "--optimizer", "adamw,soap,muon")
+    assert (found["tensors"], found["parameters"], found["parameter_bytes"]) == (148, 124_439_808, 497_759_232)
+    assert found["optimizers"]["adamw"]["state_bytes"] == 8 * 124_439_808
+    # SOAP: 8 a parameter, and L and Q of 4·n² for every dimension up to 10,000 of the 50 matrices; the vocabulary's 50,257 is not one
+    blocks = 12 * (5 * 768**2 + 2304**2 + 2 * 3072**2)
+    rotated = blocks + 768**2 + 1024**2 + 768**2
+    assert found["optimizers"]["soap"]["state_bytes"] == 8 * 124_439_808 + 8 * rotated
+    matrices = 124_439_808 - (12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768)
+    assert found["optimizers"]["muon"]["state_bytes"] == 4 * matrices + 8 * (124_439_808 - matrices)
+    assert run("memory", "--optimizer", "all") == 0
+    assert "all state" in capsys.readouterr().out
+
+
+def test_memory_of_a_file(tmp_path, capsys):
+    named, listed = tmp_path / "a.json", tmp_path / "b.json"
+    named.write_text('{"fc.weight": [64, 32], "fc.bias": [64], "scale": []}')
+    listed.write_text("[[64, 32], [64], []]")
+    for file in (named, listed):
+        found = printed(capsys, "memory", "--shapes", file, "--optimizer", "adamw", "--set", "amsgrad=true")
+        assert found["optimizers"]["adamw"]["state_bytes"] == 12 * (64 * 32 + 64 + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("3", "must hold"),
+        ("{}", "must hold"),
+        ('{"w": 3}', "'w' must be a list of whole numbers, got 3"),
+        ('{"w": [3, -1]}', "got [3, -1]"),
+        ('{"w": [true]}', "got [True]"),
+    ],
+)
+def test_bad_files_of_shapes(text, words, tmp_path, capsys):
+    (tmp_path / "s.json").write_text(text)
+    assert words in refused(capsys, "memory", "--shapes", tmp_path / "s.json")
+
+
+def test_bad_options_of_memory(capsys):
+    assert "No such file" in refused(capsys, "memory", "--shapes", "/no/such.json")
+    assert "'momentum' must look like KEY=VALUE" in refused(capsys, "memory", "--set", "momentum")
+    assert "unknown hyperparameter 'foo'" in refused(capsys, "memory", "--set", "foo=1")
+    assert "lr must be" in refused(capsys, "memory", "--set", "lr=fast")
+
+
+# ---- parity ---------------------------------------------------------------------------------------------------------------
+def test_every_optimizer_has_a_peer_or_a_reason():
+    assert {peer.optimizer for peer in counterparts.PEERS} | set(counterparts.ALONE) == set(NAMES)
+    assert not {peer.optimizer for peer in counterparts.PEERS} & set(counterparts.ALONE)
+
+
+def test_parity_of_the_cpu_engine(capsys):
+    found = printed(capsys, "parity", "--engines", "cpu,cpu-float64", "--peers", "none")
+    assert len(found["rows"]) == 2 * len(NAMES)
+    assert {row["status"] for row in found["rows"]} == {"equal"}
+    assert all(row["error"] > 0 for row in found["rows"] if row["against"] == "cpu")  # float32 does show
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "engine", "library"),
+    [("adamw", "torch", "torch"), ("sophia", "torch", "pytorch_optimizer"), ("lion", "jax", "optax")],
+)
+def test_parity_of_other_engines_and_peers(optimizer, engine, library, capsys, tmp_path):
+    pytest.importorskip(engine)
+    pytest.importorskip(library)
+    out = tmp_path / "parity.md"
+    assert run("parity", "--optimizers", optimizer, "--engines", engine, "--peers", library, "--out", out) == 0
+    assert "all within their bars" in capsys.readouterr().out
+    assert f"| optimizer | {engine} | {parity.COLUMNS.get(library, library)} |" in out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_parity_of_everything(tmp_path):
+    for library in ("torch", "jax", "optax", "pytorch_optimizer"):
+        pytest.importorskip(library)
+    out = tmp_path / "parity.json"
+    assert run("parity", "--out", out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) >= 4 * len(NAMES) + len(counterparts.PEERS)
+
+
+def test_what_differs_is_noticed(capsys, monkeypatch):
+    """Another rule, a failing engine and a result that is not a number: each is told, and the exit code is 1."""
+    peer = next(peer for peer in counterparts.PEERS if (peer.optimizer, peer.library) == ("adamw", "torch"))
+    pytest.importorskip("torch")
+    other = dataclasses.replace(peer, ours={**peer.ours, "eps": 1e-3})
+    assert parity.peer_row(other)["status"] == "differs"
+    broken = dataclasses.replace(walks.ENGINES["cpu"], walk=lambda *_: 1 / 0)
+    monkeypatch.setitem(walks.ENGINES, "cpu", broken)
+    rows = printed(capsys, "parity", "--optimizers", "adamw", "--engines", "cpu", "--peers", "none", code=1)["rows"]
+    assert (rows[0]["status"], rows[0]["remark"]) == ("failed", "ZeroDivisionError: division by zero")
+    lost = dataclasses.replace(broken, walk=lambda name, settings, todo: {k: p * np.nan for k, p in todo.start.items()})
+    monkeypatch.setitem(walks.ENGINES, "cpu", lost)
+    assert run("parity", "--optimizers", "adamw", "--engines", "cpu", "--peers", "none") == 1
+    assert "1 of them wrong" in capsys.readouterr().out
+
+
+def test_distance():
+    start, want = {"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.array([2.0, 0.0]), "b": np.array([4.0])}
+    assert walks.distance({"a": np.array([2.0, 0.1]), "b": np.array([4.1])}, want, start) == pytest.approx(0.05)
+    assert walks.distance({"a": np.array([2.0, math.nan]), "b": np.array([4.0])}, want, start) == math.inf
+
+
+def test_bad_options_of_parity(capsys):
+    assert "nothing to compare" in refused(capsys, "parity", "--engines", "none", "--peers", "none")
+    assert "must end in .json or .md" in refused(capsys, "parity", "--out", "table.txt")
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def few_engines(monkeypatch):
+    """The doctor with what imports quickly."""
+    monkeypatch.setattr(doctor, "ENGINES", {name: walks.ENGINES[name] for name in ("reference", "cpu")})
+
+
+def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path))
+    found = printed(capsys, "doctor")
+    assert found["healthy"]
+    assert {e["engine"]: e["status"] for e in found["engines"]} == {"reference": "live", "cpu": "live"}
+    assert found["threading_layer"] in ("omp", "tbb", "workqueue", "not started")
+    assert found["cache"]["folder"].startswith(str(tmp_path))
+    assert run("doctor") == 0
+    assert "healthy" in capsys.readouterr().out
+
+
+def test_the_doctor_says_why_an_engine_is_not_here(few_engines, capsys, monkeypatch):
+    absent = dataclasses.replace(walks.ENGINES["cpu"], missing=lambda: 'x is not installed (pip install "rlx-optim[x]")')
+    monkeypatch.setitem(doctor.ENGINES, "cpu", absent)
+    assert run("doctor") == 0
+    assert 'x is not installed (pip install "rlx-optim[x]")' in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_doctor_finds_a_broken_and_a_wrong_engine(few_engines, capsys, monkeypatch):
+    for walk, status, word in (
+        (lambda *_: 1 / 0, "broken", "ZeroDivisionError"),
+        (lambda name, settings, todo: todo.start, "wrong", "adamw is off by 1"),
+    ):
+        monkeypatch.setitem(walks.ENGINES, "cpu", dataclasses.replace(walks.ENGINES["cpu"], walk=walk))
+        monkeypatch.setitem(doctor.ENGINES, "cpu", walks.ENGINES["cpu"])
+        found = printed(capsys, "doctor", code=1)
+        (cpu,) = (e for e in found["engines"] if e["engine"] == "cpu")
+        assert cpu["status"] == status
+        assert word in cpu["why"]
+        assert not found["healthy"]
+
+
+def test_the_doctor_minds_a_cache_that_cannot_be_written(few_engines, capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path / "file" / "cache"))
+    found = printed(capsys, "doctor", code=1)
+    assert found["cache"]["status"] == "not writable"
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(walks.importlib.util, "find_spec", lambda name: None)
+    assert walks.ENGINES["torch"].missing() == 'torch is not installed (pip install "rlx-optim[torch]")'
+    assert walks.ENGINES["jax"].missing() == 'jax is not installed (pip install "rlx-optim[jax]")'
+    assert walks.ENGINES["cpu"].missing() == "numba is not installed (pip install numba)"
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------------
+def test_inspect_in_json(tmp_path, capsys):
+    one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for file, lr in ((one, 0.1), (two, 0.2)):
+        opt = rlx_optim.AdamW(lr=lr)
+        opt.step_all({"w": np.ones(3, np.float32)}, {"w": np.ones(3, np.float32)})
+        opt.save(file)
+    found = printed(capsys, "inspect", one)
+    assert found["verified"]
+    assert [entry["parameter"] for entry in found["state"]] == ["w"]
+    assert printed(capsys, "inspect", one, one) == {"files": [str(one)] * 2, "equal": True, "differences": []}
+    assert "lr is 0.1 and 0.2" in printed(capsys, "inspect", one, two, code=1)["differences"][0]
+
+
+def test_bench_prints_json(capsys, monkeypatch):
+    from rlx_optim.cli import measure
+
+    monkeypatch.setattr(measure, "COPIED", 1 << 16)
+    assert run("bench", "--model", "one:1k", "--peers", "none", "--rounds", 1, "--seconds", 0.0001, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "one:1k"

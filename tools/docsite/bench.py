@@ -1,0 +1,162 @@
+"""Tables of speed, from the committed results of `rlx-optim bench --json`: benchmarks/*/*.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx_optim.cli.info import described
+from rlx_optim.named import list_optimizers
+from rlx_optim.registry import OPTIMIZERS
+
+from .text import table
+
+ROOT = Path(__file__).parents[2]
+MODELS = {
+    "one:1k": "one tensor of 1,000",
+    "one:16k": "one tensor of 16,000",
+    "one:262k": "one tensor of 262,000",
+    "one:4M": "one tensor of 4 million",
+    "one:32M": "one tensor of 32 million",
+    "many-tiny": "2,000 tensors of 64 to 4,000",
+    "many-small": "2,000 tensors of 1,000 to 64,000",
+    "two-blocks": "two GPT-2 blocks, 24 tensors",
+}
+
+
+class Measured(NamedTuple):
+    """Ours and the best peer, timed in one run."""
+
+    ms: float
+    ns: float
+    gb: float | None
+    peer: str
+    peer_ms: float | None
+    run: dict[str, Any]
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.peer_ms is None else self.peer_ms / self.ms
+
+    @property
+    def adamw_ms(self) -> float | None:
+        """Our AdamW's time in the same run."""
+        rows = [row for row in self.run["rows"] if (row["optimizer"], row["implementation"]) == ("adamw", "ours")]
+        return rows[0]["ms_per_step"] if rows else None
+
+
+@functools.cache
+def runs() -> list[dict[str, Any]]:
+    """Every committed CPU run, the oldest first."""
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*/*.json"))]
+    cpu = [run for run in found if "rows" in run and run["settings"].get("device", "cpu") == "cpu"]
+    return sorted(cpu, key=lambda run: run["machine"]["date"])
+
+
+@functools.cache
+def newest() -> dict[tuple[str, str], Measured]:
+    """By (model, optimizer): the run with the most peers of it, the latest of equals."""
+    latest: dict[tuple[str, str], Measured] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for run in runs():
+        if run["settings"].get("fresh_gradients"):
+            continue
+        for name in OPTIMIZERS:
+            rows = [row for row in run["rows"] if row["optimizer"] == name]
+            ours = [row for row in rows if row["implementation"] == "ours"]
+            if not ours or len(rows) < counts.get((run["model"], name), 0):
+                continue
+            counts[run["model"], name] = len(rows)
+            peers = [row for row in rows if not row["implementation"].startswith("ours")]
+            best = min(peers, key=lambda row: row["ms_per_step"], default=None)
+            latest[run["model"], name] = Measured(
+                ours[0]["ms_per_step"],
+                ours[0]["ns_per_parameter"],
+                ours[0].get("gb_per_second"),
+                best["implementation"] if best else "",
+                best["ms_per_step"] if best else None,
+                run,
+            )
+    return latest
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------------
+def figures(x: float) -> str:
+    """Three figures."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def duration(ms: float) -> str:
+    return f"{figures(ms)} ms" if ms >= 1 else f"{figures(1000 * ms)} µs"
+
+
+def times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.1f}×" if ratio >= 2 else f"{ratio:.2f}×"
+
+
+def source(model: str) -> str:
+    """Where the figures of a model come from."""
+    used = [(m.run["machine"], m.run["settings"]["threads"]) for (of, _), m in newest().items() if of == model]
+    said = sorted({f"{on['date'][:10]}, {threads} threads of an {on['cpu'].replace('(R)', '')}" for on, threads in used})
+    return f"from `rlx-optim bench --model {model}` ({'; '.join(said)})"
+
+
+def speed(name: str) -> str:
+    """ns a parameter on two blocks."""
+    found = newest().get(("two-blocks", name))
+    return figures(found.ns) if found else "–"
+
+
+def measured(name: str) -> str:
+    """What was measured of an optimizer, in a sentence."""
+    found = newest().get(("two-blocks", name))
+    if found is None:
+        return ""
+    peer = f", {times(found.ratio)} the speed of the best peer there ({found.peer})" if found.ratio else ""
+    how = ", with momentum" if name == "sgd" else ""
+    size = f"24 tensors, {found.run['parameters'] / 1e6:.1f} M parameters"
+    return (
+        f"Measured{how}: a step of two GPT-2 blocks ({size}) takes {duration(found.ms)}, {figures(found.ns)} ns a parameter"
+        f"{peer}; "
+        f"{source('two-blocks')}, all of them in [the benchmarks](../benchmarks.md)."
+    )
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------------
+def by_optimizer(model: str = "two-blocks") -> str:
+    rows = []
+    for name in list_optimizers():
+        if (model, name) in newest():
+            m = newest()[model, name]
+            peer = f"{m.peer}, {duration(m.peer_ms)}" if m.peer_ms else "none measured"
+            moved = figures(m.gb) if m.gb else "–"
+            rows.append([OPTIMIZERS[name][1], duration(m.ms), figures(m.ns), moved, peer, times(m.ratio)])
+    return table(["optimizer", "a step", "ns a parameter", "GB/s", "best peer", "ours is"], rows, right=(1, 2, 3, 5))
+
+
+def by_size(name: str = "adamw") -> str:
+    rows = []
+    for model, words in MODELS.items():
+        if (model, name) in newest():
+            m = newest()[model, name]
+            rows.append([words, duration(m.ms), f"{m.peer}, {duration(m.peer_ms)}" if m.peer_ms else "–", times(m.ratio)])
+    return table(["tensors", "a step", "best peer", "ours is"], rows, right=(1, 3))
+
+
+def choices() -> str:
+    """What each costs: state, traffic, and time beside AdamW's in the same run."""
+    rows = []
+    for name in list_optimizers():
+        told, found = described(name), newest().get(("two-blocks", name))
+        traffic = told["traffic_bytes_per_parameter"]
+        rows.append([
+            f"[{told['class']}](optimizers/{name}.md)",
+            figures(told["state_bytes_per_parameter"]),
+            str(traffic) if traffic else "matrix products",
+            figures(found.ns) if found else "–",
+            times(found.ms / found.adamw_ms) if found and found.adamw_ms else "–",
+        ])  # fmt: skip
+    head = ["optimizer", "state, bytes a parameter", "traffic, bytes a parameter", "ns a parameter", "time, AdamW = 1"]
+    return table(head, rows, right=(1, 2, 3, 4))

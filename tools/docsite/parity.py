@@ -1,0 +1,54 @@
+"""Tables of parity, from the committed result of `rlx-optim parity --out benchmarks/parity.json`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from rlx_optim.named import list_optimizers
+from rlx_optim.registry import OPTIMIZERS
+
+from .text import table
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def compared() -> dict[str, Any]:
+    """The committed result of `rlx-optim parity`."""
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "parity.json").read_text())
+    return found
+
+
+def difference(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    if row["error"] is None:
+        return str(row["status"])
+    shown = "0" if row["error"] == 0 else f"{row['error']:.1e}".replace("e-0", "e-")
+    return shown if row["status"] in ("equal", "measured") else f"{shown} ({row['status']})"
+
+
+def by_optimizer(*kinds: str) -> str:
+    """A line an optimizer, a column an engine or a library."""
+    kinds = kinds or ("engine", "peer")
+    rows = [row for row in compared()["rows"] if row["kind"] in kinds]
+    columns = [c for kind in kinds for c in dict.fromkeys((kind, row["column"]) for row in rows if row["kind"] == kind)]
+    cells = {(row["optimizer"], row["kind"], row["column"]): row for row in rows}
+    names = [name for name in list_optimizers() if any(row["optimizer"] == name for row in rows)]
+    head = ["optimizer", *(f"`{c}`" if kind == "engine" else {"torch": "torch.optim"}.get(c, c) for kind, c in columns)]
+    body = [[OPTIMIZERS[name][1], *(difference(cells.get((name, kind, c))) for kind, c in columns)] for name in names]
+    return table(head, body, right=tuple(range(1, len(head))))
+
+
+def remarks() -> str:
+    """What must be known of a comparison, as a list."""
+    return "\n".join(f"- `{row['against']}`: {row['remark']}" for row in compared()["rows"] if row["remark"])
+
+
+def source() -> str:
+    machine = compared()["machine"]
+    used = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"made on {machine['date'][:10]} by `{compared()['command']}` with {used}"

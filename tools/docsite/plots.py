@@ -1,0 +1,181 @@
+"""Figures: each optimizer at work (the digits of `make race`, and a path through a valley), and the benchmarks as bars."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlx_optim
+from rlx_optim.named import create, list_optimizers
+from rlx_optim.race.digits import MLP
+from rlx_optim.race.rates import SETTINGS as RACED
+from rlx_optim.registry import OPTIMIZERS
+
+from . import bench
+
+ROOT = Path(__file__).parents[2]
+BESIDE = "adamw"  # what each is shown beside
+THEMES = {
+    "light": {"ink": "#3b4252", "faint": "#c9ced8", "own": "#4051b5", "beside": "#d9822b"},
+    "dark": {"ink": "#cdd3df", "faint": "#4b5263", "own": "#8f9ffb", "beside": "#f2a65a"},
+}
+SMOOTH = 25  # steps
+
+# ---- the valley -------------------------------------------------------------------------------------------------------
+START, GOAL, STEPS = (-1.2, 1.4), (1.0, 1.0), 200
+LEFT, RIGHT, BOTTOM, TOP = -1.7, 1.7, -0.9, 2.2
+RATES = [a * 10.0**b for b in range(-4, 1) for a in (1, 2, 5)]
+SETTINGS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "muon": {"otherwise": None}, "mars": {"otherwise": None}}
+
+
+def valley(x: Any, y: Any) -> Any:
+    """Rosenbrock's function, a little wider than usual."""
+    return (1 - x) ** 2 + 20 * (y - x * x) ** 2
+
+
+def slope(p: np.ndarray) -> np.ndarray:
+    x, y = p[:, 0]
+    return np.array([[-2 * (1 - x) - 80 * x * (y - x * x)], [40 * (y - x * x)]], np.float32)
+
+
+def curvature(p: np.ndarray) -> np.ndarray:
+    x, y = p[:, 0]
+    return np.array([[2 - 80 * y + 240 * x * x], [40.0]], np.float32)
+
+
+def walk(name: str, lr: float) -> np.ndarray:
+    """The points of a walk; the parameter is a 2×1 matrix, so that every rule takes it."""
+    opt = create(name, lr=rlx_optim.schedules.cosine(lr, STEPS), **SETTINGS.get(name, {}))
+    p = np.array(START, np.float32).reshape(2, 1)
+    points = [p.copy()]
+    for t in range(STEPS):
+        if isinstance(opt, rlx_optim.Sophia) and t % 10 == 0:
+            opt.update_hessian("p", curvature(p))
+        opt.step_all({"p": p}, {"p": slope(p)})
+        points.append(p.copy())
+    return np.array(points)[:, :, 0]
+
+
+@functools.cache
+def best_walk(name: str) -> tuple[float, np.ndarray]:
+    """The learning rate of the grid whose walk, within the picture, is lowest on the way and at its end; and that walk."""
+
+    def height(points: np.ndarray) -> float:
+        inside = (points > (LEFT, BOTTOM)).all() and (points < (RIGHT, TOP)).all()
+        heights = valley(*points.astype(np.float64).T)
+        return float(np.log(heights + 1e-3).mean()) if inside else float("inf")
+
+    with np.errstate(all="ignore"):
+        walks = [(lr, walk(name, lr)) for lr in RATES]
+        return min(walks, key=lambda pair: height(pair[1]))
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------------
+@functools.cache
+def curve(name: str) -> np.ndarray:
+    """The smoothed loss of the race."""
+    run = MLP.train(name, RACED[MLP.name][name], MLP.steps, 0, "auto", lambda loss: None)
+    return np.convolve(run.losses, np.full(SMOOTH, 1 / SMOOTH), "valid")
+
+
+@contextlib.contextmanager
+def drawing(colours: Mapping[str, str], out: io.BytesIO, *size: Any) -> Iterator[Any]:
+    """Axes in the colours of a theme; what is drawn on them is written as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    style = {
+        "svg.fonttype": "none", "svg.hashsalt": "rlx-optim", "font.family": "sans-serif", "font.size": 10, "axes.titlesize": 11,
+        "axes.edgecolor": colours["faint"], "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colours["ink"]),
+    }  # fmt: skip
+    with plt.rc_context(style):
+        columns, width, height = size
+        figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+        yield axes
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def at_work(name: str, theme: str) -> bytes:
+    """An optimizer beside AdamW: the digits, and the valley."""
+    colours, out = THEMES[theme], io.BytesIO()
+    shown = dict.fromkeys([BESIDE, name])
+    tint = {BESIDE: colours["beside"], name: colours["own"]}
+    with drawing(colours, out, 2, 9, 3.6) as (loss, path):
+        for each in shown:
+            steps = np.arange(SMOOTH - 1, SMOOTH - 1 + len(curve(each)))
+            loss.semilogy(steps, curve(each), color=tint[each], lw=2 if each == name else 1.5, label=OPTIMIZERS[each][1])
+        loss.set(xlabel="step", title="Handwritten digits: training loss")
+        loss.grid(color=colours["faint"], lw=0.4, which="major")
+        loss.legend()
+        x, y = np.meshgrid(np.linspace(LEFT, RIGHT, 60), np.linspace(BOTTOM, TOP, 60))
+        path.contour(x, y, np.log(valley(x, y) + 0.05), levels=9, colors=colours["faint"], linewidths=0.7)
+        for each in shown:
+            lr, points = best_walk(each)
+            path.plot(*points.T, ".-", color=tint[each], ms=4, lw=1, label=f"{OPTIMIZERS[each][1]}, lr {lr:g}")
+        path.plot(*START, "o", color=colours["ink"], ms=6)
+        path.plot(*GOAL, "*", color=colours["ink"], ms=12)
+        path.set(xlim=(LEFT, RIGHT), ylim=(BOTTOM, TOP), xticks=[], yticks=[])
+        path.set_title(f"A curved valley: {STEPS} steps to the star")
+        path.legend(loc="lower left")
+    return out.getvalue()
+
+
+def speed(model: str, theme: str) -> bytes:
+    """How many times each optimizer is as fast as its best peer, from the committed results."""
+    colours, out = THEMES[theme], io.BytesIO()
+    ratios = {name: (m.ratio, m.peer) for (of, name), m in bench.newest().items() if of == model and m.ratio}
+    names = [name for name in reversed(list_optimizers()) if name in ratios]
+    with drawing(colours, out, 1, 9, 0.8 + 0.28 * len(names)) as axes:
+        axes.barh([OPTIMIZERS[n][1] for n in names], [ratios[n][0] for n in names], 0.62, color=colours["own"])
+        for place, name in enumerate(names):
+            ratio, peer = ratios[name]
+            label = f"{bench.times(ratio)} {peer}"
+            axes.annotate(label, (ratio, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.axvline(1, color=colours["beside"], lw=1.5)
+        axes.set(xlim=(0, 1.2 * max(ratio for ratio, _ in ratios.values())), xlabel="times the speed of the best peer")
+    return out.getvalue()
+
+
+#: every figure: its path on the site, what draws it, and of what
+FIGURES: dict[str, tuple[Callable[[str, str], bytes], str, str]] = {
+    f"assets/plots/{file}-{theme}.svg": (draw, of, theme)
+    for draw, of, file in [*((at_work, name, name) for name in list_optimizers()), (speed, "two-blocks", "speed")]
+    for theme in THEMES
+}
+
+
+def files() -> dict[str, Path]:
+    """Every figure's file under build/, drawn anew where the code or the results have changed."""
+    folder = ROOT / "build" / "plots" / state_of_code()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.iterdir():
+        if old != folder:
+            shutil.rmtree(old)
+    found = {}
+    for path, (draw, of, theme) in FIGURES.items():
+        found[path] = folder / Path(path).name
+        if not found[path].exists():
+            found[path].write_bytes(draw(of, theme))
+    return found
+
+
+@functools.cache
+def state_of_code() -> str:
+    read = [
+        *Path(__file__).parent.glob("*.py"),
+        *(ROOT / "src" / "rlx_optim").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.json"),
+    ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(read))).hexdigest()[:12]

@@ -1,0 +1,69 @@
+"""What mkdocs is told while it builds: the generated files, the tables in hand-written pages, and which optional pages exist.
+
+mkdocs.yml names this file under `hooks`; it can also be imported without mkdocs, for its tables.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from docsite import bench, katex, optimizers, parity, plots
+
+ROOT = Path(__file__).parents[1]
+#: pages of the site that stand elsewhere in the repository, where they exist
+ELSEWHERE = {"h200.md": ROOT / "benchmarks" / "h200.md"}
+#: <!-- table: NAME --> in a page becomes this
+TABLES = {
+    "benchmarks": bench.by_optimizer,
+    "benchmarks by size": bench.by_size,
+    "benchmark source": lambda: bench.source("two-blocks"),
+    "choices": bench.choices,
+    "parity engines": lambda: parity.by_optimizer("engine"),
+    "parity peers": lambda: parity.by_optimizer("peer"),
+    "parity remarks": parity.remarks,
+    "parity source": parity.source,
+}
+MARK = re.compile(r"<!-- table: ([\w ]+) -->")
+
+
+def filled(text: str) -> str:
+    """A page with its tables in place."""
+    return MARK.sub(lambda match: TABLES[match[1]](), text)
+
+
+def texts() -> dict[str, str]:
+    """Every generated page: its path under docs/ and its text."""
+    return optimizers.pages() | {page: path.read_text() for page, path in ELSEWHERE.items() if path.exists()}
+
+
+# ---- called by mkdocs -----------------------------------------------------------------------------------------------------
+def on_config(config: Any) -> Any:
+    """Leave out of the navigation what is not in this checkout."""
+    docs, there = Path(config.docs_dir), texts()
+
+    def pruned(item: Any) -> Any:
+        if isinstance(item, list):
+            return [kept for kept in map(pruned, item) if kept]
+        if isinstance(item, dict):
+            return {title: kept for title, below in item.items() if (kept := pruned(below))}
+        return item if item in there or (docs / item).exists() else None
+
+    config.nav = pruned(config.nav)
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path, text in texts().items():
+        files.append(File.generated(config, path, content=text))
+    for path, source in {**plots.files(), **katex.files()}.items():
+        files.append(File.generated(config, path, abs_src_path=str(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Tables go in; what only tests/test_docs.py needs to know of a code block goes out."""
+    return re.sub(r"^```python .*$", "```python", filled(markdown), flags=re.MULTILINE)
