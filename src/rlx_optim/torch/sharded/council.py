@@ -23,8 +23,8 @@ REFUSED, STOPPED, NOT_FINITE = range(3)
 class Council:
     """Who must agree, and the lanes whose seats they agree on, in the same order on every rank."""
 
-    def __init__(self, together: Together, lanes: Sequence[Lane]):
-        self.together, self.lanes = together, lanes
+    def __init__(self, together: Together, lanes: Sequence[Lane], device: torch.device):
+        self.together, self.lanes, self.device = together, lanes, device
 
     def agree(self, prepare: Callable[[], tuple[Work, bool]], stopped: bool) -> tuple[Work, bool, bool]:
         """What is to be done, by the word of all ranks: (work, stopped, not finite). `prepare` gives this rank's own."""
@@ -38,8 +38,7 @@ class Council:
         here_too = {(id(lane), i) for lane, chosen, _ in work for i in chosen}
         flags = [int(problem is not None), int(stopped), int(bad)]
         flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
-        device = self.lanes[0].device if self.lanes else torch.device("cpu")
-        flags = self.together.highest(flags, device=device)
+        flags = self.together.highest(flags, device=self.device)
         if problem is not None:
             raise problem
         if flags[REFUSED]:

@@ -8,6 +8,7 @@ shards.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -197,9 +198,15 @@ class OwnerLane(Lane):
         numbers = {}
         for i, k in first.items():
             record, found = seats[i].records[0], engine.found.get(k)
-            length = len(numbers_of(specs[record.group].moves))  # type: ignore[arg-type]
-            numbers[i] = [float(found is not None), *(found or [0.0] * length), *record.counters.values()]
+            still = [0.0] * (self._length(seats[i], specs) - 1 - len(record.counters))
+            numbers[i] = [float(found is not None), *(found or still), *record.counters.values()]
         return updates, numbers
+
+    @staticmethod
+    def _length(seat: Seat, specs: Sequence[Spec]) -> int:
+        """How many numbers travel with an update."""
+        record = seat.records[0]
+        return 1 + len(numbers_of(specs[record.group].moves)) + len(record.counters)  # type: ignore[arg-type]
 
     def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
@@ -219,27 +226,22 @@ class OwnerLane(Lane):
         """This rank's part of every update, and its numbers."""
         parts, told = dict(updates), dict(numbers)
         travelling = {i: home for i, home in enumerate(homes) if isinstance(home, Owned)}
+        places = list(travelling)
         for i, home in enumerate(homes):
             if isinstance(home, Shards):
                 parts[i] = home.layout.part(updates[i], home.layout.placements).contiguous()
         if travelling:
-            items: list[Item] = []
-            wholes: dict[int, torch.Tensor] = {}
-            for i, owned in travelling.items():
-                record = seats[i].records[0]
-                length = 1 + len(numbers_of(specs[record.group].moves)) + len(record.counters)  # type: ignore[arg-type]
-                items += [
-                    Item(tuple(seats[i].shape), self.dtype, owned.dim, owned.owner),
-                    Item((length,), torch.float64, None, owned.owner),
-                ]
-                if owned.mine:
-                    tail = torch.tensor(numbers[i], dtype=torch.float64).to(self.device)
-                    wholes |= {len(items) - 2: updates[i], len(items) - 1: tail}
-            came = spread(owned.circle, items, wholes, self.device)
-            tails = torch.cat(came[1::2]).tolist()
-            for k, i in enumerate(travelling):
-                parts[i] = came[2 * k]
-                told[i], tails = tails[: items[2 * k + 1].shape[0]], tails[items[2 * k + 1].shape[0] :]
+            lengths = [self._length(seats[i], specs) for i in travelling]
+            items = [Item(tuple(seats[i].shape), self.dtype, home.dim, home.owner) for i, home in travelling.items()]
+            items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, travelling.values(), strict=True)]
+            mine = [k for k, home in enumerate(travelling.values()) if home.mine]
+            flat = torch.tensor([x for k in mine for x in numbers[places[k]]], dtype=torch.float64).to(self.device)
+            wholes = {k: updates[places[k]] for k in mine}
+            wholes |= {len(places) + k: tail for k, tail in zip(mine, flat.split([lengths[k] for k in mine]), strict=True)}
+            came = spread(next(iter(travelling.values())).circle, items, wholes, self.device)
+            tails = iter(torch.cat(came[len(places) :]).tolist())
+            for i, part, n in zip(places, came, lengths, strict=False):
+                parts[i], told[i] = part, list(itertools.islice(tails, n))
         return [parts[i] for i in range(len(seats))], [told[i] for i in range(len(seats))]
 
     def _land(self, chosen: list[int], specs: Sequence[Spec], parts: list[torch.Tensor], told: list[list[float]]) -> None:
@@ -343,4 +345,4 @@ def council(lanes: Sequence[Lane], watched: bool) -> Council | None:
     together = splitting(each.param for lane in (*working, *deciding) for each in lane.seats)
     owned = [home.circle for lane in working if isinstance(lane, OwnerLane) for home in lane.homes if isinstance(home, Owned)]
     together = Together([*together.circles, *owned])
-    return Council(together, working) if together.circles else None
+    return Council(together, working, (*working, *deciding)[0].device) if together.circles else None
