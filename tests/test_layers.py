@@ -29,6 +29,7 @@ MAY = {
     "data": set(),
     "helpers": {"engines"},
     "linalg": set(),
+    "sharing": {"engine", "spec"},
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"spec", "linalg", "vocabulary"},
@@ -40,6 +41,7 @@ MAY = {
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
+        "sharing",
     },
     "stepping": {"engine", "spec"},
     "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
@@ -47,7 +49,7 @@ MAY = {
     "race": {"cli", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "spec", "__init__",
+        "optax", "sharing", "spec", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file

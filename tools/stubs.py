@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..optimizer import NamedOptimizer
+from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 
@@ -78,6 +79,7 @@ def torch_stub() -> str:
             keywords += [f"otherwise: NamedOptimizer | None = {default}"]
             keywords += ["route: Route = None", "split: Mapping[str, int] | None = None"]
         keywords += ["hessian_seed: int = 0"] if kind.observes else []
+        keywords += ["process_group: Any = None"] if kind.matrix else []
         base = "CurvatureOptimizer" if kind.observes else "RuleOptimizer"
         text += class_stub(title, base, fields, ["params: Params"], keywords)
     return text

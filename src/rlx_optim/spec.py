@@ -198,6 +198,10 @@ class Spec(abc.ABC):
     branches: ClassVar[bool] = False
     #: it takes estimates of the Hessian's diagonal, through a second update `observe`
     observes: ClassVar[bool] = False
+    #: it measures whole tensors (norms, means), so that a part of a tensor does not know enough
+    reduces: ClassVar[bool] = False
+    #: of a `matrix` rule: the one map that reads p, given the update by the name u
+    moves: ClassVar[Callable[..., Any] | None] = None
     #: the optimizer for tensors this one does not take; None where it takes all
     otherwise_default: ClassVar[Otherwise | None] = None
 
@@ -267,6 +271,14 @@ class Spec(abc.ABC):
     def update(self, E: Any, x: Any) -> Any:
         """The step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the structural
         fields alone: everything else reaches the rule through `scalars`."""
+
+    def work(self, shape: Shape) -> int:
+        """About how many operations a step of such a tensor takes: what tensors are shared out by."""
+        return math.prod(shape)
+
+    def sums(self, shape: Shape, dim: int) -> tuple[int, ...]:
+        """How many numbers each measurement of a tensor adds up over ranks, one after the other, if axis `dim` is cut."""
+        return ()
 
     def advice(self, counters: Mapping[str, float]) -> str | None:
         """What to warn about once, if a tensor is stepped with these counters."""

@@ -132,11 +132,17 @@ def save(
     template = _template(path)
     if keep is not None and NUMBER not in template.name:
         raise ValueError(f"save: keep={keep} needs a folder, or {NUMBER} in the file's name, got {str(path)!r}")
-    target = template.with_name(template.name.replace(NUMBER, f"{iteration:08d}"))
-    store(take(), target, allow_nan)
+    made = target(path, iteration)
+    store(take(), made, allow_nan)
     if keep is not None:
-        _rotate(template, target, keep)
-    return target
+        _rotate(template, made, keep)
+    return made
+
+
+def target(path: str | os.PathLike[str], iteration: int) -> Path:
+    """The file that a checkpoint of this iteration is written to."""
+    template = _template(path)
+    return template.with_name(template.name.replace(NUMBER, f"{iteration:08d}"))
 
 
 def _template(path: str | os.PathLike[str]) -> Path:

@@ -68,9 +68,14 @@ def tensor(array: np.ndarray) -> Tensor:
     return Tensor(array.shape, array.dtype, lambda: array)
 
 
+def in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """As they are written, and each of them fetched once: the wider types first, which keeps every tensor aligned."""
+    return sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+
+
 def write(file: BinaryIO, manifest: str, tensors: Mapping[str, Tensor], allow_nan: bool) -> None:
     """Write a checkpoint to a file at its start. Never holds more than one tensor and one chunk."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # keeps every tensor aligned
+    ordered = in_order(tensors)
     header = _header(manifest, ordered)
     digest = hashlib.sha256()
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "bench": "Time our steps and those of every installed peer, interleaved, beside a memory copy.",
     "inspect": "Show what is in a checkpoint and verify it, or say what differs between two.",
     "convert": "Turn an optimizer's state dict, as torch.save writes it, into a checkpoint, or a checkpoint into a state dict.",
+    "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
 FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")

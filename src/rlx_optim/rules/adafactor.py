@@ -132,6 +132,8 @@ class Adafactor(Spec):
     scale_parameter: bool = flag(True)
     convention: str = choice("paper", "torch", "rlx")
 
+    reduces = True
+
     def check(self):
         if self.convention != "paper" and self.beta1 is not None:
             raise self.refuse(f"beta1 has no place in convention {self.convention!r}; got beta1={self.beta1!r}")
@@ -174,6 +176,13 @@ class Adafactor(Spec):
         if self.convention == "rlx":
             numbers |= {"least": eps1, "top": reciprocal(math.sqrt(eps1)), "clip": self.clip_threshold}
         return numbers
+
+    def sums(self, shape, dim):
+        if not self.factored(shape):
+            return (2,)
+        matrices, place = math.prod(shape[:-2]), dim - len(shape)
+        over = {-1: shape[-2], -2: shape[-1]}.get(place, 0)  # row sums, or column sums
+        return matrices * over, matrices * (place == -2), 2
 
     def update(self, E, x):
         glides = self.beta1 is not None

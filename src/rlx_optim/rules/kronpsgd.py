@@ -80,6 +80,7 @@ class KronPSGD(Spec):
     probe: object = function()
 
     matrix = True
+    moves = staticmethod(descend)
     branches = True
 
     def diagonal(self, dims):
@@ -107,6 +108,10 @@ class KronPSGD(Spec):
 
     def scalars(self, t, counters):
         return {"beta": self.beta1, "alpha": 1 - self.beta1, "lr": self.lr}
+
+    def work(self, shape):
+        size, diagonal = math.prod(shape), self.diagonal(shape)
+        return size + sum(2 * size * n for i, n in enumerate(shape) if i not in diagonal)  # the rarer fit grows alike
 
     def update(self, E, x):
         stack = x.p.shape if x.p.ndim > 1 else (*x.p.shape, 1)

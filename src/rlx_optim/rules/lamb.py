@@ -64,6 +64,8 @@ class Lamb(Spec):
     bias_correction: bool = flag(True)
     trust_clip: float | None = real(None, open_low=True, infinite=True, optional=True)
 
+    reduces = True
+
     def structure(self):
         return ()
 
@@ -87,6 +89,9 @@ class Lamb(Spec):
             "alpha2": 1 - beta2,
             "eps": self.eps,
         }
+
+    def sums(self, shape, dim):
+        return (2,)
 
     def update(self, E, x):
         x = E.map(measure, x, size="norm", pace="norm")

@@ -71,6 +71,7 @@ class MARS(Spec):
     clip_norm: float | None = real(1.0, open_low=True, infinite=True, optional=True)
     variant: str = choice("adamw", "lion")
 
+    reduces = True
     otherwise_default = Otherwise("adamw", {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
     def takes(self, shape):
@@ -99,6 +100,9 @@ class MARS(Spec):
             "root": 1 / sqrt(less_power(beta2, t)),
             "eps": self.eps,
         }
+
+    def sums(self, shape, dim):
+        return () if self.clip_norm is None else (1,)
 
     def update(self, E, x):
         if self.clip_norm is not None:

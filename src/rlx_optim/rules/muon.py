@@ -81,6 +81,7 @@ class Muon(Spec):
     convention: str = choice("keller", "moonlight", "rlx")
 
     matrix = True
+    moves = staticmethod(descend)
     everywhere = False
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
@@ -94,6 +95,10 @@ class Muon(Spec):
     def scalars(self, t, counters):
         alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum
         return {"beta": self.momentum, "alpha": alpha, "shrink": self.lr * self.weight_decay, "step": self.lr}
+
+    def work(self, shape):
+        rows, columns = sorted((shape[0], math.prod(shape[1:]))) if shape else (1, 1)
+        return 2 * self.ns_steps * (2 * columns + rows) * rows**2
 
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)

@@ -17,8 +17,9 @@ are ordered by the estimated eigenvalues diag(Qᵀ·L·Q), v is permuted to matc
 than max_precond_dim is not rotated. A tensor of several dimensions has an L and a Q for each; one of fewer than two is that
 rule with Q = I unless precondition_1d. merge_dims first folds neighbouring dimensions, from the left, while their product
 is at most max_precond_dim. L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not). They are
-computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues and the null
-space of a rank-deficient L are decided by rounding, so engines that round alike walk the same path.
+computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues are decided by
+rounding, so engines that round alike walk the same path. The first basis of the null space of a rank-deficient L is decided
+by a faint diagonal (where the arithmetic is fine enough to see it): else the last bit of a gradient would decide it.
 
 Conventions.
 - torch, optax: neither has it.
@@ -29,6 +30,8 @@ When, and what it costs. The fewest steps to a given loss of all that are here; 
 8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with n×n matrices a step and
 a QR of each L every precondition_frequency steps.
 """
+
+import math
 
 from .. import linalg
 from ..spec import Slot, Spec, betas, flag, integer, like, real
@@ -46,6 +49,9 @@ def descend(p, u, step, shrink):
     p = p - step * u
     p = p - shrink * p  # decay after the step
     return p
+
+
+TILT = 1e-8  # of L's largest entry: far above what rounding leaves in a null space, far below what L says
 
 
 class SOAP(Spec):
@@ -71,6 +77,7 @@ class SOAP(Spec):
     precondition_1d: bool = flag(False, fixed=True)
 
     matrix = True
+    moves = staticmethod(descend)
     branches = True
 
     def merged(self, shape):
@@ -113,6 +120,11 @@ class SOAP(Spec):
         shrink = self.lr * self.weight_decay
         return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "shrink": shrink}
 
+    def work(self, shape):
+        size, every = math.prod(shape), self.precondition_frequency
+        dims = [self.merged(shape)[axis - 1] for axis in self.rotated(shape)]
+        return size + sum(6 * size * n + (4 * size * n + 6 * n**3) // every for n in dims)
+
     def update(self, E, x):
         (beta1, beta2), n = self.betas, x.t - 1  # n: steps that moved, this one included
         shape = x.p.shape[1:]
@@ -120,10 +132,11 @@ class SOAP(Spec):
         stacked = (x.p.shape[0], *self.merged(shape))
         P, G, m, v = (X.reshape(stacked) for X in (x.p, x.g, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in axes}
-        L = {}
+        L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:
-            new = E.narrow(x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i))
-            L[i] = E.where(linalg.finite(E, new), new, x[f"L{i}"])
+            new = x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i)
+            sound = linalg.finite(E, E.narrow(new))
+            L[i], exact[i] = E.where(sound, E.narrow(new), x[f"L{i}"]), E.where(sound, new, E.wide(x[f"L{i}"]))
 
         def to_basis(q, U):
             return E.product(q.mT, U)
@@ -132,7 +145,12 @@ class SOAP(Spec):
             return E.product(q, U)
 
         def initialise(P, m, v, Q):
-            return P, m, v, {i: E.narrow(E.eigh(E.wide(L[i]))) for i in axes}
+            return P, m, v, {i: E.narrow(E.eigh(exact[i] + tilt(i))) for i in axes}
+
+        def tilt(i):
+            """A faint diagonal that decides where L leaves the basis open; Q is still the identity."""
+            places = E.real(E.counter(Q[i].shape[-1])) / Q[i].shape[-1]
+            return E.wide(Q[i]) * places * E.norm(exact[i], math.inf) * TILT
 
         def move(P, m, v, Q):
             rotated = linalg.every(E, to_basis, Q, G)

@@ -16,10 +16,11 @@ from typing import Any
 from ..named import create, spec_class
 from ..registry import OPTIMIZERS
 from ..spec import REQUIRED, Spec
+from .clip import clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 
-__all__ = ["RuleOptimizer"] + [title for _, title, _ in OPTIMIZERS.values()]
+__all__ = ["RuleOptimizer", "clip_grad_norm_"] + [title for _, title, _ in OPTIMIZERS.values()]
 
 _DEFAULT: Any = object()
 #: rules that can hand tensors to another one
@@ -41,7 +42,8 @@ def _signature(name: str, kind: type[Spec]) -> inspect.Signature:
     fields = [parameter(field, default, either) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if name in ROUTED else {}
     seed = {"hessian_seed": 0} if kind.observes else {}
-    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed}.items()]
+    shared = {"process_group": None} if kind.matrix else {}
+    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **shared}.items()]
     return inspect.Signature([parameter("self", REQUIRED, either), parameter("params", REQUIRED, either), *fields, *extra])
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..optimizer import NamedOptimizer
+from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 
@@ -171,6 +172,7 @@ class SOAP(RuleOptimizer):
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class KronPSGD(RuleOptimizer):
@@ -197,6 +199,7 @@ class KronPSGD(RuleOptimizer):
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class Muon(RuleOptimizer):
@@ -218,6 +221,7 @@ class Muon(RuleOptimizer):
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
     ) -> None: ...
 
 class Sophia(CurvatureOptimizer):

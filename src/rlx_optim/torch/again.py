@@ -106,4 +106,4 @@ class Standing:
 
 def repeats(lane: AddressLane) -> bool:
     """Whether all of a lane was stepped, on memory as it is."""
-    return len(lane.present) == len(lane.seats) == lane.watch.n and not lane.scratched
+    return not lane.spread and len(lane.present) == len(lane.seats) == lane.watch.n and not lane.scratched

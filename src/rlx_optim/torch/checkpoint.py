@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..spec import Shape, Spec
 from .lanes import ARITHMETIC, inner_shape
 from .names import SLOTS, bare, outside
 from .optimizer import RuleOptimizer
-from .state import counter, fresh, furnish, piece_shape, shape_in_state
+from .state import counter, furnish, piece_shape, room, shape_in_state
 from .stepping import plain
 
 COUNTABLE = 2**24  # "step" is a float32, as torch.optim's
@@ -52,14 +53,14 @@ def host(tensor: torch.Tensor, what: str) -> np.ndarray:
     return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
 
-def wrapped(tensor: torch.Tensor, shape: Shape, what: str) -> Tensor:
-    """A tensor of state that is fetched from its device when it is written."""
+def wrapped(tensor: torch.Tensor, shape: Shape, what: str, whole: Callable[[], torch.Tensor] | None = None) -> Tensor:
+    """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
     dtype = np.dtype(np.float64 if tensor.dtype is torch.float64 else np.float32)
-    return Tensor(shape, dtype, functools.partial(_fetched, tensor, shape, what))
+    return Tensor(shape, dtype, functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what))
 
 
-def _fetched(tensor: torch.Tensor, shape: Shape, what: str) -> np.ndarray:
-    return host(tensor, what).reshape(shape)
+def _fetched(whole: Callable[[], torch.Tensor], shape: Shape, what: str) -> np.ndarray:
+    return host(whole(), what).reshape(shape)
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
@@ -71,9 +72,10 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     for name, (index, param) in parameters_of(opt).items():
         group, state = opt.param_groups[index], opt.state[param]
         batch = int(state.get("batch", 1))
-        furnish(state, group["rule"], specs[index], param, batch)
+        home = opt._home(name, param, specs[index], batch)
+        furnish(state, group["rule"], specs[index], param, batch, home)
         parameters[name] = _parameter(
-            name, where[index], group["rule"], specs[index], param, state, batch, opt._why.get(param, "")
+            name, where[index], group["rule"], specs[index], param, state, batch, opt._why.get(param, ""), home
         )
     iteration = max((p.step for p in parameters.values()), default=0)
     return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch")
@@ -101,7 +103,15 @@ def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
 
 
 def _parameter(
-    name: str, where: tuple[int, int | None], rule: str, spec: Spec, param: torch.Tensor, state: Any, batch: int, why: str
+    name: str,
+    where: tuple[int, int | None],
+    rule: str,
+    spec: Spec,
+    param: torch.Tensor,
+    state: Any,
+    batch: int,
+    why: str,
+    home: Any,
 ) -> Parameter:
     piece = piece_shape(param, batch)
     shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
@@ -111,10 +121,10 @@ def _parameter(
     if set(state) - {"step", "batch", *counters, *(outside(rule, slot) for slot in slots)}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, piece)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
-    p.tensors = {
-        slot: wrapped(state[outside(rule, slot)], p.stored(each), f"{outside(rule, slot)!r} of {name!r}")
-        for slot, each in slots.items() if outside(rule, slot) in state
-    }  # fmt: skip
+    for slot, each in slots.items():
+        if (key := outside(rule, slot)) in state:
+            whole = None if home is None else functools.partial(home.get, state[key], shape_in_state(each, param, batch))
+            p.tensors[slot] = wrapped(state[key], p.stored(each), f"{key!r} of {name!r}", whole)
     return p
 
 
@@ -127,18 +137,22 @@ def load_into(
     opt: RuleOptimizer, path: str | os.PathLike[str], strict: bool, allow_nan: bool, callables: Mapping[str, Any]
 ) -> None:
     """Take over groups, routing and state from a file of any front end. Nothing changes before all of it has been checked."""
-    with opened(path, allow_nan) as snapshot:
-        known = parameters_of(opt)
-        _check_names(opt, snapshot, known, strict)
-        there = {name: p for name, p in snapshot.parameters.items() if name in known}
-        for name, p in there.items():
-            _check_fit(opt, name, p, known[name][1])
-        values = _given_again(opt, snapshot, known, there, callables)
-        groups = _regrouped(opt, snapshot, known, there, values)
-        states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
+    with contextlib.ExitStack() as stack:
+        with opt._agreed("the checkpoint was refused"):
+            snapshot = stack.enter_context(opened(path, allow_nan))
+            known = parameters_of(opt)
+            _check_names(opt, snapshot, known, strict)
+            there = {name: p for name, p in snapshot.parameters.items() if name in known}
+            for name, p in there.items():
+                _check_fit(opt, name, p, known[name][1])
+            values = _given_again(opt, snapshot, known, there, callables)
+            groups = _regrouped(opt, snapshot, known, there, values)
+            states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
-            _fill(states[known[name][1]], snapshot.members[p.member].optimizer, p)
+            home = opt._home(name, known[name][1], snapshot.spec(p), p.pieces)
+            _fill(states[known[name][1]], snapshot.members[p.member].optimizer, p, home)
         opt.state.update(states)
+        opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
         _take_over(opt, snapshot, groups)
 
@@ -267,18 +281,23 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
     slots = spec.slots(p.piece) if p.tensors.keys() <= spec.slots(p.piece).keys() else possible(spec, p.piece)[0]
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
     state: dict[str, Any] = {"step": counter(p.step, torch.float32)} | ({"batch": p.pieces} if p.pieces > 1 else {})
+    home = opt._home(None, param, spec, p.pieces)
     for name in p.tensors:
         key, slot = outside(rule, name), slots[name]
-        old, wanted = before.get(key), (shape_in_state(slot, param, p.pieces), ARITHMETIC[param.dtype], param.device)
-        fits = was == rule and torch.is_tensor(old) and (old.shape, old.dtype, old.device) == wanted and old.is_contiguous()
-        state[key] = old if fits else fresh(slot, param, p.pieces)
+        old, shape, wanted = before.get(key), shape_in_state(slot, param, p.pieces), (ARITHMETIC[param.dtype], param.device)
+        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == wanted and old.is_contiguous()
+        fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
+        state[key] = old if fits else room(slot, param, p.pieces, home)
     state |= {k: counter(v) for k, v in p.counters.items()}
     ours = {"step", "batch", *SLOTS[was].values(), *earlier.slots(p.piece), *earlier.counters()}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
 @torch.no_grad()
-def _fill(state: dict[str, Any], rule: str, p: Parameter) -> None:
+def _fill(state: dict[str, Any], rule: str, p: Parameter, home: Any) -> None:
     for slot, each in p.tensors.items():
-        buffer = state[outside(rule, slot)]
-        buffer.copy_(torch.from_numpy(each.read()).reshape(buffer.shape))
+        buffer, value = state[outside(rule, slot)], torch.from_numpy(each.read())
+        if home is None:
+            buffer.copy_(value.reshape(buffer.shape))
+        else:
+            home.put(buffer, value)

@@ -10,6 +10,7 @@ import torch
 from .. import random
 from ..engine import Bundle
 from .optimizer import RuleOptimizer
+from .stepping import is_spread
 
 
 class CurvatureOptimizer(RuleOptimizer):
@@ -41,15 +42,53 @@ class CurvatureOptimizer(RuleOptimizer):
             grads = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
             used = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
             curved = {p: self._signs(p) for p, g in used.items() if g.requires_grad}  # the rest enters linearly: its H is 0
-            dot = sum(((used[p] * u).sum() for p, u in curved.items()), torch.zeros((), device=loss.device))
-            products = torch.autograd.grad(dot, list(curved), allow_unused=True) if curved else ()
+            dots = [(used[p] * u).sum() for p, u in curved.items()]
+            products = torch.autograd.grad(sum(dots[1:], dots[0]), list(curved), allow_unused=True) if curved else ()
+        if not used and any(map(is_spread, params)):
+            raise RuntimeError(
+                f"{self._owner}: the loss does not reach the sharded parameters (fully_shard computes with copies of them, which "
+                "cannot be differentiated twice); use update_hessian_from_gradients"
+            )
         estimates = {p: torch.zeros_like(p, requires_grad=False) for p in used}
         estimates |= {p: u * Hu for (p, u), Hu in zip(curved.items(), products, strict=True) if Hu is not None}
-        if not self._passes(estimates.items()):
+        return self._observed(estimates)
+
+    @torch.no_grad()
+    def update_hessian_from_gradients(self, batch_size: int, every: int = 1) -> bool:
+        """Average batch_size · g² into the curvature, g the gradients that are there (Gauss–Newton–Bartlett).
+
+        Compute them from the mean loss on labels drawn from the model's own predictions, call this, then zero_grad(). One
+        backward pass is enough, so it works where a second derivative does not, as under fully_shard. Gives whether it worked.
+        """
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if batch_size < 1 or every < 1:
+            raise ValueError(f"{self._owner}: batch_size and every must be at least 1, got {batch_size!r} and {every!r}")
+        if every > 1 and int(max(float(self.state[p]["step"]) for p in params)) % every:
             return False
-        for p, estimate in estimates.items():
+        return self._observed({p: p.grad * p.grad * batch_size for p in params})
+
+    def _observed(self, estimates: dict[Any, torch.Tensor]) -> bool:
+        """Take estimates over, unless they are not finite and should be."""
+        self._current_specs()
+        self._ready()
+        local = {p: self._local(p, estimate) for p, estimate in estimates.items()}
+        verdict = None
+        if self._council is not None and self.nonfinite != "propagate":
+            bad = not all(bool(torch.isfinite(estimate).all()) for estimate in local.values())
+            verdict = bool(self._council.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
+        if not self._passes(local.items(), verdict):
+            return False
+        for p, estimate in local.items():
             self._observe(p, estimate)
         return True
+
+    def _local(self, param: Any, tensor: Any) -> torch.Tensor:
+        """The part of a tensor that is here, placed like the parameter."""
+        if not is_spread(param):
+            return tensor
+        from .sharded.council import local_grad
+
+        return local_grad(self._owner, "a parameter", param, tensor.detach())
 
     def _signs(self, param: torch.Tensor) -> torch.Tensor:
         """Random signs, keyed by seed, place and count: no global generator is touched."""
@@ -57,8 +96,13 @@ class CurvatureOptimizer(RuleOptimizer):
         place, seed = next((i, group["hessian_seed"]) for i, p, group in places if p is param)
         count = int(self.state[param]["estimates"])
         words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel()), count)
-        signs: torch.Tensor = (words & 1) * 2 - 1
-        return signs.to(param.device, param.dtype).reshape(param.shape)
+        signs: torch.Tensor = ((words & 1) * 2 - 1).to(param.device, param.dtype).reshape(param.shape)
+        if not is_spread(param):
+            return signs
+        from .sharded.layout import Layout
+
+        layout = Layout(param)  # type: ignore[arg-type]
+        return layout.wrapped(layout.part(signs, layout.placements), layout.shape, layout.placements)
 
     @torch.no_grad()
     def _observe(self, param: torch.Tensor, estimate: torch.Tensor) -> None:

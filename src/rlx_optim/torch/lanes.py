@@ -82,6 +82,8 @@ class Addresses:
 class Lane(abc.ABC):
     """Seats that share an engine."""
 
+    spread = ""  # in words: how parameters that are spread over ranks are stepped
+
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
         self.sign = sign  # -1 where groups maximize

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +20,9 @@ from ..routing import report
 from ..spec import Spec
 from .engines import check_engine
 from .lanes import ARITHMETIC, inner_shape
-from .names import foreign, translated
+from .names import foreign, outside, translated
 from .routing import Router, first_match, reasons_from
-from .state import furnish, piece_shape, taken_over
+from .state import furnish, piece_shape, shape_in_state, taken_over
 from .stepping import Stepper, named, number, plain
 
 
@@ -50,9 +51,10 @@ class RuleOptimizer(Stepper):
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
         split: Mapping[str, int] | None = None,
+        process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
-        """beside: settings of a group that are not the rule's."""
+        """beside: settings of a group that are not the rule's. process_group: its ranks share out matrices that all have."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
@@ -69,6 +71,10 @@ class RuleOptimizer(Stepper):
             name = type(otherwise).__name__.lower()
             self._rules[name] = otherwise.spec
             self._other = {"rule": name, **otherwise.hyperparameters(), "maximize": maximize}
+        if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
+            process_group = params.process_group
+        self._process_group = process_group
+        self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
         known = reasons_from(params) if isinstance(params, nn.Module) else {}
         self._router = Router(self._owner, route, otherwise is not None, known)
@@ -143,9 +149,14 @@ class RuleOptimizer(Stepper):
             self.defaults = mine
         added = self.param_groups[-1]
         spec = self._spec_of(added)
-        for name, param in zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True):
+        entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
+        for name, param in entries:
             self._check_param(name, param)
-            furnish(self.state[param], rule, spec, param, self._batch(name, param))
+        if (homes := self._all_homes(added["params"], spec)) is not None:
+            homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
+        for name, param in entries:
+            batch = self._batch(name, param)
+            furnish(self.state[param], rule, spec, param, batch, self._home(name, param, spec, batch))
 
     def _defaults_of(self, rule: str) -> dict[str, Any]:
         if rule not in self._rules:
@@ -168,11 +179,64 @@ class RuleOptimizer(Stepper):
     # ---- state dicts -----------------------------------------------------------------------------------------------------
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and in each group what torch.optim calls its settings, so that it can load them."""
-        saved = super().state_dict()
+        """torch's, and in each group what torch.optim calls its settings, so that it can load them.
+
+        Where matrices of DTensors have owners, every rank must call it; their state is then given as DTensors.
+        """
+        kept = self.state
+        try:
+            self.state = self._for_all(kept)
+            saved = super().state_dict()
+        finally:
+            self.state = kept
         for group in saved["param_groups"]:
             group.update(foreign(group.get("rule", self.rule), group))
         return saved
+
+    def consolidate_state_dict(self) -> None:
+        """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
+
+        Every rank must call it. It holds until the next step. Only for `Muon(ddp_model)` and its like, or with process_group=…
+        """
+        from .sharded.homes import exported
+
+        owned = [entry for entry in self._owned(self.state) if entry[1].layout is None]
+        self._consolidated = self._stamp(), exported(self.state, owned)
+
+    def _stamp(self) -> list[float]:
+        """Moves with every step."""
+        return [float(self.state[param]["step"]) for group in self.param_groups for param in group["params"]]
+
+    def _owned(self, state: Any) -> list[Any]:
+        """(parameter, home, shapes of its state by name) of what has one owner."""
+        from .sharded.homes import Owned
+
+        found = []
+        for group in self.param_groups:
+            spec = self._spec_of(group)
+            for name, param in named(group):
+                batch = int(state[param].get("batch", 1))
+                home = self._home(name, param, spec, batch)
+                if isinstance(home, Owned):
+                    slots = spec.slots(piece_shape(param, batch)).items()
+                    found.append((param, home, {outside(group["rule"], k): shape_in_state(v, param, batch) for k, v in slots}))
+        return found
+
+    def _for_all(self, state: Any) -> Any:
+        """The state as every rank may have it: what owners hold is spread out."""
+        if self._homes is None:
+            return state
+        from .sharded.homes import exported
+
+        owned = self._owned(state)
+        if any(home.layout is None for _, home, _ in owned):
+            stamp, state = self._consolidated
+            if stamp != self._stamp():
+                raise RuntimeError(
+                    f"{self._owner}: the state is shared out among ranks; call consolidate_state_dict() on every rank first "
+                    "(or save(path), which does it by itself)"
+                )
+        return exported(state, [entry for entry in owned if entry[1].layout is not None])
 
     @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -191,7 +255,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_lanes", "_layout", "_places", "_specs")
+        derived = ("_again", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -201,6 +265,7 @@ class RuleOptimizer(Stepper):
             groups = [self._completed(group) for group in state["param_groups"]]
             state = {"param_groups": groups, "state": self._loaded(groups, state["state"])}
         super().__setstate__(state)
+        self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
         self._forget()
         self._current_specs()
@@ -220,7 +285,8 @@ class RuleOptimizer(Stepper):
             for name, param in named(group):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in (saved.get(param) or {}).items()}
                 batch = int(given.get("batch", self.state[param].get("batch", 1)))
-                state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name)
+                home = self._home(name, param, spec, batch)
+                state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name, home)
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -229,12 +295,17 @@ class RuleOptimizer(Stepper):
     ) -> Path | None:
         """Write everything to a file that every front end reads, by parameter name; see `rlx_optim.NamedOptimizer.save`.
 
-        The iteration is the largest step count. The model's own parameters are not in it.
+        The iteration is the largest step count. The model's own parameters are not in it. Where parameters are spread over ranks,
+        every rank must call it; one of them writes.
         """
         from ..checkpoint import files
         from .checkpoint import snapshot_of
 
         steps = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        if self._homes is not None:
+            from .sharded.saving import save
+
+            return save(self, steps, path, every, keep, allow_nan)
         return files.save(lambda: snapshot_of(self), steps, path, every, keep, allow_nan)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True, allow_nan: bool = False, **callables: Any) -> None:
@@ -242,10 +313,20 @@ class RuleOptimizer(Stepper):
 
         strict=False leaves alone the parameters that the file does not know, and what it knows beside them. What was a schedule
         in the file must be given as a number: load(path, lr=1e-3), otherwise={"lr": 3e-4}; torch's schedulers may then move it.
+        Where parameters are spread over ranks, every rank must call it and takes its own part.
         """
         from .checkpoint import load_into
 
         load_into(self, path, strict, allow_nan, callables)
+
+    def _agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block that all ranks leave, or all of them with an error."""
+        if self._homes is None:
+            return contextlib.nullcontext()
+        from .sharded.together import sharing
+
+        params = [param for group in self.param_groups for param in group["params"]]
+        return sharing(params, self._homes.circle).agreed(what, params[0].device)
 
     # ---- reports ---------------------------------------------------------------------------------------------------------
     def engine_report(self) -> dict[str, str]:
@@ -258,7 +339,7 @@ class RuleOptimizer(Stepper):
             spec = self._spec_of(self.param_groups[first.records[0].group])
             key = (
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
-            )
+            ) + (lane.spread and f", {lane.spread}")
             out[key] = f"{lane.engine.live(spec)} ({lane.why})"
         return out
 

@@ -45,14 +45,19 @@ def counter(value: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor(float(value), dtype=dtype, device="cpu")
 
 
-def furnish(state: dict[str, Any], rule: str, spec: Spec, param: torch.Tensor, batch: int) -> None:
+def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor:
+    """A slot as it starts, where it is kept: home is that of a parameter spread over ranks (`sharded.homes`), else None."""
+    return fresh(slot, param, batch) if home is None else home.room(slot, param, batch)
+
+
+def furnish(state: dict[str, Any], rule: str, spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
     state.setdefault("step", counter(0.0, torch.float32))
     if batch > 1:
         state.setdefault("batch", batch)
     for slot, expected in spec.slots(piece_shape(param, batch)).items():
         if outside(rule, slot) not in state:
-            state[outside(rule, slot)] = fresh(expected, param, batch)
+            state[outside(rule, slot)] = room(expected, param, batch, home)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
 
@@ -65,8 +70,16 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
             state[name] = counter(value, dtype)
 
 
+class Plain:
+    """The home of a plain tensor's state: its own memory."""
+
+    @staticmethod
+    def put(buffer: torch.Tensor, value: torch.Tensor) -> None:
+        buffer.copy_(value)
+
+
 def taken_over(
-    owner: str, rule: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str
+    owner: str, rule: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
@@ -76,17 +89,17 @@ def taken_over(
         state["batch"] = batch
     stepped, started = bool(saved), False
     for slot, expected in spec.slots(piece_shape(param, batch)).items():
-        key, buffer = outside(rule, slot), fresh(expected, param, batch)
+        key, buffer, shape = outside(rule, slot), room(expected, param, batch, home), shape_in_state(expected, param, batch)
         value = given.pop(key, None)
         if value is None:
             if stepped and rule != "sgd":  # torch's SGD has no buffer before its first step with momentum
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
-        elif not torch.is_tensor(value) or value.shape != buffer.shape:
+        elif not torch.is_tensor(value) or tuple(value.shape) != shape:
             found = tuple(value.shape) if torch.is_tensor(value) else value
-            raise ValueError(f"{owner}: {key!r} of {name} has shape {found} in the checkpoint, needed is {tuple(buffer.shape)}")
+            raise ValueError(f"{owner}: {key!r} of {name} has shape {found} in the checkpoint, needed is {shape}")
         else:
             started = True
-            buffer.copy_(value)
+            (home or Plain).put(buffer, value)
         state[key] = buffer
     for label, first in spec.counters().items():
         state[label] = counter(given.pop(label, float(started) if label == "started" else first))

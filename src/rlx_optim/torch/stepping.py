@@ -25,6 +25,11 @@ from .state import furnish, settle, shape_in_state
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 
 
+def is_spread(param: Any) -> bool:
+    """A DTensor; told without importing what defines it."""
+    return hasattr(param, "placements")
+
+
 class Stepper(torch.optim.Optimizer):
     """What is derived from groups and state, and the step."""
 
@@ -32,6 +37,9 @@ class Stepper(torch.optim.Optimizer):
     engine: str
     nonfinite: str
     _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
+    _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
+    _clip: float = 1.0  # the next step multiplies gradients by it: see `clip`
+    _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
     capturable: bool
     _skipped: int
@@ -57,6 +65,20 @@ class Stepper(torch.optim.Optimizer):
         self._layout: list[int] = []  # the parameters when the lanes were made
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
         self._specs: list[tuple[Any, Spec | None]] = []
+        self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
+
+    def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
+        """Made with the first parameter that is spread over ranks; None without one."""
+        if self._homes is None and ((spec.matrix and self._process_group is not None) or any(map(is_spread, params))):
+            from .sharded.homes import Homes
+
+            self._homes = Homes(self._owner, self._process_group)
+        return self._homes
+
+    def _home(self, name: str | None, param: torch.Tensor, spec: Spec, batch: int) -> Any:
+        """Where the state of a parameter that is spread over ranks is kept; None for all others."""
+        homes = self._all_homes([param], spec)
+        return None if homes is None else homes.of(name or "", param, spec, batch)
 
     def _spec_of(self, group: Mapping[str, Any]) -> Spec:
         kind = self._rules[group["rule"]]
@@ -68,8 +90,10 @@ class Stepper(torch.optim.Optimizer):
             raise ValueError(
                 f"{what} is on the meta device; materialise the model (model.to_empty(device=…)) before the optimizer"
             )
-        if is_traceable_wrapper_subclass(param):  # it has no memory of its own
-            raise ValueError(f"{what} is a {type(param).__name__}; plain tensors are needed, sharded ones cannot be stepped")
+        if is_traceable_wrapper_subclass(param) and not is_spread(param):  # it has no memory of its own
+            raise ValueError(f"{what} is a {type(param).__name__}; plain tensors and DTensors can be stepped")
+        if is_spread(param) and any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
+            raise ValueError(f"{what} is a partial sum; redistribute it to Shard or Replicate before the optimizer is made")
         if param.dtype not in ARITHMETIC:
             hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
             raise ValueError(f"{what} has dtype {param.dtype}; float32, float64, bfloat16 and float16 can be stepped{hint}")
@@ -89,26 +113,29 @@ class Stepper(torch.optim.Optimizer):
 
     def _step(self, only: torch.Tensor | None) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if not self.capturable and found is not None and float(found):
-            return
+        stopped = not self.capturable and found is not None and bool(float(found))
         specs = self._current_specs()
-        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate"
+        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip == 1.0
         if plainly and self._once_more(specs):
             return
-        self._again, work = None, []
-        for lane, chosen in self._ready(only):
-            if chosen:
-                work.append((lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]))
-        if self.capturable:
-            self._decide(work, found)
-        elif not self._passes(
-            (lane.seats[i].param, grad) for lane, chosen, grads in work for i, grad in zip(chosen, grads, strict=True)
-        ):
-            return
+        self._again, clip, self._clip = None, self._clip, 1.0
+        ready = self._ready(only)
+        if self._council is not None:
+            work, stopped, bad = self._council.agree(lambda: self._prepared(ready), stopped)
+            if stopped or not self._passes(self._arrived(work), bad):
+                return
+        else:
+            if stopped:
+                return
+            work = self._work(ready)
+            if self.capturable:
+                self._decide(work, found)
+            elif not self._passes(self._arrived(work)):
+                return
         structures = [spec.structure() for spec in specs]
+        factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
         for lane, chosen, grads in work:
-            unscaled = lane.sign if scale is None else lane.sign / (scale if self.capturable else float(scale))
-            lane.step(chosen, specs, structures, grads, unscaled)
+            lane.step(chosen, specs, structures, grads, lane.sign * factor)
             lane.count(chosen)
         self._again = Again.after(self) if plainly and not self.capturable else None
 
@@ -134,6 +161,19 @@ class Stepper(torch.optim.Optimizer):
         again.step(grads, specs)
         return True
 
+    def _work(self, ready: list[tuple[Lane, list[int]]]) -> list[tuple[Lane, list[int], list[torch.Tensor]]]:
+        return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
+
+    def _arrived(self, work: Iterable[tuple[Lane, list[int], list[torch.Tensor]]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for lane, chosen, grads in work:
+            yield from zip((lane.seats[i].param for i in chosen), grads, strict=True)
+
+    def _prepared(self, ready: list[tuple[Lane, list[int]]]) -> tuple[Any, bool]:
+        """This rank's work, and whether something in it is not finite and should be."""
+        work = self._work(ready)
+        watched = self.nonfinite != "propagate"
+        return work, watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
+
     def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
         self._check_seat(lane, seat)
         grad: Any = seat.param.grad
@@ -141,6 +181,10 @@ class Stepper(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{self._owner}: {seat.records[0].name} has a sparse gradient; dense ones are needed (sparse=False)"
             )
+        if is_spread(seat.param):
+            from .sharded.council import local_grad
+
+            return local_grad(self._owner, seat.records[0].name, seat.param, grad)
         if type(grad) is not torch.Tensor and is_traceable_wrapper_subclass(grad):
             raise RuntimeError(f"{self._owner}: the gradient of {seat.records[0].name} is a {type(grad).__name__}, not a tensor")
         if grad.shape != seat.shape or grad.device != lane.device:
@@ -150,16 +194,17 @@ class Stepper(torch.optim.Optimizer):
             )
         return grad
 
-    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Whether the step may be taken, by what has arrived for which parameters."""
-        if self.nonfinite == "propagate":
+    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
+        """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
+        if self.nonfinite == "propagate" or verdict is False:
             return True
         bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
-        if not bad:
+        if not bad and not verdict:
             return True
         if self.nonfinite == "raise":
             names = {param: name for group in self.param_groups for name, param in named(group)}
-            raise ValueError(f"{self._owner}: gradient of {listed(names[p] for p in bad)} is not finite; nothing was stepped")
+            which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
+            raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
         self._skipped += 1
         return False
 
@@ -244,20 +289,34 @@ class Stepper(torch.optim.Optimizer):
             rule, spec = group["rule"], self._spec_of(group)
             for name, param in named(group):
                 self._check_param(name, param)
-                dtype = ARITHMETIC[param.dtype]
-                key = (param.device, dtype, group["maximize"])
+                dtype, batch = ARITHMETIC[param.dtype], int(self.state[param].get("batch", 1))
+                home = self._home(name, param, spec, batch)
+                furnish(self.state[param], rule, spec, param, batch, home)
+                engine, why = choose(self.engine, param.device, dtype)
+                make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
+                key: Any = (param.device, dtype, group["maximize"])
+                if home is not None:
+                    if self.capturable:
+                        raise ValueError(
+                            f"{self._owner}: capturable=True is for parameters that are not spread over ranks; {name} is"
+                        )
+                    from .sharded import lanes as sharded
+
+                    sharded.add(lanes, key, make, (engine, why), rule, spec, param, bare(name), index, self.state[param], home)
+                    continue
                 if key not in lanes:
-                    engine, why = choose(self.engine, param.device, dtype)
-                    make = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
-                if self.capturable and (problem := refusal(spec, lanes[key].engine.name, self.nonfinite)):
+                if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
-                furnish(self.state[param], rule, spec, param, int(self.state[param].get("batch", 1)))
                 lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, index))
         self._again = None
         for lane in lanes.values():
             lane.share_counts()
         self._lanes, self._layout = list(lanes.values()), self._laid_out()
+        if self._homes is not None:
+            from .sharded.lanes import council
+
+            self._council = council(self._lanes, self.nonfinite != "propagate")
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
 
     def _seat(self, lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
@@ -288,6 +347,12 @@ class Stepper(torch.optim.Optimizer):
         known = {p for group in self.param_groups for p in group["params"]}
         if strangers := [p for p in params if p.requires_grad and p not in known]:
             raise ValueError(f"{self._owner}: {len(strangers)} parameters of the model are not in this optimizer")
+        self._ready()
+        if self._council is not None:
+            raise ValueError(
+                f"{self._owner}: attach steps parameters one by one, but here ranks step them together (whole matrices, whole "
+                "tensors' norms, or nonfinite); call step() instead"
+            )
 
         def release(param: torch.Tensor) -> None:
             with torch.no_grad():

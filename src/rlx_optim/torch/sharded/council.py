@@ -1,0 +1,75 @@
+"""What ranks agree on before a step touches anything: which parameters have a gradient, and whether the step is taken at all.
+
+One small all-reduce a step and process group (one byte a parameter), wherever later collectives or the verdict depend on it. A
+parameter whose gradient is missing everywhere is left alone everywhere; one that has a gradient on some rank is stepped on all,
+with zeros where it is missing. What one rank refuses, all refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..lanes import Lane
+from .layout import here
+from .together import Elsewhere, Together
+
+Work = list[tuple[Lane, list[int], list[torch.Tensor]]]
+REFUSED, STOPPED, NOT_FINITE = range(3)
+
+
+class Council:
+    """Who must agree, and the lanes whose seats they agree on, in the same order on every rank."""
+
+    def __init__(self, together: Together, lanes: Sequence[Lane], device: torch.device):
+        self.together, self.lanes, self.device = together, lanes, device
+
+    def agree(self, prepare: Callable[[], tuple[Work, bool]], stopped: bool) -> tuple[Work, bool, bool]:
+        """What is to be done, by the word of all ranks: (work, stopped, not finite). `prepare` gives this rank's own."""
+        problem: Exception | None = None
+        work: Work = []
+        bad = False
+        try:
+            work, bad = prepare()
+        except Exception as raised:
+            problem = raised
+        here_too = {(id(lane), i) for lane, chosen, _ in work for i in chosen}
+        flags = [int(problem is not None), int(stopped), int(bad)]
+        flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
+        flags = self.together.highest(flags, device=self.device)
+        if problem is not None:
+            raise problem
+        if flags[REFUSED]:
+            raise Elsewhere("a gradient was refused on another rank, which says why; nothing was stepped")
+        return self._completed(work, flags[3:]), bool(flags[STOPPED]), bool(flags[NOT_FINITE])
+
+    def _completed(self, work: Work, present: list[int]) -> Work:
+        """The work with zeros for gradients that only others have."""
+        found = {id(lane): (chosen, grads) for lane, chosen, grads in work}
+        flags = iter(present)
+        wanted = {id(lane): [i for i in range(len(lane.seats)) if next(flags)] for lane in self.lanes}
+        out: Work = [(lane, chosen, grads) for lane, chosen, grads in work if id(lane) not in wanted]
+        for lane in self.lanes:
+            chosen = wanted[id(lane)]
+            mine = dict(zip(*found.get(id(lane), ([], [])), strict=True))
+            if chosen:
+                out.append((lane, chosen, [mine[i] if i in mine else self._nothing(lane.seats[i].param) for i in chosen]))
+        return out
+
+    @staticmethod
+    def _nothing(param: Any) -> torch.Tensor:
+        return torch.zeros_like(here(param))
+
+
+def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:
+    """The part of a DTensor's gradient that is here, placed like the parameter."""
+    if not hasattr(grad, "placements"):
+        raise RuntimeError(f"{owner}: {name} is a DTensor and its gradient a plain tensor; make it a DTensor of the same mesh")
+    if grad.device_mesh != param.device_mesh:
+        raise RuntimeError(f"{owner}: {name} lies on {param.device_mesh}, its gradient on {grad.device_mesh}")
+    if tuple(grad.placements) != tuple(param.placements):  # a replicated parameter's gradient may be a partial sum
+        grad = grad.redistribute(placements=param.placements)
+    local = here(grad)
+    return local.wait() if hasattr(local, "wait") else local

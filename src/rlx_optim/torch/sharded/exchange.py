@@ -1,0 +1,90 @@
+"""Shards to owners and back, each by one all_to_all_single over bytes.
+
+Bytes, so that one exchange carries every dtype and the numbers beside the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...sharing import extent
+from ...spec import Shape
+from .layout import Circle
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A tensor that one rank has whole and every rank has a part of: along `dim`, or (None) all of it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    dim: int | None
+    owner: int
+
+    def part(self, circle: Circle, rank: int) -> Shape:
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], extent(self.shape[self.dim], circle.size, rank)[1], *self.shape[self.dim + 1 :])
+
+    def nbytes(self, circle: Circle, rank: int) -> int:
+        return math.prod(self.part(circle, rank)) * self.dtype.itemsize
+
+    def cut(self, circle: Circle, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, *extent(self.shape[self.dim], circle.size, rank))
+
+
+def collect(
+    circle: Circle, items: Sequence[Item], parts: Sequence[torch.Tensor], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Every rank gives its parts; an owner gets its tensors whole, by their place in `items`."""
+    mine = [i for i, item in enumerate(items) if item.owner == circle.rank]
+    came = _exchange(
+        circle,
+        [[parts[i] for i, item in enumerate(items) if item.owner == rank] for rank in range(circle.size)],
+        [[(items[i].part(circle, rank), items[i].dtype) for i in mine] for rank in range(circle.size)],
+        device,
+    )
+    return {i: torch.cat([came[rank][k] for rank in range(circle.size)], items[i].dim or 0) for k, i in enumerate(mine)}
+
+
+def spread(circle: Circle, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Owners give their tensors whole; every rank gets its part of each."""
+    owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(circle.size)]
+    mine = owned[circle.rank]
+    came = _exchange(
+        circle,
+        [[items[i].cut(circle, wholes[i], rank) for i in mine] for rank in range(circle.size)],
+        [[(items[i].part(circle, circle.rank), items[i].dtype) for i in owned[rank]] for rank in range(circle.size)],
+        device,
+    )
+    place = {i: came[rank][k] for rank in range(circle.size) for k, i in enumerate(owned[rank])}
+    return [place[i] for i in range(len(items))]
+
+
+def _exchange(
+    circle: Circle, gives: list[list[torch.Tensor]], wants: list[list[tuple[Shape, torch.dtype]]], device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Give lists of tensors to each rank, get tensors of known shapes from each."""
+    sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in wants]
+    flat = [_bytes(tensor) for each in gives for tensor in each]
+    send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+    receive = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
+    given = [sum(t.numel() * t.element_size() for t in each) for each in gives]
+    torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=circle.group)
+    pieces = iter(receive.split([size for each in sizes for size in each]))
+    return [[_typed(next(pieces), shape, dtype) for shape, dtype in each] for each in wants]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _typed(piece: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    aligned = piece.storage_offset() % dtype.itemsize == 0
+    return (piece if aligned else piece.clone()).view(dtype).reshape(shape)

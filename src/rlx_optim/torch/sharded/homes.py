@@ -1,0 +1,173 @@
+"""Where the state of a spread parameter is kept.
+
+`Shards`: beside the parameter, as DTensors placed like it (or, where every rank computes the whole, replicated). `Owned`: whole,
+on the rank that owns the parameter; the others hold an empty tensor under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...sharing import share_out
+from ...spec import Shape, Slot, Spec
+from ..lanes import ARITHMETIC
+from ..state import fresh, piece_shape, shape_in_state
+from .exchange import Item, spread
+from .layout import Circle, Layout, here
+
+
+class Shards:
+    """State placed like the parameter: an axis that a slot lacks is not sharded. With `whole`, replicated."""
+
+    def __init__(self, layout: Layout, whole: bool = False):
+        self.layout, self.whole = layout, whole
+
+    def placements(self, slot: Slot, shape: Shape) -> list[Any]:
+        layout = self.layout
+        if self.whole or not layout.shards:
+            return layout.replicas
+        lacking = {len(layout.shape) + axis for axis in slot.drop}
+        return [Replicate() if not p.is_replicate() and p.dim in lacking else p for p in layout.placements]  # type: ignore[attr-defined]
+
+    def room(self, slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
+        shape, layout = shape_in_state(slot, param, batch), self.layout
+        placements = self.placements(slot, shape)
+        if self.whole or not layout.shards:
+            return layout.wrapped(fresh(slot, param, batch), shape, placements)
+        local = [1 if i - len(layout.shape) in slot.drop else n for i, n in enumerate(layout.local_shape)]
+        buffer = torch.full(local, slot.fill, dtype=ARITHMETIC[param.dtype], device=here(param).device)
+        return layout.wrapped(buffer, shape, placements)
+
+    @torch.no_grad()
+    def put(self, buffer: Any, value: torch.Tensor) -> None:
+        """Take over a value: a DTensor of whatever placement, or the whole tensor, which every rank has."""
+        if isinstance(value, DTensor) and value.device_mesh == self.layout.mesh:
+            part = value.redistribute(placements=buffer.placements).to_local()
+        else:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            part = self.layout.part(whole.to(buffer.device).reshape(buffer.shape), buffer.placements)
+        buffer.to_local().copy_(part)
+
+    @torch.no_grad()
+    def get(self, buffer: Any, shape: Shape) -> torch.Tensor:
+        """The whole tensor. Every rank must ask."""
+        return buffer.full_tensor()
+
+    def fits(self, buffer: Any, shape: Shape) -> bool:
+        return isinstance(buffer, DTensor) and tuple(buffer.shape) == shape
+
+
+class Owned:
+    """State that lies whole on one rank of a circle."""
+
+    def __init__(self, circle: Circle, owner: int, layout: Layout | None):
+        self.circle, self.owner, self.layout = circle, owner, layout
+        self.mine = circle.rank == owner
+        self.dim = None if layout is None else layout.shards[0][1]
+
+    def room(self, slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
+        if self.mine:
+            return fresh(slot, param, batch)
+        return torch.empty(0, dtype=ARITHMETIC[param.dtype], device=param.device)
+
+    def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Item:
+        """How a slot travels: cut like the parameter, or along its first axis."""
+        dim = None if self.layout is None or not shape else self.dim if like else 0
+        return Item(shape, dtype, dim, self.owner)
+
+    def placements(self, item: Item) -> list[Any]:
+        assert self.layout is not None
+        sharded = Replicate() if item.dim is None else Shard(item.dim)
+        return [sharded if i == self.layout.shards[0][0] else Replicate() for i in range(len(self.layout.placements))]
+
+    @torch.no_grad()
+    def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if self.mine:
+            buffer.copy_(whole.reshape(buffer.shape))
+
+    @torch.no_grad()
+    def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
+        item = Item(shape, buffer.dtype, None, self.owner)
+        return spread(self.circle, [item], {0: buffer} if self.mine else {}, buffer.device)[0]
+
+    def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
+        return tuple(buffer.shape) == (shape if self.mine else (0,))
+
+
+Home = Shards | Owned
+
+
+class Homes:
+    """The homes of an optimizer's parameters. Owners are shared out group by group, so that none ever changes."""
+
+    def __init__(self, owner: str, process_group: Any):
+        self.owner = owner
+        self.circle = None if process_group is None else Circle(process_group)
+        self.owners: dict[torch.Tensor, int] = {}
+        self.loads: dict[str, list[int]] = {}
+
+    def of(self, name: str, param: torch.Tensor, spec: Spec, batch: int) -> Home | None:
+        """Where a parameter's state is kept; None for a plain tensor that every rank steps by itself."""
+        layout = Layout(param) if isinstance(param, DTensor) else None
+        circle = self.circle_of(layout, spec)
+        if circle is not None:
+            if param not in self.owners:
+                self.share_out([(param, spec, batch)])
+            return Owned(circle, self.owners[param], layout)
+        if layout is None:
+            return None
+        if spec.reduces and layout.shards and batch > 1:
+            raise ValueError(
+                f"{self.owner}: {name!r} is sharded, and its {batch} matrices would be cut anywhere; "
+                "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there"
+            )
+        return Shards(layout, whole=spec.matrix)
+
+    def circle_of(self, layout: Layout | None, spec: Spec) -> Circle | None:
+        """Among whom a parameter is owned by one."""
+        if not spec.matrix:
+            return None
+        if layout is None:
+            return self.circle
+        return layout.circles[0] if layout.exchangeable else None
+
+    def share_out(self, newcomers: Iterable[tuple[torch.Tensor, Spec, int]]) -> None:
+        """Give new parameters their owners, by the work they are."""
+        circles: dict[str, tuple[Circle, list[tuple[torch.Tensor, int]]]] = {}
+        for param, spec, batch in newcomers:
+            circle = self.circle_of(Layout(param) if isinstance(param, DTensor) else None, spec)
+            if circle is not None and param not in self.owners:
+                cost = batch * spec.work(piece_shape(param, batch))
+                circles.setdefault(circle.name, (circle, []))[1].append((param, cost))
+        for circle, members in circles.values():
+            loads = self.loads.setdefault(circle.name, [0] * circle.size)
+            owners = share_out([cost for _, cost in members], loads)
+            self.owners |= {param: rank for (param, _), rank in zip(members, owners, strict=True)}
+
+
+def exported(
+    states: Mapping[Any, dict[str, Any]], owned: Iterable[tuple[torch.Tensor, Owned, Mapping[str, Shape]]]
+) -> dict[Any, dict[str, Any]]:
+    """The state with what owners hold as DTensors (under DDP: as whole tensors), by one exchange a circle."""
+    out = {param: dict(state) if isinstance(state, dict) else state for param, state in states.items()}
+    circles: dict[Any, tuple[Circle, list[tuple[torch.Tensor, Owned, str, Item]]]] = {}
+    for param, home, shapes in owned:
+        for key, shape in shapes.items():
+            item = home.item(shape, states[param][key].dtype, shape == tuple(param.shape))
+            circles.setdefault((home.circle.name, param.device), (home.circle, []))[1].append((param, home, key, item))
+    for (_, device), (circle, entries) in circles.items():
+        wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.mine}
+        parts = spread(circle, [item for *_, item in entries], wholes, device)
+        for (param, home, key, item), part in zip(entries, parts, strict=True):
+            out[param][key] = part.clone() if home.layout is None else _as_dtensor(home, item, part)
+    return out
+
+
+def _as_dtensor(home: Owned, item: Item, part: torch.Tensor) -> DTensor:
+    assert home.layout is not None
+    return home.layout.wrapped(part.clone(), item.shape, home.placements(item))

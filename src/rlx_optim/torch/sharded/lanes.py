@@ -1,0 +1,348 @@
+"""Lanes for parameters that are spread over ranks.
+
+`local(kind)` steps what is in this rank's memory as the lane `kind` would. `ReducedLane` does so with `Reducing`. `OwnerLane`
+brings gradients to the owners of matrices, runs the ordinary rule there on whole matrices, brings the updates back and moves the
+shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...engine import Bundle, Engine, Rule, Values
+from ...sharing import numbers_of
+from ...spec import Shape, Slot, Spec
+from ...stepping import Record, bundle_up, run_part, scalars
+from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape
+from ..names import outside
+from ..state import piece_shape, settle, shape_in_state
+from ..stepping import LANES
+from .council import Council
+from .exchange import Item, collect, spread
+from .homes import Home, Owned, Shards
+from .layout import Layout, here
+from .reducing import Reducing
+from .together import Together, splitting
+
+
+class Part:
+    """A seat as a lane for plain tensors wants it: the parameter's part that is here."""
+
+    def __init__(self, seat: Any):
+        self.param, self.records, self.batch = here(seat.param), seat.records, seat.batch
+
+
+class Local(Lane):
+    """Mixed into a lane for plain tensors; gradients come as their local parts."""
+
+    def run(self, seats: list[Any], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+        parts: Any = [Part(seat) for seat in seats]
+        super().run(parts, specs, grads, scale)  # type: ignore[safe-super]
+        for record in (record for seat in seats for record in seat.records if not record.size):
+            now = scalars(record, specs[record.group], self.numbers)  # an empty shard's counts go on like the others'
+            record.counters |= {name: now[name] for name in record.counters if name in now}
+        torch.autograd.graph.increment_version([seat.param for seat in seats])
+
+
+@functools.cache
+def local(kind: type[Lane]) -> type[Lane]:
+    return type(f"Local{kind.__name__}", (Local, kind), {})
+
+
+class ReducedLane(local(TorchLane)):  # type: ignore[misc]
+    """Rules that measure whole tensors. Empty shards take part: their ranks must be in every all-reduce."""
+
+    def fresh_watch(self, n: int) -> list[Layout]:
+        return [Layout(self.seats[i].param) for i in self.present]
+
+
+# ---- owners ---------------------------------------------------------------------------------------------------------------
+class Listener:
+    """An engine that does not move the parameter but gives the update in its place, and remembers the numbers it came with."""
+
+    def __init__(self, engine: Any, moves: Rule):
+        self.engine, self.moves = engine, moves
+        self.numbers: list[float] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        if rule is not self.moves:
+            return self.engine.map(rule, x, **reduce)
+        self.numbers = [float(x[name]) for name in numbers_of(rule)]
+        return x.set(p=x.u if isinstance(x.u, (np.ndarray, torch.Tensor)) else x.u.stack)  # the triton engine has piles
+
+
+class Updates:
+    """An engine that leaves updates where parameters would be; `found` has the numbers, by place, of those that move."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.found: dict[int, list[float] | None] = {}
+
+    def stack(self, shape: Shape) -> int:
+        return self.engine.stack(shape)
+
+    def run(self, bundle: Bundle, update: Any) -> Values:
+        def heard(engine: Any, x: Values) -> Values:
+            listener = Listener(engine, bundle.spec.moves)  # type: ignore[arg-type]
+            x = update(listener, x)
+            self.found |= dict.fromkeys(bundle.index, listener.numbers)
+            return x
+
+        return self.engine.run(bundle, heard)
+
+
+class Move(Spec):
+    """The last map of a matrix rule, on a shard: g is the update, the record's counters are its numbers."""
+
+    rule: ClassVar[Rule]
+
+    def slots(self, shape: Shape) -> dict[str, Slot]:
+        return {}
+
+    def structure(self) -> tuple[Any, ...]:
+        return (self.rule,)
+
+    def scalars(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
+        return dict(counters)
+
+    def update(self, E: Any, x: Any) -> Any:
+        return E.map(self.rule, x.set(u=x.g))
+
+
+@functools.cache
+def move(rule: Rule) -> Spec:
+    return type("Move", (Move,), {"rule": staticmethod(rule)})()
+
+
+class Landing:
+    """Where the update of a seat lands."""
+
+    def __init__(self, seat: Seat):
+        first = seat.records[0]
+        self.param, self.batch = seat.param, 1
+        self.records = [Record(first.name, tuple(here(seat.param).shape), first.group)]
+
+
+class OwnerLane(Lane):
+    """Matrices that one rank each computes, or (`homes` that are Shards) that every rank computes after a full gather."""
+
+    def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
+        super().__init__(engine, why, device, dtype, sign)
+        self.homes: list[Home] = []
+        self.landing = local(LANES.get(engine.name, TorchLane))(engine, why, device, dtype, 1.0)
+
+    def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.landing.view(buffer)
+
+    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
+        seats, homes = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen]
+        wholes = self._gathered(seats, homes, grads)
+        if (key := tuple(chosen)) != self.present or structures != self.structures:
+            self.present, self.structures = key, structures
+            records = [record for i in wholes for record in seats[i].records]
+            self.watch = Addresses(len(records))
+            self.parts = bundle_up(enumerate(records), specs, self.engine, self.watch)
+        updates, numbers = self._updated(seats, wholes, specs, scale)
+        self._land(chosen, specs, *self._delivered(seats, homes, specs, updates, numbers))
+
+    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+        raise NotImplementedError  # `step` does it all
+
+    def _gathered(self, seats: list[Seat], homes: list[Home], grads: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The whole gradients of what is computed here, by place."""
+        wholes = {}
+        travelling = []
+        for i, (seat, home, grad) in enumerate(zip(seats, homes, grads, strict=True)):
+            if isinstance(home, Shards):
+                layout = home.layout
+                wholes[i] = layout.wrapped(grad.contiguous(), layout.shape, layout.placements).full_tensor()
+            elif home.layout is None:
+                wholes |= {i: grad} if home.mine else {}
+            else:
+                travelling.append((i, Item(tuple(seat.shape), grad.dtype, home.dim, home.owner), grad, home.circle))
+        if travelling:
+            places, items, parts, circles = zip(*travelling, strict=True)
+            came = collect(circles[0], items, parts, self.device)
+            wholes |= {places[k]: whole for k, whole in came.items()}
+        return dict(sorted(wholes.items()))
+
+    def _updated(
+        self, seats: list[Seat], wholes: Mapping[int, torch.Tensor], specs: Sequence[Spec], scale: float
+    ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]]]:
+        """The updates of what is computed here, and with each the numbers it is to be applied with: moved or not, those of the
+        last map, the counters."""
+        updates: dict[int, torch.Tensor] = {}
+        sides: tuple[list[Any], list[Any]] = ([], [])
+        first: dict[int, int] = {}
+        for i, whole in wholes.items():
+            grad = whole.to(self.dtype).contiguous()
+            updates[i] = torch.empty_like(grad)
+            first[i] = len(sides[0])
+            for side, tensor in zip(sides, (updates[i], grad), strict=True):
+                side += self.pieces(tensor, seats[i])
+        self._tell(*sides)
+        sides = tuple([self.view(piece) for piece in side] for side in sides)  # type: ignore[assignment]
+        engine, self.numbers = Updates(self.engine), {}
+        for part in self.parts:
+            params, gradients = ([side[k] for k in part.bundle.index] for side in sides)
+            run_part(part, engine, specs, self.numbers, params, gradients, scale)  # type: ignore[arg-type]
+        numbers = {}
+        for i, k in first.items():
+            record, found = seats[i].records[0], engine.found.get(k)
+            still = [0.0] * (self._length(seats[i], specs) - 1 - len(record.counters))
+            numbers[i] = [float(found is not None), *(found or still), *record.counters.values()]
+        return updates, numbers
+
+    @staticmethod
+    def _length(seat: Seat, specs: Sequence[Spec]) -> int:
+        """How many numbers travel with an update."""
+        record = seat.records[0]
+        return 1 + len(numbers_of(specs[record.group].moves)) + len(record.counters)  # type: ignore[arg-type]
+
+    def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        """Write down where this step's arrays are, for engines that go by address."""
+        watch = self.watch
+        watch.params[:], watch.grads[:] = [t.data_ptr() for t in updates], [t.data_ptr() for t in grads]
+        watch.param_types = watch.grad_types = (self.dtype,) * len(grads)
+        watch.version += 1
+
+    def _delivered(
+        self,
+        seats: list[Seat],
+        homes: list[Home],
+        specs: Sequence[Spec],
+        updates: Mapping[int, torch.Tensor],
+        numbers: Mapping[int, list[float]],
+    ) -> tuple[list[torch.Tensor], list[list[float]]]:
+        """This rank's part of every update, and its numbers."""
+        parts, told = dict(updates), dict(numbers)
+        travelling = {i: home for i, home in enumerate(homes) if isinstance(home, Owned)}
+        places = list(travelling)
+        for i, home in enumerate(homes):
+            if isinstance(home, Shards):
+                parts[i] = home.layout.part(updates[i], home.layout.placements).contiguous()
+        if travelling:
+            lengths = [self._length(seats[i], specs) for i in travelling]
+            items = [Item(tuple(seats[i].shape), self.dtype, home.dim, home.owner) for i, home in travelling.items()]
+            items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, travelling.values(), strict=True)]
+            mine = [k for k, home in enumerate(travelling.values()) if home.mine]
+            flat = torch.tensor([x for k in mine for x in numbers[places[k]]], dtype=torch.float64).to(self.device)
+            wholes = {k: updates[places[k]] for k in mine}
+            wholes |= {len(places) + k: tail for k, tail in zip(mine, flat.split([lengths[k] for k in mine]), strict=True)}
+            came = spread(next(iter(travelling.values())).circle, items, wholes, self.device)
+            tails = iter(torch.cat(came[len(places) :]).tolist())
+            for i, part, n in zip(places, came, lengths, strict=False):
+                parts[i], told[i] = part, list(itertools.islice(tails, n))
+        return [parts[i] for i in range(len(seats))], [told[i] for i in range(len(seats))]
+
+    def _land(self, chosen: list[int], specs: Sequence[Spec], parts: list[torch.Tensor], told: list[list[float]]) -> None:
+        """Move the shards, and count the step where others have taken it."""
+        if len(self.landing.seats) != len(self.seats):
+            self.landing.seats = [Landing(seat) for seat in self.seats]  # type: ignore[misc]
+        moving, updates, cohorts = [], [], []
+        for i, part, (moved, *numbers) in zip(chosen, parts, told, strict=True):
+            seat, home = self.seats[i], self.homes[i]
+            record, landed = seat.records[0], self.landing.seats[i].records[0]
+            names = numbers_of(specs[record.group].moves)  # type: ignore[arg-type]
+            landed.counters = dict(zip(names, numbers, strict=False))
+            if isinstance(home, Owned) and not home.mine:
+                for each in seat.records:
+                    each.t += bool(each.size)
+                    each.counters = dict(zip(each.counters, numbers[len(names) :], strict=True))
+            if moved:
+                moving.append(i)
+                updates.append(part)
+                cohorts.append((record.group, *numbers[: len(names)]))
+        moves: Any = [None if spec.moves is None else move(spec.moves) for spec in specs]
+        together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
+        if moving:
+            self.landing.step(moving, moves, together, updates, 1.0)
+
+
+# ---- seats ----------------------------------------------------------------------------------------------------------------
+def seat(lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> Seat:
+    """A seat with the views of its state that a lane needs."""
+    owned = isinstance(lane, OwnerLane)
+    batch = int(state.get("batch", 1)) if spec.matrix else 1
+    settle(state, spec)
+    made = Seat(param, state, name, group, batch, spec.counters())
+    if not owned:
+        shape = tuple(here(param).shape)
+        shape = shape if batch == 1 else inner_shape(shape, batch)
+        whole = made.records[0].size
+        made.records = [Record(record.name, shape, group) for record in made.records]
+        if isinstance(lane, ReducedLane):
+            made.records[0].size = whole  # an empty shard is stepped, too
+    held = not isinstance(home, Owned) or home.mine
+    whole_slots = spec.slots(piece_shape(param, batch))
+    for i, record in enumerate(made.records):
+        record.slots = spec.slots(record.shape)
+        record.t = int(state["step"])
+        record.counters = {counter: float(state[counter]) for counter in spec.counters()}
+        for slot, expected in record.slots.items() if held else ():
+            kept = state[outside(rule, slot)]
+            buffer, shape = here(kept), shape_in_state(whole_slots[slot], param, batch)
+            if not home.fits(kept, shape) or buffer.dtype is not lane.dtype or not buffer.is_contiguous():
+                raise RuntimeError(
+                    f"{outside(rule, slot)!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape "
+                    f"{shape}, spread like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
+                )
+            record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
+    return made
+
+
+def add(
+    lanes: dict[Any, Lane],
+    key: tuple[torch.device, torch.dtype, bool],
+    make: type[Lane],
+    engine: tuple[Engine, str],
+    rule: str,
+    spec: Spec,
+    param: torch.Tensor,
+    name: str,
+    group: int,
+    state: Any,
+    home: Home,
+) -> None:
+    """Give a parameter a seat in the lane that suits its home, made if need be."""
+    device, dtype, maximize = key
+    kind, what = kind_of(make, spec, home)
+    place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
+    if place not in lanes:
+        chosen: Engine = Reducing(device, dtype) if kind is ReducedLane else engine[0]  # type: ignore[assignment]
+        lanes[place] = kind(chosen, engine[1], device, dtype, -1.0 if maximize else 1.0)
+        lanes[place].spread = what
+    lane = lanes[place]
+    lane.seats.append(seat(lane, rule, spec, param, name, group, state, home))
+    if isinstance(lane, OwnerLane):
+        lane.homes.append(home)
+
+
+def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:
+    """The lane for a home, and what it does in words."""
+    if isinstance(home, Owned):
+        return OwnerLane, f"each matrix on its owner, one of {home.circle.size} ranks"
+    if not home.layout.shards:
+        return local(make), "replicated: every rank steps it"
+    if spec.matrix:
+        return OwnerLane, "gathered whole: its placement is not one plain shard"
+    return (ReducedLane, "on shards, sums all-reduced") if spec.reduces else (local(make), "on shards")
+
+
+def council(lanes: Sequence[Lane], watched: bool) -> Council | None:
+    """The council of ranks whose lanes work together, or (`watched`) must decide together; None where each goes its own way."""
+    working = [lane for lane in lanes if isinstance(lane, (OwnerLane, ReducedLane))]
+    deciding = [lane for lane in lanes if isinstance(lane, Local)] if watched else []
+    together = splitting(each.param for lane in (*working, *deciding) for each in lane.seats)
+    owned = [home.circle for lane in working if isinstance(lane, OwnerLane) for home in lane.homes if isinstance(home, Owned)]
+    together = Together([*together.circles, *owned])
+    return Council(together, working, (*working, *deciding)[0].device) if together.circles else None

@@ -1,0 +1,408 @@
+"""Parameters spread over ranks give what one process gives. Real process groups (gloo), one spawn a world size; see ranks.py."""
+
+import functools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from ranks import ALL, MATRIX, REDUCING, STEPS, TOGETHER
+
+import rlx_optim.torch as ours
+from rlx_optim.checkpoint.files import opened
+from rlx_optim.cli import main, plan
+from rlx_optim.sharing import extent, share_out, traffic
+
+WORLDS = (2, 3, 4)
+LIMIT = 150  # seconds for a world; a collective that nobody answers ends after 60
+every = pytest.mark.parametrize("name", ALL)
+worlds = pytest.mark.parametrize("size", WORLDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """As in the ranks: torch's products depend on it in the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def reference(name, size, steps=STEPS, holes=True):
+    return ranks.reference(name, size, steps, holes)
+
+
+class Results:
+    """By world size: {scenario: what each rank gave}, for `killed` what rank 0 gave. A world runs when it is first asked for."""
+
+    def __init__(self, folder):
+        self.folder, self.found = folder, {}
+        for name in ALL:  # compiles what the ranks then find compiled
+            params = ranks.parameters(ranks.plain)
+            opt = ranks.make(name, params)
+            ranks.train(opt, params, 0, STEPS)
+            opt.save(folder / f"single.{name}.safetensors")
+
+    def __getitem__(self, size):
+        for each in (2, size):  # the others load what two ranks saved
+            if each not in self.found:
+                self.found[each] = spawned(each, self.folder)
+        return self.found[size]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return Results(tmp_path_factory.mktemp("ranks"))
+
+
+def spawned(size, folder):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=ranks.main, args=(rank, size, str(folder))) for rank in range(size)]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OPENBLAS_NUM_THREADS", "1")  # the matrices are tiny, the processes many
+        environment.setenv("TRITON_INTERPRET", "1")
+        for process in processes:
+            process.start()
+    deadline = time.monotonic() + LIMIT
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    files = [folder / f"results{size}.{rank}.pt" for rank in range(size)]
+    found = [torch.load(file, weights_only=False) if os.path.exists(file) else {} for file in files]
+    problems = [value for each in found for value in each.values() if isinstance(value, str)]
+    assert [hanging, problems] == [[], []], f"world of {size}: ranks {hanging} hang\n" + "\n".join(problems)
+    assert [function.__name__ for function in ranks.SCENARIOS[size]] == list(found[0])
+    return found[0]
+
+
+def close(got, want, tolerance):
+    """Bit for bit where tolerance is 0, else relative to the largest value of each tensor."""
+    assert got.keys() == want.keys()
+    for k in want:
+        if tolerance == 0:
+            assert torch.equal(got[k], want[k]), k
+        else:
+            gap = (got[k].double() - want[k].double()).abs().max() if got[k].numel() else torch.zeros(())
+            assert gap <= tolerance * want[k].double().abs().max(), (k, float(gap))
+
+
+def tolerance(name):
+    return 1e-6 if name in REDUCING else 0
+
+
+# ---- the same as one process ------------------------------------------------------------------------------------------------
+@worlds
+@every
+def test_sharded_equals_one_process(results, size, name):
+    params, state = results[size]["parity"][0][name]
+    want, kept = reference(name, size)
+    close(params, want, tolerance(name))
+    close(state, kept, 10 * tolerance(name))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_a_rank_lacks_counts_as_zeros(name):
+    """The reference of the test above is another one than without the missing part."""
+    close(reference(name, 2)[0], reference(name, 2)[0], 0)
+    assert not torch.equal(reference(name, 2)[0]["wide"], reference(name, 3)[0]["wide"])
+
+
+@pytest.mark.parametrize(("way", "name"), ranks.WAYS)
+def test_two_dimensional_meshes_equal_one_process(results, way, name):
+    params, state = results[4]["meshes"][0][way, name]
+    want, kept = reference(name, 1, holes=False)
+    close(params, want, tolerance(name))
+    close(state, kept, 10 * tolerance(name))
+
+
+def one_process(name, model, keep=lambda name: True, **settings):
+    opt = getattr(ours, name)(
+        [(k, p) for k, p in model.named_parameters() if keep(k)] if settings.pop("by_name", 0) else model, **settings
+    )
+    ranks.losses(model, opt)
+    return {k: p.detach() for k, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon", "SOAP"])
+def test_fully_shard_equals_one_process(results, name, size):
+    want = one_process(name, ranks.net(), lr=0.01)
+    got = dict(zip(want, results[size]["fully_sharded"][0][name], strict=True))
+    close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "Adafactor", "Muon"])
+def test_fully_shard_over_tensor_parallel(results, name):
+    got, kinds, report = results[4]["fsdp_and_tensor_parallel"][0][name]
+    want = one_process(name, ranks.net(), lambda k: not k.startswith("4"), lr=0.01, by_name=True)
+    close(got, want, 2e-5)  # torch's own sums over ranks are in another order
+    assert "_StridedShard" in kinds
+    assert name != "Muon" or any("gathered whole" in lane for lane in report)
+
+
+@pytest.mark.parametrize("engine", ranks.ENGINES)
+@pytest.mark.parametrize("name", ["NAdamW", "Lamb", "Muon", "SOAP"])
+def test_other_engines_equal_one_process(results, name, engine):
+    params = ranks.parameters(ranks.plain)
+    ranks.train(ranks.make(name, params, engine="torch"), params, 0, 5)
+    close(results[2]["engines"][0][engine, name], ranks.wholes(params), 2e-5 if engine == "triton" and name in MATRIX else 1e-6)
+
+
+def test_mixed_dtypes_split_matrices_late_groups_and_a_stop_from_one_rank(results):
+    given = results[3]["mixed"][0]
+    close(given["sharded"][0], given["single"][0], 0)
+    close(given["sharded"][1], given["single"][1], 0)
+    assert given["single"][1]["0 step"] == 3  # of four: one was stopped
+
+
+# ---- DDP ------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ddp_model_is_shared_out(results, size):
+    everyone = results[size]["data_parallel"]
+    want = one_process("Muon", ranks.net(), lr=0.02)
+    for given in everyone:
+        close(dict(zip(want, given["params"], strict=True)), want, 1e-6)
+        close(given["state"], everyone[0]["state"], 0)
+        close(given["loaded"], given["state"], 0)
+        assert given["alone"]
+        assert given["refusal"].startswith(
+            "RuntimeError: Muon: the state is shared out among ranks; call consolidate_state_dict()"
+        )
+        for name in MATRIX:
+            params = ranks.parameters(ranks.plain)
+            ranks.train(ranks.make(name, params), params, 0, STEPS, ranks.plain, lambda t: ("odd",) if t == 3 else ())
+            close(given["shared"][name], ranks.wholes(params), 0)
+    matrices = [p for p in ranks.net().parameters() if p.ndim > 1][:-1]  # the last is the head
+    assert sum(given["held"] for given in everyone) == sum(p.numel() for p in matrices)
+    assert max(given["held"] for given in everyone) < sum(p.numel() for p in matrices)
+    opt = ours.Muon(ranks.net())
+    opt.load(results.folder / f"ddp{size}.safetensors")
+    close(ranks.state_of(opt), everyone[0]["state"], 0)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------------------
+@every
+@pytest.mark.parametrize(("size", "way"), [(3, "dcp"), (3, "own"), (3, "single"), (4, "dcp")])
+def test_ten_steps_on_two_ranks_and_ten_on_others_are_twenty(results, name, size, way):
+    params, state = results[size]["resumed"][0][name, way]
+    want, kept = reference(name, 1, 2 * STEPS, False)
+    loose = 10 * tolerance(name)  # the ten steps before were summed in another order
+    close(params, want, loose)
+    close(state, kept, 10 * loose)
+
+
+@every
+def test_a_file_of_a_sharded_run_is_read_by_one_process(results, name):
+    params = ranks.parameters(ranks.plain)
+    opt = ranks.make(name, params)
+    assert results[2]["saved"] == [None, None]
+    opt.load(results.folder / f"{name}.safetensors")
+    close(ranks.state_of(opt), reference(name, 1, STEPS, False)[1], 10 * tolerance(name))
+
+
+def test_whole_and_flat_state_dicts_of_torch(results):
+    first, second = results[2]["model_state_dicts"]
+    assert first[True] == (True, 2)
+    assert second[True] == (True, 0)
+    assert first[False][0]
+    assert second[False][0]
+    assert first[False][1] == second[False][1] > 10
+
+
+def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(results):
+    given = results[2]["killed"]
+    assert given["same"]
+    assert given["left"] == ["killed.safetensors"]
+    assert given["problem"] is not None
+    with opened(results.folder / "killed.safetensors") as snapshot:
+        assert snapshot.iteration == 1
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------------------
+@worlds
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_sent_are_those_documented(results, size, name, dtype):
+    params = ranks.parameters(ranks.plain, ranks.CUT, dtype)
+    opt = ranks.make(name, params)
+    shapes = {p: tuple(p.shape) for p in params.values()}
+    specs = [(shapes[p], opt._spec_of(group)) for group in opt.param_groups for p in group["params"]]
+    wanted = traffic(specs, size, dtype.itemsize)
+    given = [each[name, str(dtype)] for each in results[size]["bytes_sent"]]
+    assert [each["sent"] for each in given] == wanted.sent
+    assert all(each["all_reduced"] == wanted.all_reduced for each in given)
+    assert all(each["all_to_alls"] == (2 if name in MATRIX else 0) for each in given)
+    assert all(each["torch"] == each["all_to_alls"] + len(each["all_reduced"]) for each in given)  # nothing went past us
+    assert len(wanted.all_reduced) == {"Lamb": 2, "MARS": 2, "Adafactor": 5}.get(name, 1 if name in MATRIX else 0)
+
+
+def test_ddp_sends_updates_alone(results):
+    everyone = [given["log"] for given in results[3]["data_parallel"]]
+    opt = ours.Muon(ranks.net(), lr=0.02)
+    specs = [(tuple(p.shape), opt._spec_of(group)) for group in opt.param_groups for p in group["params"]]
+    assert [each["sent"] for each in everyone] == [5 * sent for sent in traffic(specs, 3, dim=None).sent]
+
+
+def test_owners_are_balanced_and_the_same_for_all():
+    loads = [0] * 4
+    assert share_out([5, 1, 1, 1, 4, 3], loads) == [0, 3, 3, 3, 1, 2]
+    assert loads == [5, 4, 3, 3]
+    assert share_out([2, 1], loads) == [2, 3]  # newcomers join the least busy; nobody moves
+    assert [extent(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
+
+
+# ---- agreement ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "Muon"])
+def test_what_is_not_finite_on_one_rank_stops_all(results, size, name):
+    for rank, given in enumerate(results[size]["not_finite"]):
+        assert given[name, "skip"] == (None, 1, True)
+        problem, skipped, still = given[name, "raise"]
+        assert problem.startswith(
+            f"ValueError: {name}: gradient of 'w'" if rank == 1 else f"ValueError: {name}: a gradient on another"
+        )
+        assert skipped == 0
+        assert still
+
+
+def test_refusals(results):
+    first, second = results[2]["refused"]
+    for given in (first, second):
+        assert given["partial"].startswith("ValueError: AdamW: parameter 'w' is a partial sum")
+        assert "call step() instead" in given["attach"]
+        assert "split is for rules on whole matrices" in given["split"]
+        assert "use update_hessian_from_gradients" in given["hessian"][0]
+        assert given["hessian"][1:] == (True, True)
+    assert first["one rank"].startswith("Elsewhere")
+    assert "its gradient on" in second["one rank"]
+    assert first["file"].startswith("Elsewhere: the checkpoint was refused on another rank")
+    assert "missing" in second["file"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_clipping_by_the_norm_over_all_ranks(results, size):
+    given = results[size]["clipped"][0]
+    for name in ("AdamW", "Lamb", "Muon"):
+        params = ranks.parameters(ranks.plain)
+        opt = ranks.make(name, params)
+        for t in range(3):
+            for k, g in ranks.tensors(t).items():
+                params[k].grad = g
+            norm = torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+            opt.step()
+        assert given[name][0] == pytest.approx(float(norm), rel=1e-6)
+        close(given[name][1], ranks.wholes(params), 2e-6)
+    total, grads, reduced, orders = given["written"]
+    for k, g in ranks.tensors(0).items():
+        params[k].grad = g
+    for order, found in orders.items():
+        assert found == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in params.values()], order)), rel=1e-6)
+    assert total == pytest.approx(float(torch.nn.utils.clip_grad_norm_(params.values(), 0.5)), rel=1e-6)
+    close(grads, {k: p.grad for k, p in params.items()}, 1e-6)
+    assert reduced == [8]  # one number, once
+
+
+def test_clipping_plain_parameters_is_torchs():
+    params, twins = ranks.parameters(ranks.plain), ranks.parameters(ranks.plain)
+    for k, g in ranks.tensors(0).items():
+        params[k].grad, twins[k].grad = g, g.clone()
+    assert float(ours.clip_grad_norm_(params.values(), 0.5)) == pytest.approx(
+        float(torch.nn.utils.clip_grad_norm_(twins.values(), 0.5)), rel=1e-6
+    )
+    close({k: p.grad for k, p in params.items()}, {k: p.grad for k, p in twins.items()}, 1e-6)
+    opt = ranks.make("AdamW", params)
+    before = {k: p.grad.clone() for k, p in params.items()}
+    ours.clip_grad_norm_(opt, 0.1)
+    opt.step()
+    close({k: p.grad for k, p in params.items()}, before, 0)  # folded into the step, the gradients are as they were
+    assert opt._clip == 1.0
+    with pytest.raises(ValueError, match="max_norm must be >= 0"):
+        ours.clip_grad_norm_(params.values(), -1.0)
+    params["w"].grad[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="is inf; not clipped"):
+        ours.clip_grad_norm_(params.values(), 1.0, error_if_nonfinite=True)
+
+
+def test_plain_parameters_do_not_notice():
+    opt = ranks.make("Muon", ranks.parameters(ranks.plain))
+    opt.step()
+    assert opt._homes is None
+    assert opt._council is None
+
+
+# ---- rlx-optim plan ---------------------------------------------------------------------------------------------------------------
+def table():
+    """The table of docs/distributed.md."""
+    counts = (8, 64, 256, 1024)
+    lines = ["| model | optimizer | " + " | ".join(f"{n:,} ranks" for n in counts) + " |", "|---" * 6 + "|"]
+    for model in plan.MODELS:
+        for name in ("muon", "soap", "kronpsgd"):
+            rows = [plan.planned(model, name, n, 4) for n in counts]
+            cells = [f"{plan.size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
+            lines.append(f"| {model.upper()} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_documented_table_is_what_plan_says():
+    assert table() in (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+
+
+def test_plan(capsys):
+    assert main(["plan", "--model", "1b", "--ranks", "8,64", "--optimizer", "adamw,lamb,muon", "--json"]) == 0
+    rows = {(row["optimizer"], row["ranks"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["adamw", 8]["sent_most"] == 0
+    assert rows["adamw", 8]["all_reduced"] == []
+    assert rows["adamw", 8]["state_most"] == 8 * 1_100_048_384 // 8
+    assert rows["lamb", 64]["all_reduced"] == [3 + 201, 16 * 201]
+    muon = rows["muon", 8]
+    hidden = muon["parameters"] - 2 * 32000 * 2048 - 45 * 2048
+    assert muon["matrices"] == 154
+    assert muon["sent_mean"] == pytest.approx(8 * hidden / 8 * 7 / 8, rel=1e-3)
+    assert muon["balance"] > 0.99
+    assert rows["muon", 64]["sent_most"] < muon["sent_most"] / 4
+    assert main(["plan", "--ranks", "8"]) == 0
+    assert "224" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "2b"], "unknown model '2b'; known are 1b, 8b, 70b"),
+        (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
+        (["--optimizer", "moun"], "did you mean 'muon'?"),
+        (["--dtype", "float8"], "unknown dtype 'float8'"),
+    ],
+)
+def test_plan_refuses(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_example(tmp_path):
+    """Two ranks by torchrun, on the CPU."""
+    example = Path(__file__).parent.parent / "examples" / "fsdp2_muon.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(example),
+        "--steps",
+        "6",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "each matrix on its owner, one of 2 ranks" in done.stdout
+    assert "at the end, on 2 ranks" in done.stdout
