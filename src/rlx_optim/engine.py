@@ -293,7 +293,7 @@ class ArrayEngine:
 
     def narrow(self, X: Array) -> Array:
         """X rounded to what is stored, and back in this engine's arithmetic."""
-        return X.astype(self.stored).astype(self.dtype)
+        return X.astype(self.stored, copy=False).astype(self.dtype, copy=False)
 
     def eigh(self, L: Array) -> Array:
         """Eigenvectors of symmetric matrices, by descending eigenvalue."""

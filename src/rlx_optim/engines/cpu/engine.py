@@ -15,7 +15,7 @@ from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
-from .triangular import multiply, multiply_transposed, solve_transposed
+from .triangular import cholesky, multiply, multiply_transposed, solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
@@ -224,13 +224,29 @@ class Cpu(ArrayEngine):
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
 
+    def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
+        """Without a copy of X."""
+        flat = X.reshape(X.shape[0], -1)
+        norm = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
+        return norm.reshape(-1, *[1] * (X.ndim - 1))
+
+    def where(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+        whole = condition.all() and np.shape(yes) == np.broadcast_shapes(np.shape(condition), np.shape(no))
+        return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
+
     def qr(self, X: np.ndarray, near: np.ndarray) -> np.ndarray:
         found = linalg.orthonormal(self, X, near) if X.shape[-1] > AFFORDABLE else None
         return np.linalg.qr(X)[0] if found is None else found
 
+    def cholesky(self, G: np.ndarray) -> np.ndarray | None:
+        try:
+            return np.stack([cholesky(g) for g in G]) if len(G) > 1 else cholesky(G[0])[None]
+        except np.linalg.LinAlgError:
+            return None
+
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
-        for r, x in zip(np.ascontiguousarray(R, out.dtype), out, strict=True):
+        for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
             solve_transposed(r, x)
         return out
 
