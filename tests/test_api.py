@@ -500,3 +500,27 @@ def test_the_norm_of_much(dtype):
     assert rlx_optim.l2_norm(arrays[5]) == pytest.approx(float(np.linalg.norm(arrays[5].astype(np.float64))), rel=1e-13)
     with pytest.raises(TypeError, match="real numbers"):
         rlx_optim.global_norm([arrays[5], np.zeros(3, complex)])
+
+
+def test_blas_uses_our_threads():
+    """Within a step of a matrix rule, and only there, NumPy's BLAS has the number of threads that was set."""
+    pool = pytest.importorskip("threadpoolctl")
+
+    def blas():
+        return {library["num_threads"] for library in pool.threadpool_info() if library["user_api"] == "blas"}
+
+    seen = []
+
+    def probe(name, t, shape):
+        seen.append(blas())
+        return np.ones(shape)
+
+    before = blas()
+    opt = rlx_optim.KronPSGD(lr=0.1, probe=probe)
+    try:
+        rlx_optim.set_threads(1)
+        opt.step_all({"w": np.ones((4, 3), np.float32)}, {"w": np.ones((4, 3), np.float32)})
+    finally:
+        rlx_optim.set_threads(None)
+    assert seen == [{1}]
+    assert blas() == before

@@ -103,6 +103,7 @@ def test_marks_of_pages_are_known():
     assert marks == set(site_hook.TABLES)
 
 
-def test_readme_is_current():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("file", readme.FILES, ids=lambda file: file.name)
+def test_tables_are_current(file):
+    text = file.read_text()
     assert readme.renewed(text) == text, "run python tools/readme.py"

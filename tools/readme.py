@@ -1,4 +1,4 @@
-"""Renew the tables of README.md from the committed results.
+"""Renew the tables of README.md and benchmarks/h200.md from the committed results.
 
     python tools/readme.py          # or: make tables
 
@@ -7,13 +7,22 @@ Each stands between <!-- table: NAME --> and <!-- /table -->; a test compares.
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 from docsite import bench, parity
 
-README = Path(__file__).parents[1] / "README.md"
-TABLES = {"benchmarks": bench.by_optimizer, "parity": parity.by_optimizer}
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+FILES = (README, ROOT / "benchmarks" / "h200.md")
+TABLES = {
+    "benchmarks": bench.by_optimizer,
+    "parity": parity.by_optimizer,
+    "gpt2": functools.partial(bench.on_a_gpu, "gpt2-124m"),
+    "llama": functools.partial(bench.on_a_gpu, "llama-1.1b"),
+    "many": functools.partial(bench.on_a_gpu, "many-tiny"),
+}
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -22,4 +31,5 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(renewed(README.read_text()))
+    for file in FILES:
+        file.write_text(renewed(file.read_text()))

@@ -1,9 +1,12 @@
-"""How many threads the cpu engine uses."""
+"""How many threads the cpu engine uses, its own and those of NumPy's BLAS."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
+from typing import Any
 
 _threads: int | None = None
 
@@ -15,7 +18,8 @@ def available() -> int:
 
 
 def set_threads(n: int | None) -> None:
-    """Use n threads from the next step on; None goes back to every available core. The results do not depend on it."""
+    """Use n threads from the next step on; None goes back to every available core. The results do not depend on it, but for how
+    BLAS rounds the products of matrix rules."""
     global _threads
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise ValueError(f"set_threads needs an integer >= 1 or None, got {n!r}")
@@ -25,3 +29,18 @@ def set_threads(n: int | None) -> None:
 def get_threads() -> int:
     """The number of threads in use: the one set, but never more than the cores available."""
     return available() if _threads is None else min(_threads, available())
+
+
+@functools.cache
+def _libraries() -> Any:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
+def blas() -> contextlib.AbstractContextManager[Any]:
+    """A context in which NumPy's BLAS uses our number of threads, where it was set and threadpoolctl is installed."""
+    if _threads is None or importlib.util.find_spec("threadpoolctl") is None:
+        return contextlib.nullcontext()
+    limited: contextlib.AbstractContextManager[Any] = _libraries().limit(limits=get_threads(), user_api="blas")
+    return limited

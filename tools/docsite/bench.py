@@ -160,3 +160,47 @@ def choices() -> str:
         ])  # fmt: skip
     head = ["optimizer", "state, bytes a parameter", "traffic, bytes a parameter", "ns a parameter", "time, AdamW = 1"]
     return table(head, rows, right=(1, 2, 3, 4))
+
+
+# ---- a GPU ------------------------------------------------------------------------------------------------------------
+GRAPH = ", in a CUDA graph"
+
+
+def on_a_gpu(model: str) -> str:
+    """One line an optimizer of the newest run of this model on a GPU."""
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*/*.json"))]
+    run = max(
+        (r for r in found if r.get("model") == model and r["settings"].get("device") == "cuda"),
+        key=lambda r: r["machine"]["date"],
+    )
+    lines = []
+    for name in dict.fromkeys(row["optimizer"] for row in run["rows"]):
+        rows = {row["implementation"]: row for row in run["rows"] if row["optimizer"] == name}
+        ours, captured = rows["ours"], rows.get("ours" + GRAPH)
+        peers = [row for label, row in rows.items() if not label.startswith("ours")]
+        best = min(peers, key=lambda row: row["ms_per_step"], default=None)
+        eager = min(
+            (row for row in peers if GRAPH not in row["implementation"]), key=lambda row: row["ms_per_step"], default=None
+        )
+        share = "" if ours["copy_fraction"] is None else f"{100 * ours['copy_fraction']:.0f} %"
+        lines.append(
+            [
+                OPTIMIZERS[name][1], f"{ours['ms_per_step']:.3g}", share, f"{ours['host_ms']:.2g}",
+                "" if captured is None else f"{captured['ms_per_step']:.3g}",
+                "" if eager is None else f"{eager['implementation']} {eager['ms_per_step']:.3g}",
+                "" if eager is None else f"{eager['ms_per_step'] / ours['ms_per_step']:.2f}×",
+                "" if best is None or captured is None
+                else f"{best['ms_per_step'] / min(ours['ms_per_step'], captured['ms_per_step']):.2f}×",
+            ]
+        )  # fmt: skip
+    head = [
+        "optimizer",
+        "ours ms",
+        "of copy",
+        "host ms",
+        "in a graph ms",
+        "best eager peer ms",
+        "ratio",
+        "best of each, graphs too",
+    ]
+    return table(head, lines)

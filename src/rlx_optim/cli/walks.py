@@ -115,7 +115,8 @@ def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
 
     start = {k: jax.numpy.asarray(p) for k, p in todo.start.items()}
     grads = {k: jax.numpy.stack([g[k] for g in todo.gradients]) for k in start}
-    (after, _), _ = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g))(start, grads)
+    with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits unless told
+        (after, _), _ = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g))(start, grads)
     return {k: np.asarray(p) for k, p in after.items()}
 
 

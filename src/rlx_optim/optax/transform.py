@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import optax
 from ..engine import Tensors, Values
 from ..engines.jax_ import Jax, Moving, traceable
 from ..routing import report
-from ..spec import Slot
+from ..spec import Slot, Spec
 from .places import Member, Place, path_name, reason_by_name
 
 Tree = Any
@@ -132,7 +133,8 @@ class Transform:
             ]
             before = (stack_of if member.kind.matrix else lists_of)(leaves, dtype)
             before = before.set(**numbers, t=state.count + 1, seed=spec.values().get("seed"))
-            x = traceable(member.kind.update)(spec, Jax(dtype), before)
+            with exact_products(member.kind):
+                x = traceable(member.kind.update)(spec, Jax(dtype), before)
             x = x.set(p=x.p - before.p if member.kind.matrix else Tensors([jnp.broadcast_to(p.change, p.shape) for p in x.p]))
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
                 updates[i] = back.pop("p").astype(ps[i].dtype)
@@ -142,6 +144,12 @@ class Transform:
             counters |= {prefix + name: jnp.asarray(x[name], float) for name in mine}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
         return tree.unflatten(updates), RuleState(state.count + 1, mirrored, tree.unflatten(factors), counters)
+
+
+def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
+    """SOAP's bases and KronPSGD's factors need float32 products; accelerators take fewer bits unless told. Muon needs no more."""
+    asked = jax.config.values["jax_default_matmul_precision"]
+    return jax.default_matmul_precision("highest") if kind.branches and asked is None else contextlib.nullcontext()
 
 
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------

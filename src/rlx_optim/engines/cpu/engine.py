@@ -210,7 +210,8 @@ class Cpu(ArrayEngine):
 
     def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
         if bundle.spec.matrix:
-            return super().run(bundle, update)
+            with threads.blas():
+                return super().run(bundle, update)
         plan = bundle.plan
         if plan is None:
             plan = bundle.plan = Plan(bundle)
@@ -227,7 +228,7 @@ class Cpu(ArrayEngine):
     def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
         """Without a copy of X."""
         flat = X.reshape(X.shape[0], -1)
-        norm = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
+        norm: np.ndarray = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
         return norm.reshape(-1, *[1] * (X.ndim - 1))
 
     def where(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
