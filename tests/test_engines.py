@@ -326,26 +326,31 @@ def test_shapes_of_the_problem_cover_what_we_promise():
     assert {len(shape) for shape in SHAPES.values()} == {0, 1, 2, 4}
 
 
-# ---- SOAP's basis by products ----------------------------------------------------------------------------------------------
+# ---- SOAP's basis, where dimensions are large ------------------------------------------------------------------------------
 @pytest.mark.parametrize("rank", [600, 80, 1])
-def test_a_basis_from_cholesky_is_that_of_qr(rank):
-    """Orthonormal whatever the rank, equal to Householder's up to signs where L determines it, open directions near the old basis."""
-    from rlx_optim import linalg
-
+@pytest.mark.parametrize("way", ["lapack", "cholesky"])
+def test_a_large_basis_is_that_of_qr(rank, way):
+    """Orthonormal whatever the rank, and NumPy's in float64 up to signs where L determines it. Cholesky factors are for GPUs."""
     rng = np.random.default_rng(rank)
     n = 600
     G = rng.standard_normal((n, rank))
     L = (G @ G.T / rank).astype(np.float32)[None]
     old = np.linalg.qr(rng.standard_normal((1, n, n)))[0].astype(np.float32)
-    Q = np.linalg.eigh(L + 0.02 * np.eye(n, dtype=np.float32))[1][..., ::-1] if rank == n else old
+    Q = np.linalg.eigh(L + 0.02 * np.eye(n, dtype=np.float32))[1][..., ::-1].copy() if rank == n else old
     X = L @ Q
-    E = rlx_optim.create("soap", engine="cpu")._engine
-    got = np.asarray(E.qr(X, Q), np.float64)
+    if way == "lapack":
+        got = np.asarray(rlx_optim.create("soap", engine="cpu")._engine.qr(X, Q), np.float64)
+    else:
+        torch = pytest.importorskip("torch")
+        from rlx_optim import linalg
+        from rlx_optim.engines.torch_ import Torch
+
+        E, (x, q) = Torch("cpu"), map(torch.tensor, (X, Q))
+        got = linalg.orthonormal(E, x, q).double().numpy()
+        x[0, 0, 0] = torch.nan
+        assert linalg.orthonormal(E, x, q) is None
     want = np.linalg.qr(X.astype(np.float64))[0]
     assert np.abs(got.mT @ got - np.eye(n)).max() < 1e-5
     sure = 300 if rank == n else max(1, rank // 2)  # the leading directions
     signs = np.sign((got * want).sum(-2))
     assert np.abs(got * signs[:, None] - want)[..., :sure].max() < 2e-3
-    assert linalg.orthonormal(E, X, Q) is not None
-    X[0, 0, 0] = np.nan
-    assert linalg.orthonormal(E, X, Q) is None

@@ -288,9 +288,6 @@ class ArrayEngine:
         """X in the widest arithmetic that is cheap here, for decisions that rounding would tip."""
         return X
 
-    def double(self, X: Array) -> Array:
-        return self.xp.asarray(X, dtype=self.xp.float64)
-
     def narrow(self, X: Array) -> Array:
         """X rounded to what is stored, and back in this engine's arithmetic."""
         return X.astype(self.stored, copy=False).astype(self.dtype, copy=False)
@@ -307,13 +304,6 @@ class ArrayEngine:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any; `near` is an orthonormal matrix to take
         them from."""
         return self.xp.linalg.qr(X)[0]
-
-    def cholesky(self, G: Array) -> Array | None:
-        """Upper triangular R with R^T R = G; None where a matrix of the stack has none."""
-        try:
-            return self.xp.linalg.cholesky(G).mT
-        except np.linalg.LinAlgError:
-            return None
 
     def solve(self, R: Array, X: Array) -> Array:
         """R^-T X for upper triangular R."""

@@ -267,7 +267,11 @@ class Torch(ArrayEngine):
         found = None if self.device.type == "cpu" else linalg.orthonormal(self, X, near)  # LAPACK's is as good on a CPU
         return torch.linalg.qr(X)[0] if found is None else found
 
+    def double(self, X: torch.Tensor) -> torch.Tensor:
+        return X.double()
+
     def cholesky(self, G: torch.Tensor) -> torch.Tensor | None:
+        """Upper triangular R with R^T R = G; None where a matrix of the stack has none."""
         lower, info = torch.linalg.cholesky_ex(G)  # upper=True would transpose twice
         return None if bool(info.any()) else lower.mT
 

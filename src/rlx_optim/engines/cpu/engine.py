@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ... import linalg, threads
+from ... import threads
 from ...engine import ArrayEngine, Bundle, Rule, Values, signature
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
-from .triangular import cholesky, multiply, multiply_transposed, solve_transposed
+from .triangular import multiply, multiply_transposed, solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
@@ -236,14 +236,11 @@ class Cpu(ArrayEngine):
         return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
 
     def qr(self, X: np.ndarray, near: np.ndarray) -> np.ndarray:
-        found = linalg.orthonormal(self, X, near) if X.shape[-1] > AFFORDABLE else None
-        return np.linalg.qr(X)[0] if found is None else found
+        if X.shape[-1] <= AFFORDABLE:
+            return np.linalg.qr(X)[0]
+        from scipy.linalg import qr  # twice as fast as NumPy's on large matrices
 
-    def cholesky(self, G: np.ndarray) -> np.ndarray | None:
-        try:
-            return np.stack([cholesky(g) for g in G]) if len(G) > 1 else cholesky(G[0])[None]
-        except np.linalg.LinAlgError:
-            return None
+        return np.stack([qr(x, mode="economic", check_finite=False)[0] for x in X])
 
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")

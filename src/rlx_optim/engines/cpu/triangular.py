@@ -1,4 +1,4 @@
-"""Products, solves and factors of upper triangular matrices by recursion onto NumPy's matrix product, half of a full one's work.
+"""Products and solves with upper triangular matrices by recursion onto NumPy's matrix product, half of a full one's work.
 
 Not through SciPy's BLAS: it is a second library with threads of its own, and the two keep each other's cores busy while they wait
 for work. Small solves are a compiled loop on the calling thread.
@@ -12,7 +12,6 @@ import numpy as np
 from numba import njit
 
 SMALL = 96  # rows below which a block is not split further
-LITTLE = 384  # the same for Cholesky's factors, below which LAPACK is as fast
 
 
 @njit(error_model="numpy", cache=True, nogil=True)
@@ -26,20 +25,6 @@ def _substitute(R, X):
             factor = R[j, i]
             for c in range(columns):
                 X[i, c] -= factor * X[j, c]
-
-
-def cholesky(G: np.ndarray) -> np.ndarray:
-    """Upper triangular R with R^T R = G; LinAlgError where there is none."""
-    n = len(G)
-    if n <= LITTLE:
-        return np.linalg.cholesky(G).T
-    k = n // 2
-    R = np.zeros_like(G)
-    R[:k, :k] = cholesky(G[:k, :k])
-    R[:k, k:] = G[:k, k:]
-    solve_transposed(R[:k, :k], R[:k, k:])
-    R[k:, k:] = cholesky(G[k:, k:] - R[:k, k:].T @ R[:k, k:])
-    return R
 
 
 def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
