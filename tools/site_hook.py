@@ -12,7 +12,7 @@ from typing import Any
 from docsite import bench, katex, optimizers, parity, plots
 
 ROOT = Path(__file__).parents[1]
-#: pages of the site that stand elsewhere in the repository, where they exist
+#: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
 ELSEWHERE = {"h200.md": ROOT / "benchmarks" / "h200.md"}
 #: <!-- table: NAME --> in a page becomes this
 TABLES = {
@@ -35,7 +35,8 @@ def filled(text: str) -> str:
 
 def texts() -> dict[str, str]:
     """Every generated page: its path under docs/ and its text."""
-    return optimizers.pages() | {page: path.read_text() for page, path in ELSEWHERE.items() if path.exists()}
+    there = {page: path.read_text() for page, path in ELSEWHERE.items() if path.exists()}
+    return optimizers.pages() | {page: re.sub(r"<!-- /?table.*?-->", "", text) for page, text in there.items()}
 
 
 # ---- called by mkdocs -----------------------------------------------------------------------------------------------------
