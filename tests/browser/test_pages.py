@@ -93,6 +93,6 @@ def test_search_finds_an_optimizer(site, browser):
 
     base, _ = site
     driver = browser(base)
-    driver.find_element("css selector", "input.md-search__input").send_keys("moonlight")
+    driver.find_element("css selector", "input.md-search__input").send_keys("muon")
     results = "a.md-search-result__link[href*='optimizers/muon']"
     WebDriverWait(driver, 20).until(lambda d: d.find_elements("css selector", results))
