@@ -155,7 +155,7 @@ class OwnerLane(Lane):
         self._land(chosen, specs, *self._delivered(seats, homes, specs, updates, numbers))
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
-        raise NotImplementedError  # `step` does it all
+        raise AssertionError("an owner lane does everything in `step`")
 
     def _gathered(self, seats: list[Seat], homes: list[Home], grads: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The whole gradients of what is computed here, by place."""
