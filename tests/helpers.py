@@ -70,3 +70,22 @@ def formula_lines(name):
     module = sys.modules[spec_class(name).__module__]
     found = [line.strip() for line in module.__doc__.splitlines() if line.startswith("    ")]
     return [[*re.split(r"\s{2,}", line, maxsplit=1), ""][:2] for line in found]
+
+
+#: every optimizer of rlx_optim.torch, with settings under which a few steps show everything it does
+TORCH = {
+    "SGD": dict(lr=0.05, momentum=0.9, weight_decay=0.01),
+    "Adam": dict(weight_decay=0.01, amsgrad=True),
+    "AdamW": {},
+    "NAdamW": dict(convention="torch"),
+    "RAdam": dict(weight_decay=0.01),
+    "QHAdamW": {},
+    "Lamb": {},
+    "Adafactor": dict(weight_decay=0.01),
+    "Lion": dict(lr=1e-3, weight_decay=0.1),
+    "SOAP": dict(precondition_frequency=3),
+    "KronPSGD": dict(weight_decay=0.01),
+    "Muon": dict(weight_decay=0.01),
+    "Sophia": {},
+    "MARS": {},
+}

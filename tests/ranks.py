@@ -14,27 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from helpers import TORCH as ALL
 from torch import nn
 
 import rlx_optim.torch as ours
 from rlx_optim.sharing import extent
 
-ALL = {
-    "SGD": dict(lr=0.05, momentum=0.9, weight_decay=0.01),
-    "Adam": dict(weight_decay=0.01, amsgrad=True),
-    "AdamW": {},
-    "NAdamW": dict(convention="torch"),
-    "RAdam": dict(weight_decay=0.01),
-    "QHAdamW": {},
-    "Lamb": {},
-    "Adafactor": dict(weight_decay=0.01),
-    "Lion": dict(lr=1e-3, weight_decay=0.1),
-    "SOAP": dict(precondition_frequency=3),
-    "KronPSGD": dict(weight_decay=0.01),
-    "Muon": dict(weight_decay=0.01),
-    "Sophia": {},
-    "MARS": {},
-}
 REDUCING, MATRIX = ("Lamb", "Adafactor", "MARS"), ("SOAP", "KronPSGD", "Muon")
 TOGETHER = REDUCING + MATRIX  # ranks work together on a tensor
 #: rows that do not divide, fewer rows than ranks, three and four dimensions, cut along columns ("side"), not cut at all ("s")

@@ -23,15 +23,7 @@ WORLDS = (2, 3, 4)
 LIMIT = 150  # seconds for a world; a collective that nobody answers ends after 60
 every = pytest.mark.parametrize("name", ALL)
 worlds = pytest.mark.parametrize("size", WORLDS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """As in the ranks: torch's products depend on it in the last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks: products depend on it in the last bit
 
 
 @functools.cache

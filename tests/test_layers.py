@@ -44,11 +44,13 @@ MAY = {
         "sharing",
     },
     "stepping": {"engine", "spec"},
-    "optimizer": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
-    "named": {"optimizer", "registry", "spec"},
-    "race": {"cli", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
+    "family": {"engine", "engines", "spec", "settings", "admission", "stepping"},
+    "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
+    "curvature": {"engine", "optimizer", "admission", "stepping"},
+    "named": {"optimizer", "curvature", "registry", "spec"},
+    "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
-        "named", "optimizer", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
+        "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
         "optax", "sharing", "spec", "__init__",
     },
 }  # fmt: skip

@@ -14,43 +14,19 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from helpers import TORCH as ALL
 from torch import nn
 from torch.optim import lr_scheduler
 
 import rlx_optim
 import rlx_optim.torch as ours
 
-#: every optimizer, with settings under which a few steps show everything it does
-ALL = {
-    "SGD": dict(lr=0.05, momentum=0.9, weight_decay=0.01),
-    "Adam": dict(weight_decay=0.01, amsgrad=True),
-    "AdamW": {},
-    "NAdamW": dict(convention="torch"),
-    "RAdam": dict(weight_decay=0.01),
-    "QHAdamW": {},
-    "Lamb": {},
-    "Adafactor": dict(weight_decay=0.01),
-    "Lion": dict(lr=1e-3, weight_decay=0.1),
-    "SOAP": dict(precondition_frequency=3),
-    "KronPSGD": dict(weight_decay=0.01),
-    "Muon": dict(weight_decay=0.01),
-    "Sophia": {},
-    "MARS": {},
-}
 ENGINES = ("cpu", "torch")
 MATRIX = ("SOAP", "KronPSGD", "Muon")  # engines order the sums of their products differently
 SHAPES = {"w": (24, 16), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "conv": (4, 3, 3, 2)}
 every = pytest.mark.parametrize("name", ALL)
 on_engines = pytest.mark.parametrize("engine", ENGINES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors are tiny: a second thread of torch only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are tiny: a second thread of torch only waits
 
 
 def make(name, params, **settings):

@@ -6,7 +6,8 @@ import importlib
 import inspect
 from typing import Any
 
-from .optimizer import CurvatureOptimizer, NamedOptimizer
+from .curvature import CurvatureOptimizer
+from .optimizer import NamedOptimizer
 from .registry import ALIASES, OPTIMIZERS
 from .spec import REQUIRED, Spec
 

@@ -2,7 +2,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from .optimizer import CurvatureOptimizer, NamedOptimizer
+from .curvature import CurvatureOptimizer
+from .optimizer import NamedOptimizer
 from .spec import Spec
 
 def spec_class(name: str) -> type[Spec]: ...

@@ -11,11 +11,8 @@ costs next to nothing afterwards.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -23,11 +20,12 @@ import numpy as np
 
 from . import admission
 from .engine import Bundle, Engine
-from .engines import check_engine, get_engine
+from .engines import check_engine
+from .family import Member, Plan
 from .routing import report
 from .settings import Settings
-from .spec import Shape, Spec
-from .stepping import Part, Record, bundle_up, run_part, scalars
+from .spec import Spec
+from .stepping import Record, run_part
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -43,28 +41,7 @@ class Optimizer(Protocol):
         """Close the iteration: every parameter may be stepped again."""
 
 
-class Plan:
-    """The bundles of one set of names, good while the same names come together and nothing else moved them."""
-
-    __slots__ = ("empty", "names", "parts", "stamp", "watch")
-
-    def __init__(self, names: list[str], parts: list[Part], empty: list[Record], watch: Any):
-        self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
-        self.stamp = -1
-
-
-@dataclasses.dataclass
-class Item:
-    """One tensor of a call, checked."""
-
-    member: NamedOptimizer
-    record: Record
-    param: np.ndarray
-    grad: np.ndarray
-    why: str  # it came to this member
-
-
-class NamedOptimizer:
+class NamedOptimizer(Member):
     """Base of the fourteen. Subclasses say which spec they run; `rlx_optim.create` makes them by name."""
 
     spec: ClassVar[type[Spec]]
@@ -113,10 +90,6 @@ class NamedOptimizer:
             self.otherwise._join(owner)
 
     # ---- hyperparameters as attributes ---------------------------------------------------------------------------
-    @property
-    def _owner(self) -> str:
-        return type(self).__name__
-
     def __getattr__(self, name: str) -> Any:
         settings = self.__dict__.get("_settings")
         if settings is not None and name in settings.given:
@@ -159,19 +132,10 @@ class NamedOptimizer:
         """How many steps nonfinite="skip" has left out."""
         return self._skipped
 
-    @functools.cached_property
-    def _engine(self) -> Engine:
-        return get_engine(*self._engine_choice)  # not before it is needed: it may import a compiler
-
     @property
     def engine(self) -> Engine:
         """The engine the steps run on."""
         return self._engine
-
-    def _family(self) -> Iterator[NamedOptimizer]:
-        yield self
-        if self.otherwise is not None:
-            yield from self.otherwise._family()
 
     def _find(self, name: str) -> tuple[NamedOptimizer, Record]:
         for member in self._family():
@@ -273,125 +237,6 @@ class NamedOptimizer:
         if self.otherwise is not None:
             self.otherwise.end_iteration()
 
-    # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
-    def _stamp(self) -> int:
-        """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
-        stamp = 0
-        for member in self._family():
-            member._specs()
-            stamp += member._clock + member._settings.version
-        return stamp
-
-    def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
-        shape = admission.check_pair(self._owner, name, param, grad, shape)
-        admission.check_overlap(self._owner, [name], [param], [grad])
-        member, record, why = self._lookup(name, shape)
-        if record.stepped == member._iteration:
-            raise ValueError(
-                f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
-            )
-        return Item(member, record, param, grad, why)
-
-    def _lookup(self, name: str, shape: Shape) -> tuple[NamedOptimizer, Record, str]:
-        """The record of a name, or a new one that is not kept yet."""
-        for member in self._family():
-            if name in member._records:
-                record = member._records[name]
-                if record.shape != shape:
-                    raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
-                return member, record, member._why[name]
-        member, why = self._route(name, shape)
-        return member, Record(name, shape, member._settings.group_of(name)), why
-
-    def _route(self, name: str, shape: Shape) -> tuple[NamedOptimizer, str]:
-        """Which of the family takes a tensor, and why where it is not the first."""
-        group = self._settings.group_for(name)
-        reason = self._specs()[-1].takes(shape)
-        if group is not None and group.otherwise:
-            group.matched = True
-            reason = f"matches {group.match!r}"
-        if reason is None:
-            return self, ""
-        if self.otherwise is not None:
-            member, why = self.otherwise._route(name, shape)
-            return member, why or reason
-        if not self.spec.everywhere:
-            raise ValueError(f"{self._owner}: {name!r} has shape {shape}: {reason}. Give otherwise=AdamW(…) for such tensors")
-        return self, "no otherwise"
-
-    def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
-        """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
-        if self.nonfinite == "propagate" or self._engine.finite(grads):
-            return True
-        if self.nonfinite == "raise":
-            bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
-            raise ValueError(f"{self._owner}: gradient of {admission.listed(bad)} is not finite; nothing was stepped")
-        self._skipped += 1
-        return False
-
-    # ---- doing ----------------------------------------------------------------------------------------------------
-    def _commit(self, items: list[Item], scale: float) -> Plan | None:
-        """Step checked items. Gives the plan by which the same items can be stepped again."""
-        for member in self._family():
-            member._specs()  # a schedule's bad value is refused here
-        names = [item.record.name for item in items]
-        params, grads = [item.param for item in items], [item.grad for item in items]
-        if not self._passes(names, grads):
-            return None
-        for item in items:
-            item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
-        for item in items:
-            item.member._records[item.record.name] = item.record
-            item.member._why[item.record.name] = item.why
-            item.member._advise(item.record)
-        watch = self._engine.watch(params, grads)
-        parts = self._parts(items, watch)
-        plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
-        if len(items) == 1 and parts:
-            items[0].record.part = parts[0]
-        self._execute(plan, params, grads, scale)
-        self._clock += 1
-        plan.stamp = self._stamp()
-        return plan
-
-    def _execute(self, plan: Plan, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
-        for part in plan.parts:
-            index = part.bundle.index
-            part.owner._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
-        for record in plan.empty:  # nothing to compute, but the step counts
-            record.t += 1
-            record.stepped = self._iteration
-
-    def _parts(self, items: list[Item], watch: Any) -> list[Part]:
-        parts = []
-        for member in self._family():
-            mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
-            for part in bundle_up(mine, member._specs(), self._engine, watch):
-                part.owner, part.version = member, member._settings.version
-                parts.append(part)
-        return parts
-
-    def _run(self, part: Part, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
-        run_part(part, self._engine, self._specs(), self._numbers, params, grads, scale)
-        iteration = self._iteration
-        for cohort in part.cohorts:
-            for record in cohort:
-                record.stepped = iteration
-
-    def _specs(self) -> list[Spec]:
-        """The spec of each group, this iteration."""
-        return self._settings.specs(self._iteration)
-
-    def _advise(self, record: Record) -> None:
-        advice = self._specs()[record.group].advice(record.counters)
-        if advice:
-            self._tell("advice", f"{record.name!r} {advice}")
-
-    def _tell(self, topic: str, message: str) -> None:
-        if topic not in self._told:
-            self._told.add(topic)
-            warnings.warn(f"{self._owner}: {message}", stacklevel=5)
-
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     def save(
         self, path: str | os.PathLike[str], every: int = 1, keep: int | None = None, *, allow_nan: bool = False
@@ -424,35 +269,3 @@ class NamedOptimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _plan=None, _numbers={}, _estimators={})
-
-
-class CurvatureOptimizer(NamedOptimizer):
-    """Base of those that take estimates of the Hessian's diagonal."""
-
-    def update_hessian(self, name: str, estimate: np.ndarray, shape: Any = None) -> None:
-        """Average an estimate into the curvature of one parameter; the next step uses it. Legal before the first step."""
-        admission.check_array(self._owner, name, "Hessian estimate", estimate)
-        wanted = admission.logical_shape(self._owner, name, estimate, shape)
-        known = self._records.get(name)
-        if known is not None and wanted == (known.size,):
-            wanted = known.shape  # flat, like a flat parameter
-        if known is not None and wanted != known.shape:
-            raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
-        _, record, why = self._lookup(name, wanted)
-        if not self._passes([name], [estimate]):
-            return
-        if known is None:
-            record.furnish(self._specs()[record.group], self._engine.allocate)
-            self._records[name], self._why[name] = record, why
-        if record.size:
-            spec: Any = self._specs()[record.group]
-            bundle = self._estimators.get(name)
-            if bundle is None:
-                buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
-                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers)
-            bundle.numbers, bundle.buffers["g"] = scalars(record, spec, self._numbers), [estimate]
-            try:
-                self._engine.run(bundle, spec.observe)
-            finally:
-                bundle.buffers["g"] = []
-        record.counters["estimates"] += 1

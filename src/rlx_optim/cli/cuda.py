@@ -6,6 +6,7 @@ contenders share the gradients, which nobody writes to. A turn begins and ends w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..named import spec_class
 from . import Problem
-from .peers import HOW, Contender, Peer, load, optax_contender, tensor_bytes
+from .peers import HOW, Contender, Peer, load, optax_contender, running
 from .results import OURS, Request, Shapes, parameters, present
 
 Tensors = dict[str, Any]
@@ -108,30 +109,17 @@ def theirs(peer: Peer, params: Tensors, grads: Tensors, captured: bool = False) 
 
 
 def runs(label: str, made: list[Any], tensors: list[Any], captured: bool) -> Contender:
-    torch = importlib.import_module("torch")
-
-    def step() -> None:
-        for optimizer in made:
-            optimizer.step()
-
-    def renew() -> None:
-        for tensor in tensors:
-            tensor.grad = tensor.grad.clone()
-
-    def size() -> int:
-        return sum(tensor_bytes(m.state.values()) for m in made)
-
+    torch, eager = importlib.import_module("torch"), running(label, made, tensors, wait)
     if not captured:
-        return Contender(label, step, size, renew, wait)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+        return eager
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
-            step()
+            eager.step()
     wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return Contender(label, graph.replay, size, lambda: None, wait)
+        eager.step()
+    return dataclasses.replace(eager, step=graph.replay, renew=lambda: None)
 
 
 def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[str, Callable[[], Contender]]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..curvature import CurvatureOptimizer
 from ..named import create
-from ..optimizer import CurvatureOptimizer
 from ..threads import get_threads, set_threads
 from . import cuda, machine
 from .peers import Arrays, Contender, contender

@@ -142,7 +142,11 @@ def torch_contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:
     tensors = [torch.nn.Parameter(torch.tensor(p)) for p in params.values()]
     for tensor, g in zip(tensors, grads.values(), strict=True):
         tensor.grad = torch.tensor(g)
-    made = HOW[peer.how](load(peer.rule), tensors, peer.settings)
+    return running(peer.label, HOW[peer.how](load(peer.rule), tensors, peer.settings), tensors)
+
+
+def running(label: str, made: list[Any], tensors: list[Any], wait: Callable[[], None] | None = None) -> Contender:
+    """Torch optimizers that together step these tensors."""
 
     def step() -> None:
         for optimizer in made:
@@ -152,15 +156,15 @@ def torch_contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:
         for tensor in tensors:
             tensor.grad = tensor.grad.clone()
 
-    return Contender(peer.label, step, lambda: sum(tensor_bytes(m.state.values()) for m in made), renew)
+    return Contender(label, step, lambda: sum(_tensor_bytes(m.state.values()) for m in made), renew, wait)
 
 
-def tensor_bytes(values: Iterable[Any]) -> int:
+def _tensor_bytes(values: Iterable[Any]) -> int:
     """Bytes of all tensors in nested containers."""
     total = 0
     for value in values:
         inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        total += getattr(value, "nbytes", 0) if inside is None else tensor_bytes(inside)
+        total += getattr(value, "nbytes", 0) if inside is None else _tensor_bytes(inside)
     return total
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..curvature import CurvatureOptimizer
 from ..named import create, spec_class
-from ..optimizer import CurvatureOptimizer
 
 Arrays = dict[str, np.ndarray]
 Settings = dict[str, Any]

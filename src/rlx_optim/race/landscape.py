@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..curvature import CurvatureOptimizer
 from ..named import list_optimizers
-from ..optimizer import CurvatureOptimizer
 from .digits import HESSIAN_EVERY, build
 from .rates import SGD
 from .report import digits, page

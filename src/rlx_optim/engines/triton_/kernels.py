@@ -24,6 +24,21 @@ SQUARES, SUM, ROWS, COLUMNS = 0, 1, 2, 3
 
 
 @triton.jit
+def numbers_of(NUMBERS, SHARED, t, NUMS: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr):
+    """The numbers of a tensor's rule, and the scale of its gradient."""
+    s = ()
+    if ALIKE:
+        for k in tl.static_range(NUMS):
+            s = s + (tl.full((), SHARED[k], F),)
+        scale = tl.full((), SHARED[NUMS], F)
+    else:
+        for k in tl.static_range(NUMS):
+            s = s + (tl.load(NUMBERS + t * (NUMS + 1) + k).to(F),)
+        scale = tl.load(NUMBERS + t * (NUMS + 1) + NUMS).to(F)
+    return s, scale
+
+
+@triton.jit
 def one_block(
     where, s, scale, live, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, GRADIENT: tl.constexpr,
     READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr,
@@ -82,15 +97,7 @@ def sweep(
             base = tl.multiple_of(base, 16)
         pointer = base.to(tl.pointer_type(ELEMENTS[j])) + start + at
         where = where + (pointer,)
-    s = ()
-    if ALIKE:
-        for j in tl.static_range(NUMS):
-            s = s + (tl.full((), SHARED[j], F),)
-        scale = tl.full((), SHARED[NUMS], F)
-    else:
-        for j in tl.static_range(NUMS):
-            s = s + (tl.load(NUMBERS + t * (NUMS + 1) + j).to(F),)
-        scale = tl.load(NUMBERS + t * (NUMS + 1) + NUMS).to(F)
+    s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
     if n - start >= BLOCK:
         one_block(where, s, scale, live, out, rule, False, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
@@ -184,15 +191,7 @@ def tiles(
         if ALIGNED and KINDS[a] != 1:
             base = tl.multiple_of(base, 16)
         where = where + (base.to(tl.pointer_type(ELEMENTS[a])),)
-    s = ()
-    if ALIKE:
-        for k in tl.static_range(NUMS):
-            s = s + (tl.full((), SHARED[k], F),)
-        scale = tl.full((), SHARED[NUMS], F)
-    else:
-        for k in tl.static_range(NUMS):
-            s = s + (tl.load(NUMBERS + t * (NUMS + 1) + k).to(F),)
-        scale = tl.load(NUMBERS + t * (NUMS + 1) + NUMS).to(F)
+    s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     rows, columns = i * (HIGH * DEEP), j * WIDE
     first = tl.load(ROWFIRST + t)
     columnsum = COLSUM + tl.load(COLFIRST + t)

@@ -1,0 +1,45 @@
+"""The named-step API of those that take estimates of the Hessian's diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import admission
+from .engine import Bundle
+from .optimizer import NamedOptimizer
+from .stepping import scalars
+
+
+class CurvatureOptimizer(NamedOptimizer):
+    """Base of those that take estimates of the Hessian's diagonal."""
+
+    def update_hessian(self, name: str, estimate: np.ndarray, shape: Any = None) -> None:
+        """Average an estimate into the curvature of one parameter; the next step uses it. Legal before the first step."""
+        admission.check_array(self._owner, name, "Hessian estimate", estimate)
+        wanted = admission.logical_shape(self._owner, name, estimate, shape)
+        known = self._records.get(name)
+        if known is not None and wanted == (known.size,):
+            wanted = known.shape  # flat, like a flat parameter
+        if known is not None and wanted != known.shape:
+            raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
+        _, record, why = self._lookup(name, wanted)
+        if not self._passes([name], [estimate]):
+            return
+        if known is None:
+            record.furnish(self._specs()[record.group], self._engine.allocate)
+            self._records[name], self._why[name] = record, why
+        if record.size:
+            spec: Any = self._specs()[record.group]
+            bundle = self._estimators.get(name)
+            if bundle is None:
+                buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
+                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers)
+            bundle.numbers, bundle.buffers["g"] = scalars(record, spec, self._numbers), [estimate]
+            try:
+                self._engine.run(bundle, spec.observe)
+            finally:
+                bundle.buffers["g"] = []
+        record.counters["estimates"] += 1

@@ -1,0 +1,192 @@
+"""What an optimizer and its `otherwise` do together: check the tensors of a call, find who takes each, step them in bundles.
+
+`optimizer` puts the named-step API on top of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from . import admission
+from .engine import Engine
+from .engines import get_engine
+from .settings import Settings
+from .spec import Shape, Spec
+from .stepping import Part, Record, bundle_up, run_part
+
+
+class Plan:
+    """The bundles of one set of names, good while the same names come together and nothing else moved them."""
+
+    __slots__ = ("empty", "names", "parts", "stamp", "watch")
+
+    def __init__(self, names: list[str], parts: list[Part], empty: list[Record], watch: Any):
+        self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
+        self.stamp = -1
+
+
+@dataclasses.dataclass
+class Item:
+    """One tensor of a call, checked."""
+
+    member: Member
+    record: Record
+    param: np.ndarray
+    grad: np.ndarray
+    why: str  # it came to this member
+
+
+class Member:
+    """One of a family: its own settings and records, the engine of all."""
+
+    spec: ClassVar[type[Spec]]
+    nonfinite: str
+    otherwise: Any
+    _engine_choice: Any  # what `get_engine` takes
+    _settings: Settings
+    _records: dict[str, Record]
+    _why: dict[str, str]  # how a name came here
+    _told: set[str]
+    _numbers: dict[Any, dict[str, Any]]
+    _iteration: int
+    _skipped: int
+    _clock: int
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        return get_engine(*self._engine_choice)  # not before it is needed: it may import a compiler
+
+    def _family(self) -> Iterator[Self]:
+        """This one and those that its tensors may be handed to."""
+        yield self
+        if self.otherwise is not None:
+            yield from self.otherwise._family()
+
+    # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
+    def _stamp(self) -> int:
+        """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
+        stamp = 0
+        for member in self._family():
+            member._specs()
+            stamp += member._clock + member._settings.version
+        return stamp
+
+    def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
+        shape = admission.check_pair(self._owner, name, param, grad, shape)
+        admission.check_overlap(self._owner, [name], [param], [grad])
+        member, record, why = self._lookup(name, shape)
+        if record.stepped == member._iteration:
+            raise ValueError(
+                f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
+            )
+        return Item(member, record, param, grad, why)
+
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
+        """The record of a name, or a new one that is not kept yet."""
+        for member in self._family():
+            if name in member._records:
+                record = member._records[name]
+                if record.shape != shape:
+                    raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
+                return member, record, member._why[name]
+        member, why = self._route(name, shape)
+        return member, Record(name, shape, member._settings.group_of(name)), why
+
+    def _route(self, name: str, shape: Shape) -> tuple[Self, str]:
+        """Which of the family takes a tensor, and why where it is not the first."""
+        group = self._settings.group_for(name)
+        reason = self._specs()[-1].takes(shape)
+        if group is not None and group.otherwise:
+            group.matched = True
+            reason = f"matches {group.match!r}"
+        if reason is None:
+            return self, ""
+        if self.otherwise is not None:
+            member, why = self.otherwise._route(name, shape)
+            return member, why or reason
+        if not self.spec.everywhere:
+            raise ValueError(f"{self._owner}: {name!r} has shape {shape}: {reason}. Give otherwise=AdamW(…) for such tensors")
+        return self, "no otherwise"
+
+    def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
+        """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
+        if self.nonfinite == "propagate" or self._engine.finite(grads):
+            return True
+        if self.nonfinite == "raise":
+            bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
+            raise ValueError(f"{self._owner}: gradient of {admission.listed(bad)} is not finite; nothing was stepped")
+        self._skipped += 1
+        return False
+
+    # ---- doing ----------------------------------------------------------------------------------------------------
+    def _commit(self, items: list[Item], scale: float) -> Plan | None:
+        """Step checked items. Gives the plan by which the same items can be stepped again."""
+        for member in self._family():
+            member._specs()  # a schedule's bad value is refused here
+        names = [item.record.name for item in items]
+        params, grads = [item.param for item in items], [item.grad for item in items]
+        if not self._passes(names, grads):
+            return None
+        for item in items:
+            item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
+        for item in items:
+            item.member._records[item.record.name] = item.record
+            item.member._why[item.record.name] = item.why
+            item.member._advise(item.record)
+        watch = self._engine.watch(params, grads)
+        parts = self._parts(items, watch)
+        plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
+        if len(items) == 1 and parts:
+            items[0].record.part = parts[0]
+        self._execute(plan, params, grads, scale)
+        self._clock += 1
+        plan.stamp = self._stamp()
+        return plan
+
+    def _execute(self, plan: Plan, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
+        for part in plan.parts:
+            index = part.bundle.index
+            part.owner._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
+        for record in plan.empty:  # nothing to compute, but the step counts
+            record.t += 1
+            record.stepped = self._iteration
+
+    def _parts(self, items: list[Item], watch: Any) -> list[Part]:
+        parts = []
+        for member in self._family():
+            mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
+            for part in bundle_up(mine, member._specs(), self._engine, watch):
+                part.owner, part.version = member, member._settings.version
+                parts.append(part)
+        return parts
+
+    def _run(self, part: Part, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
+        run_part(part, self._engine, self._specs(), self._numbers, params, grads, scale)
+        iteration = self._iteration
+        for cohort in part.cohorts:
+            for record in cohort:
+                record.stepped = iteration
+
+    def _specs(self) -> list[Spec]:
+        """The spec of each group, this iteration."""
+        return self._settings.specs(self._iteration)
+
+    def _advise(self, record: Record) -> None:
+        advice = self._specs()[record.group].advice(record.counters)
+        if advice:
+            self._tell("advice", f"{record.name!r} {advice}")
+
+    def _tell(self, topic: str, message: str) -> None:
+        if topic not in self._told:
+            self._told.add(topic)
+            warnings.warn(f"{self._owner}: {message}", stacklevel=5)
