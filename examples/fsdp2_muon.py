@@ -101,6 +101,7 @@ def main():
         for lane, engine in opt.engine_report().items():
             print(f"{lane}: {engine}")
         print(f"loss {losses[0]:.3f} when it was saved, {losses[1]:.3f} at the end, on {dist.get_world_size()} ranks")
+    dist.barrier()  # nobody leaves while another still needs it
     dist.destroy_process_group()
 
 

@@ -394,7 +394,10 @@ def test_the_example(tmp_path):
         "6",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    for _ in range(2):  # gloo may abort a process that has finished (pytorch#65231): that, and nothing else, is tried again
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert "each matrix on its owner, one of 2 ranks" in done.stdout
     assert "at the end, on 2 ranks" in done.stdout
