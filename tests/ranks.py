@@ -430,10 +430,28 @@ def refused(world):
         params["w"].grad = distribute_tensor(tensors(0)["w"], other, [Shard(0), Replicate()], src_data_rank=None)
     out["one rank"] = failure(opt.step)
     out["attach"] = failure(opt.attach, list(params.values()))
+    for name in ("Lamb", "Muon"):  # a setting that is bad on one rank: at the first step, and later
+        params = parameters(world.place)
+        opt = make(name, params)
+        for t in range(2):
+            for k, g in tensors(t).items():
+                params[k].grad = world.place(k, g)
+            before, lr = wholes(params), opt.param_groups[0]["lr"]
+            opt.param_groups[0]["lr"] = -1.0 if world.rank == 1 else lr
+            out[name, t] = failure(opt.step), same_tensors(before, wholes(params))
+            opt.param_groups[0]["lr"] = lr
+            opt.step()
+    out["engine"] = opt_report(world)
     out["split"] = failure(make, "MARS", parameters(world.place), split={"w": 3})
     out["file"] = failure(opt.load, world.folder / ("missing" if world.rank else "single.Muon.safetensors"))
     out["hessian"] = sharded_hessian(world)
     return out
+
+
+def opt_report(world):
+    """Rules that measure whole tensors run on the torch engine, and say so whatever was asked for."""
+    params = parameters(world.place)
+    return list(make("Lamb", params, engine="cpu").engine_report().values())
 
 
 def sharded_hessian(world):

@@ -276,6 +276,14 @@ def test_refusals(results):
         assert given["hessian"][1:] == (True, True)
     assert first["one rank"].startswith("Elsewhere")
     assert "its gradient on" in second["one rank"]
+    for name in ("Lamb", "Muon"):
+        for t in range(2):
+            assert first[name, t] == (
+                "Elsewhere: a gradient or a setting was refused on another rank, which says why; nothing was stepped",
+                True,
+            )
+            assert second[name, t] == (f"ValueError: {name}: lr must be a finite number >= 0, got -1.0", True)
+    assert any("sums over ranks are taken by the torch engine" in line for line in first["engine"])
     assert first["file"].startswith("Elsewhere: the checkpoint was refused on another rank")
     assert "missing" in second["file"]
 
@@ -316,7 +324,10 @@ def test_clipping_plain_parameters_is_torchs():
     ours.clip_grad_norm_(opt, 0.1)
     opt.step()
     close({k: p.grad for k, p in params.items()}, before, 0)  # folded into the step, the gradients are as they were
-    assert opt._clip == 1.0
+    for k, g in ranks.tensors(1).items():
+        params[k].grad = g
+    opt.step()
+    assert opt._clip is None  # gone with the gradients it was for
     with pytest.raises(ValueError, match="max_norm must be >= 0"):
         ours.clip_grad_norm_(params.values(), -1.0)
     params["w"].grad[0, 0] = float("inf")

@@ -47,11 +47,11 @@ def walk(case, device, dtype=torch.float32, steps=4, shapes=None):
 
 
 # ---- without a GPU: the interpreter ------------------------------------------------------------------------------------
-def in_the_interpreter(function):
-    """What a function of this file returns in a process whose kernels Triton interprets."""
+def in_the_interpreter(function, module="test_triton"):
+    """What a function of this file, or another, returns in a process whose kernels Triton interprets."""
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; "
-        f"print(json.dumps(test_triton.{function}()))"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, {module}; "
+        f"print(json.dumps({module}.{function}()))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=280, check=False)

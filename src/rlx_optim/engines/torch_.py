@@ -184,7 +184,7 @@ class Torch(ArrayEngine):
         return torch.as_tensor(array).detach().to(self.device, self.dtype)
 
     def store(self, buffer: Any, value: torch.Tensor) -> None:
-        if buffer.data_ptr() != value.data_ptr() or buffer.dtype != value.dtype:
+        if buffer.dtype != value.dtype or not buffer.is_set_to(value):
             buffer.copy_(value.reshape(buffer.shape))
 
     def stack(self, shape: Shape) -> int:

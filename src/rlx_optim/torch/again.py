@@ -1,8 +1,9 @@
 """The same step once more: nearly all of them are.
 
-Groups, state and gradients are compared with those of the last step by identity and by address, in a handful of passes that run
-in C; if nothing has changed but where gradients lie and what they hold, every check that a step makes has been made. Anything
-else (None) goes the long way, which finds out what it is. No gradient is kept.
+A step that all lanes have just taken whole, on memory as it is, is remembered: which groups, which state, where every parameter
+and every buffer of state is and how it is laid out, of which kind the gradients were. If this step finds all of that so again
+(`headers` asks the tensors themselves), every check that a step makes has been made and the lanes' tables of addresses are right.
+Anything else goes the long way, which finds out what it is. No gradient is kept.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..spec import Spec
+from .headers import remembered
 from .lanes import AddressLane
+from .overlap import Work
 
 if TYPE_CHECKING:
     from .stepping import Stepper
 
-GRADIENT, DTYPE = operator.attrgetter("grad"), operator.attrgetter("dtype")
-ADDRESS, SIZE, CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+GRADIENT = operator.attrgetter("grad")
 
 
 class Again:
@@ -34,10 +36,11 @@ class Again:
         self.lanes = [(lane, Standing(lane)) for lane in lanes]
 
     @classmethod
-    def after(cls, opt: Stepper) -> Again | None:
-        """None where the step just taken is not of the kind that is simply repeated."""
-        lanes = [lane for lane in opt._lanes or [] if isinstance(lane, AddressLane)]
-        simple = len(lanes) == len(opt._lanes or ()) and all(map(repeats, lanes))
+    def after(cls, opt: Stepper, taken: Work) -> Again | None:
+        """None where the step just taken is not of the kind that is simply repeated. A lane that sat it out, or was given copies,
+        knows nothing of where its parameters and their gradients are."""
+        lanes = [lane for lane, _, grads in taken if isinstance(lane, AddressLane) and lane.stepped_whole and lane.theirs(grads)]
+        simple = len(lanes) == len(taken) == len(opt._lanes or ())
         return cls(opt.param_groups, opt.state, lanes) if simple else None
 
     def stands(self, groups: list[dict[str, Any]], state: Any) -> bool:
@@ -56,15 +59,13 @@ class Again:
         )
 
     def gradients(self) -> list[list[torch.Tensor]] | None:
-        """This step's gradients, by lane, if they are of the kind they were; the lanes have been told where they are."""
+        """This step's gradients, by lane, if they are of the kind they were and nothing else has moved; the lanes have been told
+        where they are."""
         found = []
-        try:
-            for lane, standing in self.lanes:
-                if (grads := standing.gradients(lane)) is None:
-                    return None
-                found.append(grads)
-        except RuntimeError:  # a sparse gradient has no address
-            return None
+        for lane, standing in self.lanes:
+            if (grads := standing.gradients(lane)) is None:
+                return None
+            found.append(grads)
         return found
 
     def step(self, found: list[list[torch.Tensor]], specs: Sequence[Spec]) -> None:
@@ -75,35 +76,21 @@ class Again:
 
 
 class Standing:
-    """The parameters of a lane: where they are and how they and their gradients are stored."""
+    """The parameters of a lane and their state: where they are and how they and the gradients are stored."""
 
     def __init__(self, lane: AddressLane):
         self.params = [seat.param for seat in lane.seats]
         self.every = range(len(self.params))
-        self.places = list(map(ADDRESS, self.params))
-        self.sizes, self.types = list(map(SIZE, self.params)), list(lane.watch.grad_types)
-        self.addresses = lane.watch.grads.tolist()
+        state = [value for seat in lane.seats for value in seat.held if isinstance(value, torch.Tensor)]
+        grads: Any = list(map(GRADIENT, self.params))
+        self.headers = remembered(self.params, state, grads)
 
     def gradients(self, lane: AddressLane) -> list[torch.Tensor] | None:
-        # torch keeps a gradient to its parameter's type and shape: the gradient's tell the parameter's
-        params = self.params
-        grads = list(map(GRADIENT, params))
-        if (
-            set(map(type, grads)) != {torch.Tensor}
-            or list(map(ADDRESS, params)) != self.places
-            or list(map(DTYPE, grads)) != self.types
-            or list(map(SIZE, grads)) != self.sizes
-            or not all(map(CONTIGUOUS, grads))
-        ):
+        grads = list(map(GRADIENT, self.params))
+        verdict = self.headers.same(grads)
+        if verdict == 0:
             return None
-        addresses = list(map(ADDRESS, grads))
-        if addresses != self.addresses:
-            lane.watch.grads[:] = addresses
+        if verdict == 2:
+            lane.watch.grads[:] = self.headers.addresses
             lane.watch.version += 1
-            self.addresses = addresses
         return grads
-
-
-def repeats(lane: AddressLane) -> bool:
-    """Whether all of a lane was stepped, on memory as it is."""
-    return not lane.spread and len(lane.present) == len(lane.seats) == lane.watch.n and not lane.scratched

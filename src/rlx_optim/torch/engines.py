@@ -20,12 +20,14 @@ def check_engine(wanted: str) -> None:
 
 
 @functools.cache
-def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Engine, str]:
-    """The engine for a device and arithmetic, and why."""
+def choose(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = False) -> tuple[Engine, str]:
+    """The engine for a device and arithmetic, and why. fake: the tensors have no memory (FakeTensorMode)."""
     if wanted == "cpu" and device.type != "cpu":
         raise ValueError(f"engine 'cpu' cannot step a parameter on {device}; use 'auto' or 'torch'")
     if wanted == "torch":
         return _torch(device, dtype), "asked for"
+    if fake:
+        return _torch(device, dtype), "fake tensors have no memory"
     if wanted == "triton" or device.type == "cuda":
         return _triton(wanted, device, dtype)
     if device.type != "cpu":

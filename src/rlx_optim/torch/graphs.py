@@ -15,7 +15,7 @@ from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
 from ..spec import Spec
 from ..stepping import Part, Record
-from .lanes import Seat, TritonLane
+from .lanes import Seat, TritonLane, written
 
 
 def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
@@ -49,7 +49,7 @@ class GraphLane(TritonLane):
             for name in seat.counters:
                 who, values = self.counted[name]
                 seat.state[name] = seat.counters[name] = values[who.index(i)]
-            seat.held = tuple(seat.state.values())
+            seat.hold()
         self.indices: dict[Any, torch.Tensor] = {}
         self.version = 0
 
@@ -91,7 +91,7 @@ class GraphLane(TritonLane):
                 values.index_copy_(0, index, new if taken is None else torch.where(taken, new, values[index]))
         for name, values in after.items():
             self.counted[name][1].copy_(values)
-        torch.autograd.graph.increment_version(params)
+        written(params)
 
     def numbers_of(self, part: Part, place: Mapping[Record, int]) -> tuple[dict[str, Any], list[Any]]:
         """The numbers of a part, one per tensor where they depend on counts; and the counters' next values, with their places."""

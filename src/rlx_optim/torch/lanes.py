@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine import Engine
 from ..spec import Shape, Spec
 from ..stepping import Part, Record, bundle_up, run_part
+from .headers import described
 
 ARITHMETIC = {
     torch.float32: torch.float32,
@@ -31,19 +33,25 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "counters", "held", "param", "records", "shape", "state")
+    __slots__ = ("batch", "counters", "held", "param", "places", "records", "shape", "state")
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
         self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
         self.counters = {counter: state[counter] for counter in counters}
-        self.held = tuple(state.values())
+        self.hold()
         inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)
         self.records = [Record(name if batch == 1 else f"{name}[{i}]", inner, group) for i in range(batch)]
 
+    def hold(self) -> None:
+        """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
+        self.held = tuple(self.state.values())
+        self.places = list(map(described, self.held))
+
     def holds(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Whether what it holds is still the optimizer's state: the same memory."""
+        """Whether what it holds is still the optimizer's state, in the same memory."""
         now = states.get(self.param) or {}
-        return len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
+        same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
+        return same and list(map(described, self.held)) == self.places
 
     def count(self) -> None:
         """Write down what its records count beside steps."""
@@ -66,6 +74,36 @@ def inner_shape(shape: Shape, batch: int) -> Shape:
             raise ValueError(f"shape {shape} cannot be split into {batch} equal matrices")
         kept[0] //= left
     return tuple(kept)
+
+
+class Memory:
+    """A contiguous tensor's memory as NumPy finds it. `Tensor.numpy` would keep the storage from ever being resized again."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor  # kept alive
+        kind = "<f8" if tensor.dtype is torch.float64 else "<f4"
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as a NumPy array; good as long as nobody replaces it (`Seat.holds` looks)."""
+    return (
+        np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    )
+
+
+def written(params: Iterable[torch.Tensor]) -> None:
+    """Tell autograd what was written by address."""
+    params = list(params)
+    try:
+        torch.autograd.graph.increment_version(params)
+    except RuntimeError:  # inference tensors have no version
+        torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
 class Addresses:
@@ -96,11 +134,12 @@ class Lane(abc.ABC):
     def share_counts(self) -> None:
         """Put the step counts of all seats into one memory, so that counting is one addition and one version tells whether others
         have changed a count (we write through NumPy, which torch does not see)."""
-        counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device="cpu")
-        for seat, count in zip(self.seats, counts, strict=True):
-            seat.state["step"] = count
-            seat.held = tuple(seat.state.values())
-        self.counts, self.steps = counts, counts.numpy()
+        with _disable_current_modes():  # a count is a number, under FakeTensorMode too
+            counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device="cpu")
+            for seat, count in zip(self.seats, counts, strict=True):
+                seat.state["step"] = count
+                seat.hold()
+            self.counts, self.steps = counts, counts.numpy()
         self.others = [seat.state[name] for seat in self.seats for name in seat.counters]
         self.counting = [i for i, seat in enumerate(self.seats) if seat.counters or not seat.records[0].size]
         self.version = self.versions()
@@ -172,9 +211,20 @@ class TorchLane(Lane):
 class AddressLane(Lane):
     """Lanes whose engine reads and writes torch's memory by address."""
 
+    scratched = False  # whether something had to be copied
+
     def fresh_watch(self, n: int) -> Addresses:
         self.watch = Addresses(n)
         return self.watch
+
+    @property
+    def stepped_whole(self) -> bool:
+        """Whether its last step was of all its seats, on their memory as it is."""
+        return not self.spread and len(self.present) == len(self.seats) == self.watch.n and not self.scratched
+
+    def theirs(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the gradients of all its parameters, not copies of some."""
+        return all(seat.param.grad is grad for seat, grad in zip(self.seats, grads, strict=True))
 
     @abc.abstractmethod
     def as_is(self, tensor: torch.Tensor) -> bool:
@@ -190,11 +240,11 @@ class AddressLane(Lane):
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
         params, back = [], []
-        self.scratched = False  # whether something had to be copied
+        self.scratched = False
         for i, seat in enumerate(seats):
             param: torch.Tensor = seat.param
             if not self.as_is(param):
-                scratch = param.detach().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+                scratch = param.detach().resolve_neg().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
                 back.append((param, scratch))
                 param, self.scratched = scratch, True
             params.append(param)
@@ -215,7 +265,7 @@ class AddressLane(Lane):
         for part, known in zip(self.parts, told, strict=True):
             ps, gs = ([], []) if known else ([side[i] for i in part.bundle.index] for side in sides)
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale)
-        torch.autograd.graph.increment_version(params)
+        written(params)
 
     def tell(self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are."""
@@ -237,13 +287,13 @@ class AddressLane(Lane):
 class CpuLane(AddressLane):
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
-        return buffer.numpy()
+        return array_of(buffer)
 
     def as_is(self, tensor: torch.Tensor) -> bool:
-        return tensor.dtype is self.dtype and tensor.is_contiguous()
+        return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
-        return [p.numpy() for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
+        return [array_of(p) for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
 
 
 class TritonLane(AddressLane):
@@ -257,7 +307,7 @@ class TritonLane(AddressLane):
         return buffer
 
     def as_is(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_contiguous()
+        return tensor.is_contiguous() and not tensor.is_neg()
 
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
         return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import Shape, Slot, Spec
 from .lanes import ARITHMETIC, inner_shape
@@ -42,7 +43,14 @@ def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
 
 def counter(value: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """A number that is kept; on the CPU, whatever the default device is."""
-    return torch.tensor(float(value), dtype=dtype, device="cpu")
+    with _disable_current_modes():  # FakeTensorMode's among them
+        return torch.tensor(float(value), dtype=dtype, device="cpu")
+
+
+def count_of(value: Any) -> float:
+    """A number that is kept, read."""
+    with _disable_current_modes():
+        return float(value)
 
 
 def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor:
@@ -66,7 +74,8 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
     """Counts as they should be, where others have moved or replaced them."""
     for name, dtype in {"step": torch.float32, **dict.fromkeys(spec.counters(), torch.float64)}.items():
         value = state[name]
-        if not torch.is_tensor(value) or value.ndim or value.dtype is not dtype or value.device.type != "cpu":
+        sound = torch.is_tensor(value) and not value.ndim and value.dtype is dtype and value.device.type == "cpu"
+        if not sound or value.is_inference():
             state[name] = counter(value, dtype)
 
 

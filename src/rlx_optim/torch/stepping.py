@@ -6,6 +6,7 @@ are replaced.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -16,11 +17,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..admission import listed
 from ..spec import Spec
 from .again import Again
+from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
 from .graphs import GraphLane, not_finite, refusal
+from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
 from .names import bare, outside
-from .state import furnish, settle, shape_in_state
+from .overlap import Work, rounds
+from .state import count_of, furnish, settle, shape_in_state
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 
@@ -38,7 +42,7 @@ class Stepper(torch.optim.Optimizer):
     nonfinite: str
     _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
-    _clip: float = 1.0  # the next step multiplies gradients by it: see `clip`
+    _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
     capturable: bool
@@ -64,6 +68,7 @@ class Stepper(torch.optim.Optimizer):
         self._again: Again | None = None  # the last step, if it may be repeated
         self._layout: list[int] = []  # the parameters when the lanes were made
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
+        self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
 
@@ -111,20 +116,29 @@ class Stepper(torch.optim.Optimizer):
             self._step(None)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that a clip was waiting on are gone, and it with them."""
+        super().zero_grad(set_to_none)
+        self._clip = None
+        for grad in (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None):
+            release(grad)
+
     def _step(self, only: torch.Tensor | None) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
-        specs = self._current_specs()
-        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip == 1.0
-        if plainly and self._once_more(specs):
+        specs, problem = self._agreeable_specs()
+        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip is None
+        if plainly and problem is None and self._once_more(specs):
             return
-        self._again, clip, self._clip = None, self._clip, 1.0
+        self._again = None
         ready = self._ready(only)
         if self._council is not None:
-            work, stopped, bad = self._council.agree(lambda: self._prepared(ready), stopped)
+            work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
             if stopped or not self._passes(self._arrived(work), bad):
                 return
         else:
+            if problem is not None:
+                raise problem
             if stopped:
                 return
             work = self._work(ready)
@@ -132,12 +146,44 @@ class Stepper(torch.optim.Optimizer):
                 self._decide(work, found)
             elif not self._passes(self._arrived(work)):
                 return
+            folded = self._under_one_clip(work)
+        clip = self._applied(work, folded)
         structures = [spec.structure() for spec in specs]
         factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
+        taken: Work = []
+        for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
+            for lane, chosen, grads in round_:
+                lane.step(chosen, specs, structures, grads, lane.sign * factor)
+                lane.count(chosen)
+            taken += round_
+        self._again = Again.after(self, taken) if plainly and not self.capturable else None
+
+    def _agreeable_specs(self) -> tuple[list[Spec], Exception | None]:
+        """The specs as they are now. Where ranks step together, a bad one is told to all before it is raised."""
+        try:
+            return self._current_specs(), None
+        except Exception as problem:
+            if self._homes is None:
+                raise
+            return [spec for _, spec in self._specs if spec is not None], problem
+
+    # ---- what waits on gradients ---------------------------------------------------------------------------------------
+    def _under_one_clip(self, work: Work) -> bool:
+        """Whether one factor goes for every gradient of this step."""
+        return self._clip is None or waits(self._clip, (lane.seats[i].param for lane, chosen, _ in work for i in chosen))
+
+    def _applied(self, work: Work, folded: bool) -> float:
+        """The factor of all gradients; where they differ (some came after the clip), each is multiplied by its own here."""
+        if self._clip is None or folded:
+            return 1.0 if self._clip is None else self._clip.factor
+        waiting = False
         for lane, chosen, grads in work:
-            lane.step(chosen, specs, structures, grads, lane.sign * factor)
-            lane.count(chosen)
-        self._again = Again.after(self) if plainly and not self.capturable else None
+            for k, i in enumerate(chosen):
+                grad = lane.seats[i].param.grad
+                if grad is not None and (clip := clip_of(grad)) is not None:
+                    grads[k], waiting = scaled(grads[k], clip), True
+        self._clip = self._clip if waiting else None
+        return 1.0
 
     def _decide(self, work: list[tuple[Any, list[int], list[torch.Tensor]]], found: torch.Tensor | None) -> None:
         """Whether the step is taken, decided on the device: by GradScaler, or by us where nonfinite is "skip"."""
@@ -161,18 +207,22 @@ class Stepper(torch.optim.Optimizer):
         again.step(grads, specs)
         return True
 
-    def _work(self, ready: list[tuple[Lane, list[int]]]) -> list[tuple[Lane, list[int], list[torch.Tensor]]]:
+    def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
         return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
 
-    def _arrived(self, work: Iterable[tuple[Lane, list[int], list[torch.Tensor]]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _arrived(self, work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for lane, chosen, grads in work:
             yield from zip((lane.seats[i].param for i in chosen), grads, strict=True)
 
-    def _prepared(self, ready: list[tuple[Lane, list[int]]]) -> tuple[Any, bool]:
-        """This rank's work, and whether something in it is not finite and should be."""
+    def _prepared(self, ready: list[tuple[Lane, list[int]]], problem: Exception | None) -> tuple[Work, bool, bool]:
+        """This rank's work, whether something in it is not finite and should be, and whether one clip is for all of it."""
+        if problem is not None:
+            raise problem
         work = self._work(ready)
+        rounds(self._owner, work, self.param_groups, self._repeated)  # refuses what ranks cannot step together
         watched = self.nonfinite != "propagate"
-        return work, watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
+        bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
+        return work, bad, self._under_one_clip(work)
 
     def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
         self._check_seat(lane, seat)
@@ -192,7 +242,9 @@ class Stepper(torch.optim.Optimizer):
                 f"{self._owner}: {seat.records[0].name} is on {lane.device} and of shape {tuple(seat.shape)}, "
                 f"its gradient on {grad.device} and of shape {tuple(grad.shape)}"
             )
-        return grad
+        if not in_bounds(grad):
+            raise RuntimeError(f"{self._owner}: the storage of the gradient of {seat.records[0].name} has been resized")
+        return grad.resolve_neg()  # autograd may leave the sign of a gradient for later
 
     def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
         """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
@@ -217,10 +269,11 @@ class Stepper(torch.optim.Optimizer):
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
-            if self.capturable:  # what is on the device is read by the step itself
-                values = [id(value) if isinstance(value, torch.Tensor) else value for value in values]
+            tensors = any(map(holds_tensor, values))
+            if tensors and self.capturable:  # what is on the device is read by the step itself
+                values, tensors = list(map(identified, values)), False
             before, spec = self._specs[i]
-            if spec is None or any(isinstance(value, torch.Tensor) for value in values) or values != before:
+            if spec is None or tensors or values != before:
                 now = self._spec_of(group)
                 if spec is not None and (now.structure() != spec.structure() or values[-1] != before[-1]):
                     self._refuse_reshaping(spec, now)
@@ -266,7 +319,12 @@ class Stepper(torch.optim.Optimizer):
         """Refuse a parameter that is no longer what its state was made for."""
         param, name = seat.param, seat.records[0].name
         if param.shape == seat.shape and ARITHMETIC.get(param.dtype) is lane.dtype and param.device == lane.device:
-            return
+            if is_spread(param) or is_fake(param) or in_bounds(param):
+                return
+            raise RuntimeError(
+                f"{self._owner}: the storage of {name} has been resized to {param.untyped_storage().nbytes()} bytes; give the "
+                "parameter its memory back before the step"
+            )
         if param.device != lane.device:
             what = f"has moved to {param.device}, its state is on {lane.device}"
         elif param.shape != seat.shape:
@@ -278,6 +336,8 @@ class Stepper(torch.optim.Optimizer):
             "or load its state_dict into a new one"
         )
 
+    @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
+    @torch.no_grad()
     def _make_lanes(self) -> None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if capturing:
@@ -285,14 +345,18 @@ class Stepper(torch.optim.Optimizer):
                 f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
             )
         lanes: dict[Any, Lane] = {}
+        placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            rule, spec = group["rule"], self._spec_of(group)
+            rule, spec = group["rule"], self._specs[index][1] or self._spec_of(group)
             for name, param in named(group):
+                if param in placed:
+                    continue  # listed twice: one seat, stepped twice
+                placed.add(param)
                 self._check_param(name, param)
                 dtype, batch = ARITHMETIC[param.dtype], int(self.state[param].get("batch", 1))
                 home = self._home(name, param, spec, batch)
                 furnish(self.state[param], rule, spec, param, batch, home)
-                engine, why = choose(self.engine, param.device, dtype)
+                engine, why = choose(self.engine, param.device, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
                 if home is not None:
@@ -318,6 +382,8 @@ class Stepper(torch.optim.Optimizer):
 
             self._council = council(self._lanes, self.nonfinite != "propagate")
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
+        times = collections.Counter(self._layout)
+        self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
 
     def _seat(self, lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
@@ -327,8 +393,8 @@ class Stepper(torch.optim.Optimizer):
         seat = Seat(param, state, bare(name), group, batch, spec.counters())
         for i, record in enumerate(seat.records):
             record.slots = spec.slots(record.shape)
-            record.t = int(state["step"])
-            record.counters = {counter: float(state[counter]) for counter in spec.counters()}
+            record.t = int(count_of(state["step"]))
+            record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
             for slot, expected in record.slots.items():
                 buffer, shape = state[outside(rule, slot)], shape_in_state(expected, param, batch)
                 where = (buffer.shape, buffer.dtype, buffer.device)
@@ -366,6 +432,17 @@ class Stepper(torch.optim.Optimizer):
                 handle.remove()
 
         return detach
+
+
+def holds_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(each, torch.Tensor) for each in value))
+
+
+def identified(value: Any) -> Any:
+    """A value by which it can be told whether it was replaced: tensors count as themselves, whatever they hold."""
+    if type(value) is tuple:
+        return tuple(map(identified, value))
+    return id(value) if isinstance(value, torch.Tensor) else value
 
 
 def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

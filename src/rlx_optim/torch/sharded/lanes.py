@@ -19,7 +19,7 @@ from ...engine import Bundle, Engine, Rule, Values
 from ...sharing import numbers_of
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
-from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape
+from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape, written
 from ..names import outside
 from ..state import piece_shape, settle, shape_in_state
 from ..stepping import LANES
@@ -47,7 +47,7 @@ class Local(Lane):
         for record in (record for seat in seats for record in seat.records if not record.size):
             now = scalars(record, specs[record.group], self.numbers)  # an empty shard's counts go on like the others'
             record.counters |= {name: now[name] for name in record.counters if name in now}
-        torch.autograd.graph.increment_version([seat.param for seat in seats])
+        written(seat.param for seat in seats)
 
 
 @functools.cache
@@ -318,8 +318,10 @@ def add(
     kind, what = kind_of(make, spec, home)
     place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
     if place not in lanes:
-        chosen: Engine = Reducing(device, dtype) if kind is ReducedLane else engine[0]  # type: ignore[assignment]
-        lanes[place] = kind(chosen, engine[1], device, dtype, -1.0 if maximize else 1.0)
+        if kind is ReducedLane:
+            reducing: Any = Reducing(device, dtype)
+            engine = reducing, "sums over ranks are taken by the torch engine"
+        lanes[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
         lanes[place].spread = what
     lane = lanes[place]
     lane.seats.append(seat(lane, rule, spec, param, name, group, state, home))
