@@ -1,6 +1,6 @@
 """Write the .pyi files from the specs, so that editors and type checkers see every hyperparameter.
 
-    python tools/stubs.py          # writes src/rlx_optim/named.pyi and src/rlx_optim/torch/__init__.pyi
+    python tools/stubs.py          # writes src/rlx_optim/named.pyi and the __init__.pyi of src/rlx_optim/torch and optax
 A test compares the committed files with what this makes.
 """
 
@@ -36,6 +36,18 @@ from .optimizer import RuleOptimizer
 
 Route = Mapping[str, Literal['own', 'otherwise']] | Callable[[str, torch.Tensor], bool | None] | None
 Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+"""
+OPTAX = """from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from ..optimizer import NamedOptimizer
+from .checkpoint import load_state as load_state
+from .checkpoint import save_state as save_state
+from .factories import routing_report as routing_report
+from .transform import RuleState as RuleState
 """
 NONFINITE = "nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate'"
 
@@ -86,7 +98,26 @@ def torch_stub() -> str:
     return text
 
 
-STUBS = {PACKAGE / "named.pyi": named_stub, PACKAGE / "torch" / "__init__.pyi": torch_stub}
+def optax_stub() -> str:
+    from rlx_optim.optax import __all__
+    from rlx_optim.optax.factories import FACTORIES, signature
+
+    text = HEAD + OPTAX + f"\n__all__ = {__all__!r}\n"
+    for name in FACTORIES:
+        lines = []
+        for p in (parameters := signature(name)).parameters.values():
+            if p.kind is p.KEYWORD_ONLY and "*" not in lines:
+                lines.append("*")
+            lines.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
+        text += f"\ndef {name}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {parameters.return_annotation}: ...\n"
+    return text
+
+
+STUBS = {
+    PACKAGE / "named.pyi": named_stub,
+    PACKAGE / "torch" / "__init__.pyi": torch_stub,
+    PACKAGE / "optax" / "__init__.pyi": optax_stub,
+}
 
 if __name__ == "__main__":
     for path, make in STUBS.items():

@@ -15,6 +15,7 @@ import inspect
 import math
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -141,6 +142,10 @@ class Engine(Protocol):
 
 
 # ---- an engine from any array library -----------------------------------------------------------------------------------
+#: rules in each engine's words, as long as the engine lives
+BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKeyDictionary()
+
+
 class ArrayEngine:
     """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch, `stored` of buffers.
 
@@ -202,9 +207,12 @@ class ArrayEngine:
     def words(self) -> dict[str, Any]:
         return {word: getattr(self.xp, word) for word in vocabulary.RULE if word != "rsqrt"} | {"rsqrt": vocabulary.rsqrt}
 
-    @functools.cache  # noqa: B019  (engines are few and live as long as the process)
     def bound(self, rule: Rule) -> Rule:
-        return bind(rule, self.words)
+        """A rule in the words of this engine, made once."""
+        mine = BOUND.setdefault(self, {})
+        if rule not in mine:
+            mine[rule] = bind(rule, self.words)
+        return mine[rule]
 
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         """Run a rule on every coordinate; its returned names replace or join the values.

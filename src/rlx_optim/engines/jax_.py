@@ -5,6 +5,7 @@ Bias corrections are taken as −expm1(t·log b), the logarithm on the host, sin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,9 +46,22 @@ WORDS: dict[str, Any] = {
 }
 
 
+@functools.cache  # outside jit every update would make new functions, and everything cached by function would grow
 def traceable(function: Rule) -> Rule:
     """A method of a spec with the vocabulary of jax."""
     return bind_all(function, WORDS)
+
+
+# One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated). Jitted here, as
+# outside jit a map is compiled anew in every call.
+@jax.jit
+def _eigenvectors(L: Array) -> Array:
+    return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
+
+
+@jax.jit
+def _orthonormal(X: Array) -> Array:
+    return jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], X)
 
 
 class Zero(float):
@@ -75,8 +89,14 @@ class Moving:
     __rmul__ = __mul__
 
 
+@functools.cache
+def engine_in(dtype: Any) -> Jax:
+    """The engine of an arithmetic."""
+    return Jax(dtype)
+
+
 class Jax(ArrayEngine):
-    """One engine per arithmetic."""
+    """One engine per arithmetic: see `engine_in`."""
 
     name = "jax"
     xp = jnp
@@ -93,19 +113,20 @@ class Jax(ArrayEngine):
             return value[i]
         return Zero() if type(value) is float and value == 0 else super().line_up(value, i, domain)
 
-    # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated).
     def eigh(self, L: Array) -> Array:
         L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
-        return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
+        return _eigenvectors(L)
 
     def qr(self, X: Array, near: Array) -> Array:
-        return jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], X)
+        return _orthonormal(X)
 
     def solve(self, R: Array, X: Array) -> Array:
         return jax.scipy.linalg.solve_triangular(R, X, trans="T")
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-        return jax.lax.cond(predicate, yes, no, *operands)
+        if isinstance(predicate, jax.core.Tracer):
+            return jax.lax.cond(predicate, yes, no, *operands)
+        return super().cond(predicate, yes, no, *operands)  # known: nothing to trace and compile anew in every call
 
     def narrow(self, X: Array) -> Array:
         return X

@@ -30,7 +30,7 @@ Tree = Any
 def save_state(
     path: str | os.PathLike[str],
     tx: optax.GradientTransformation,
-    state: RuleState,
+    state: optax.OptState,
     params: Tree,
     every: int = 1,
     keep: int | None = None,
@@ -41,7 +41,8 @@ def save_state(
 
     The iteration is the state's count. The parameters themselves are not in it.
     """
-    return files.save(lambda: snapshot_of(tx, state, params), int(state.count), path, every, keep, allow_nan)
+    _, count = opened(tx, state)
+    return files.save(lambda: snapshot_of(tx, state, params), count, path, every, keep, allow_nan)
 
 
 def load_state(
@@ -64,13 +65,24 @@ def transform_of(tx: Any) -> Transform:
     raise TypeError(f"tx must be made by rlx_optim.optax, as adamw(1e-3) is (of a chain, save each part), got {tx!r:.200}")
 
 
+def opened(tx: Any, state: Any) -> tuple[Transform, int]:
+    """What is behind a transformation of ours, and how many steps its state has taken."""
+    transform = transform_of(tx)
+    if not isinstance(state, RuleState):
+        raise TypeError(
+            f"{transform.owner}: state must be the RuleState that this tx's init or update gave (of a chain, the part's own), "
+            f"got {type(state).__name__}"
+        )
+    if state.slots.keys() != set(transform.names):
+        raise ValueError(f"{transform.owner}: state has {listed(state.slots)}, but this tx keeps {listed(transform.names)}")
+    return transform, int(state.count)
+
+
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
-def snapshot_of(tx: optax.GradientTransformation, state: RuleState, params: Tree) -> Snapshot:
+def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> Snapshot:
     """Everything a transformation and its state are and have."""
-    transform, count = transform_of(tx), int(state.count)
-    leaves = jax.tree.leaves(params)
-    tree: Any = jax.tree.structure(params)
-    where = transform.places(params)
+    transform, count = opened(tx, state)
+    leaves, tree, where = transform.laid_out(params)
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
     factors = tree.flatten_up_to(state.factors)
     parameters = {}
@@ -113,9 +125,7 @@ def _member(member: places.Member, where: list[Place], count: int) -> Member:
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
 def _restored(transform: Transform, snapshot: Snapshot, params: Tree) -> RuleState:
-    leaves = jax.tree.leaves(params)
-    tree: Any = jax.tree.structure(params)
-    where = transform.places(params)
+    leaves, tree, where = transform.laid_out(params)
     names = {place.name for place in where}
     if missing := names - snapshot.parameters.keys():
         raise CheckpointError(f"it has no state for {listed(missing)}")

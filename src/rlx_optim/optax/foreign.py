@@ -18,7 +18,7 @@ import optax
 from ..checkpoint.format import CheckpointError
 from ..registry import OPTIMIZERS
 from ..spec import Shape
-from .checkpoint import transform_of
+from .checkpoint import opened, transform_of
 from .places import Place
 from .transform import RuleState, Transform, arithmetic
 
@@ -60,10 +60,9 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
     found = {type(part).__name__: part for part in reversed(list(parts_of(state)))}
     counts = [int(part.count) for part in found.values() if "count" in fields(part)]
     fresh = transform.init(params)
-    leaves = jax.tree.leaves(params)
-    tree: Any = jax.tree.structure(params)
+    leaves, tree, places = transform.laid_out(params)
     slots = {name: tree.flatten_up_to(each) for name, each in fresh.slots.items()}
-    for i, (place, leaf) in enumerate(zip(transform.places(params), leaves, strict=True)):
+    for i, (place, leaf) in enumerate(zip(places, leaves, strict=True)):
         theirs = _theirs(place, found, tree, i)
         for name in place.slots:
             slots[name][i] = jnp.asarray(_slot(name, place, theirs), arithmetic(leaf))
@@ -108,7 +107,7 @@ def _swapped(name: str, shape: Shape) -> bool:
 # ---- to optax -----------------------------------------------------------------------------------------------------------
 def to_optax(tx: optax.GradientTransformation, state: RuleState, params: Tree, template: Any) -> Any:
     """optax's state, made from ours in the form of `template`, what optax's own init gave for these parameters."""
-    transform = transform_of(tx)
+    transform, _ = opened(tx, state)
     kinds = {kind for each in PARTS.values() for kind in each}
     counted = {type(part).__name__ for part in parts_of(template) if "count" in fields(part)}
 
@@ -125,8 +124,8 @@ def to_optax(tx: optax.GradientTransformation, state: RuleState, params: Tree, t
 
 
 def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> Any:
-    tree: Any = jax.tree.structure(params)
-    places, kind = transform.places(params), type(part).__name__
+    _, tree, places = transform.laid_out(params)
+    kind = type(part).__name__
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
     table = {place.member.rule: PARTS.get(place.member.rule, {}).get(kind, {}) for place in places}
     new = {}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..spec import Shape, Slot, Spec
 
 STATIC = ("seed", "ns_steps")  # what cannot be traced, beside what shapes the state
+ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, numbers.Number)  # what a leaf may be
 EMBEDDING = re.compile(r"(^|[._])(emb|embed|embeddings?|wte|wpe)([._]|$)", re.IGNORECASE)
 # a whole part of the path ("multi_head_attention" is none), "output" at the top only: deeper it is a hidden matrix
 HEAD = re.compile(
@@ -92,6 +95,18 @@ class Place:
     @property
     def slots(self) -> dict[str, Slot]:
         return self.member.steady.slots(self.inner)
+
+
+def admitted(owner: str, what: str, leaf: Any) -> Any:
+    """A leaf as an array: numbers and NumPy arrays as JAX takes them. Arithmetic here is real, so complex ones are refused."""
+    if not isinstance(leaf, ARRAYS) and not hasattr(leaf, "__jax_array__"):
+        raise TypeError(f"{owner}: {what} is {leaf!r:.80}, which is neither an array nor a number")
+    array = leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{owner}: {what} is {array.dtype}, which cannot be stepped; optimize the real and imaginary parts as two leaves"
+        )
+    return array
 
 
 def reason_by_name(name: str) -> str | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import random
 from ..engine import Tensors, Values
-from ..engines.jax_ import Jax, traceable
+from ..engines.jax_ import engine_in, traceable
 from ..spec import integer
 from .places import is_traced
 from .transform import NO_PARAMS, RuleState, Transform, arithmetic
@@ -34,7 +34,9 @@ def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[.
         if params is None:
             raise ValueError(NO_PARAMS.format("Sophia"))
         due = state.count % interval == 0
-        h = jax.lax.cond(due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"])
+        h = engine_in(jnp.float32).cond(
+            due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"]
+        )
         counters = {**state.counters, COUNTER: state.counters[COUNTER] + due}
         return transform.update(grads, state._replace(slots={**state.slots, "h": h}, counters=counters), params, **extra)
 
@@ -43,10 +45,9 @@ def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[.
 
 def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callable[[Any], Any], h: Any, seed: int) -> Any:
     """h with this step's estimate averaged in."""
-    leaves = jax.tree.leaves(params)
-    tree: Any = jax.tree.structure(params)
+    leaves, tree, _ = transform.laid_out(params)
     signs = [random_signs(seed, i, state.count, leaf) for i, leaf in enumerate(leaves)]
-    product = jax.jvp(jax.grad(obj_fn), (params,), (tree.unflatten(signs),))[1]
+    product = jax.jvp(jax.grad(obj_fn), (tree.unflatten(leaves),), (tree.unflatten(signs),))[1]
     member = transform.own
     spec: Any = member.spec(state.count)
     numbers = traceable(member.kind.scalars)(spec, state.count + 1, {})
@@ -54,13 +55,13 @@ def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callab
     for old, u, hu in zip(tree.flatten_up_to(h), signs, jax.tree.leaves(product), strict=True):
         dtype = arithmetic(old)
         values = Values({"h": Tensors([old]), "g": Tensors([u.astype(dtype) * hu.astype(dtype)])}, **numbers)
-        out.append(spec.observe(Jax(dtype), values)["h"][0])
+        out.append(spec.observe(engine_in(dtype), values)["h"][0])
     return tree.unflatten(out)
 
 
 def random_signs(seed: int, place: int, count: Any, leaf: Any) -> Any:
     """±1, keyed by (seed, leaf, count): the same on every device and after every resume."""
-    engine = Jax()
+    engine = engine_in(jnp.float32)
     key0, key1 = map(engine.word, random.key(seed, f"hessian {place}"))
     words, _ = random.threefry(key0, key1, engine.counter(leaf.size), engine.word(count), engine.word(random.MASK))
     return ((words & 1).astype(jnp.float32) * 2 - 1).astype(leaf.dtype).reshape(leaf.shape)

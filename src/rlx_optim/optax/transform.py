@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..admission import listed
 from ..engine import Tensors, Values
-from ..engines.jax_ import Jax, Moving, traceable
+from ..engines.jax_ import Moving, engine_in, traceable
 from ..routing import report
-from ..spec import Slot, Spec
-from .places import Member, Place, path_name, reason_by_name
+from ..spec import Shape, Slot, Spec, integer
+from .places import Member, Place, admitted, path_name, reason_by_name
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
+AXES = integer(0, 0)  # that a leaf has before those of its tensors
 PROBES = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which names a rule uses
 
 
@@ -47,35 +49,59 @@ class Transform:
     """init and update for one rule, or for one rule and its `otherwise`."""
 
     def __init__(self, own: Member, other: Member | None, mask: Any = None, route: Any = None, stacked: Any = None):
+        self.owner = own.kind.__name__
         if route is not None and not callable(route):
-            raise TypeError(f"{own.kind.__name__}: route must be a function of (path, parameter), got {route!r}")
+            raise TypeError(f"{self.owner}: route must be a function of (path, parameter), got {route!r}")
         if stacked is not None and not isinstance(stacked, Mapping):
-            raise TypeError(f'{own.kind.__name__}: stacked must be a dict such as {{"blocks.*": 1}}, got {stacked!r}')
-        self.own, self.other, self.mask, self.route, self.stacked = own, other, mask, route, stacked
+            raise TypeError(f'{self.owner}: stacked must be a dict such as {{"blocks.*": 1}}, got {stacked!r}')
+        self.own, self.other, self.mask, self.route = own, other, mask, route
+        self.stacked = {p: AXES.validated(self.owner, f"stacked[{p!r}]", n) for p, n in (stacked or {}).items()}
         self.members = [own] if other is None else [own, other]
         self.names = list(dict.fromkeys(name for member in self.members for name in aligned_slots(member)))
 
     # ---- which leaf goes where -----------------------------------------------------------------------------------------
-    def places(self, params: Tree) -> list[Place]:
-        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    def laid_out(self, params: Tree) -> tuple[list[Any], Any, list[Place]]:
+        """The leaves as arrays, their tree, and a place for each."""
+        found = jax.tree_util.tree_flatten_with_path(params)[0]
+        tree: Any = jax.tree.structure(params)
+        names = [path_name(path) for path, _ in found]
+        leaves = [admitted(self.owner, repr(name), leaf) for name, (_, leaf) in zip(names, found, strict=True)]
+        params = tree.unflatten(leaves)
         mask = self.mask(params) if callable(self.mask) else self.mask
         decays = (
             [True] * len(leaves)
             if mask is None
             else jax.tree.leaves(jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), mask, params))
         )
-        return [self._place(path_name(path), leaf, bool(d)) for (path, leaf), d in zip(leaves, decays, strict=True)]
+        axes = self._axes(names, [tuple(leaf.shape) for leaf in leaves])
+        rows = zip(names, leaves, axes, map(bool, decays), strict=True)
+        return leaves, tree, [self._place(*row) for row in rows]
 
-    def _place(self, name: str, leaf: Any, decays: bool) -> Place:
-        shape, owner = tuple(leaf.shape), self.own.kind.__name__
-        axes = next((n for pattern, n in (self.stacked or {}).items() if fnmatch.fnmatchcase(name, pattern)), 0)
+    def _axes(self, names: list[str], shapes: list[Shape]) -> list[int]:
+        """How many leading axes of each leaf only count, by the first pattern that matches it."""
+        found = [next((pattern for pattern in self.stacked if fnmatch.fnmatchcase(name, pattern)), None) for name in names]
+        for pattern, n in self.stacked.items():
+            mine = [(name, shape) for name, shape, its in zip(names, shapes, found, strict=True) if its == pattern]
+            if not mine:
+                raise ValueError(f"{self.owner}: stacked[{pattern!r}] matches no leaf; there are {listed(names) or 'none'}")
+            name, shape = min(mine, key=lambda leaf: len(leaf[1]))
+            if n > len(shape):
+                raise ValueError(f"{self.owner}: stacked[{pattern!r}] is {n}, but {name!r} has shape {shape}: too few axes")
+            if n and all(len(shape) == n for _, shape in mine):
+                raise ValueError(
+                    f"{self.owner}: stacked[{pattern!r}] is {n}, but {name!r} has shape {shape}: no axis is left for its tensors"
+                )
+        return [0 if pattern is None else self.stacked[pattern] for pattern in found]
+
+    def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> Place:
+        shape = tuple(leaf.shape)
         reason = self.own.steady.takes(shape[axes:])
         wish = self.route(name, leaf) if self.route is not None else None
         if self.other is None:
             if wish is not None and not wish:
-                raise ValueError(f"{owner}: route sends {name!r} to otherwise, but there is no otherwise")
+                raise ValueError(f"{self.owner}: route sends {name!r} to otherwise, but there is no otherwise")
             if reason is not None and not self.own.kind.everywhere:
-                raise ValueError(f"{owner}: {name!r} has shape {shape}: {reason}; give otherwise=…")
+                raise ValueError(f"{self.owner}: {name!r} has shape {shape}: {reason}; give otherwise=…")
             return Place(name, self.own, "", axes, shape, decays)
         if wish is not None and not wish:
             reason = "route"
@@ -87,13 +113,11 @@ class Transform:
 
     def routing_report(self, params: Tree) -> str:
         """A table: parameter, shape, rule, why."""
-        return report([(p.name, p.shape, p.member.kind.__name__, p.why) for p in self.places(params)])
+        return report([(p.name, p.shape, p.member.kind.__name__, p.why) for p in self.laid_out(params)[2]])
 
     # ---- optax's pair ----------------------------------------------------------------------------------------------------
     def init(self, params: Tree) -> RuleState:
-        leaves = jax.tree.leaves(params)
-        tree: Any = jax.tree.structure(params)
-        places = self.places(params)
+        leaves, tree, places = self.laid_out(params)
         slots: dict[str, list[Any]] = {name: [] for name in self.names}
         factors = []
         for place, leaf in zip(places, leaves, strict=True):
@@ -107,10 +131,12 @@ class Transform:
 
     def update(self, grads: Tree, state: RuleState, params: Tree = None, **extra: Any) -> tuple[Tree, RuleState]:
         if params is None:
-            raise ValueError(NO_PARAMS.format(self.own.kind.__name__))
-        places = self.places(params)
-        tree: Any = jax.tree.structure(params)
-        ps, gs = jax.tree.leaves(params), tree.flatten_up_to(grads)
+            raise ValueError(NO_PARAMS.format(self.owner))
+        ps, tree, places = self.laid_out(params)
+        gs = [
+            admitted(self.owner, f"the gradient of {place.name!r}", g)
+            for place, g in zip(places, tree.flatten_up_to(grads), strict=True)
+        ]
         slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
         factors = tree.flatten_up_to(state.factors)
         updates: list[Any] = [jnp.zeros_like(p) for p in ps]
@@ -134,7 +160,7 @@ class Transform:
             before = (stack_of if member.kind.matrix else lists_of)(leaves, dtype)
             before = before.set(**numbers, t=state.count + 1, seed=spec.values().get("seed"))
             with exact_products(member.kind):
-                x = traceable(member.kind.update)(spec, Jax(dtype), before)
+                x = traceable(member.kind.update)(spec, engine_in(dtype), before)
             x = x.set(p=x.p - before.p if member.kind.matrix else Tensors([jnp.broadcast_to(p.change, p.shape) for p in x.p]))
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
                 updates[i] = back.pop("p").astype(ps[i].dtype)

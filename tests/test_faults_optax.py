@@ -1,0 +1,255 @@
+"""Faults of the JAX front end that were found from outside: each test fails without its mend."""
+
+import ast
+import gc
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+jnp = jax.numpy
+
+import rlx_optim  # noqa: E402
+from rlx_optim import optax as ours  # noqa: E402
+from rlx_optim.engine import BOUND, ArrayEngine, signature  # noqa: E402
+from rlx_optim.optax.foreign import to_optax  # noqa: E402
+
+FACTORIES = tuple(ours.FACTORIES)
+SOURCES = Path(rlx_optim.__file__).parent.parent
+
+
+def objective(params):
+    return sum(jnp.sum(p * p) for p in jax.tree.leaves(params))
+
+
+def build(name):
+    """A transformation and what its update takes beside the usual."""
+    return getattr(ours, name)(learning_rate=0.01), {"obj_fn": objective} if name == "sophia" else {}
+
+
+# ---- complex leaves --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FACTORIES)
+def test_complex_leaves_are_refused(name):
+    """Arithmetic is real: a complex leaf or gradient would lose its imaginary part."""
+    tx, extra = build(name)
+    real, twisted = {"a": {"w": jnp.ones((3, 4))}}, {"a": {"w": jnp.ones((3, 4), jnp.complex64)}}
+    title = rf"{name.replace('_', '')}: "
+    remedy = "is complex64.*real and imaginary parts as two leaves"
+    state = tx.init(real)
+    for message, call in [
+        (f"{title}'a.w' {remedy}", lambda: tx.init(twisted)),
+        (f"{title}'a.w' {remedy}", lambda: jax.eval_shape(tx.init, twisted)),
+        (f"{title}'a.w' {remedy}", lambda: tx.update(real, state, twisted, **extra)),
+        (f"{title}the gradient of 'a.w' {remedy}", lambda: tx.update(twisted, state, real, **extra)),
+    ]:
+        with pytest.raises(ValueError, match=f"(?i){message}"):
+            call()
+
+
+# ---- stacked ---------------------------------------------------------------------------------------------------------------
+STACKED = [
+    (ValueError, r"stacked\['block.\*'\] matches no leaf; there are 'blocks.b', 'blocks.s', 'blocks.w'", {"block.*": 1}),
+    (ValueError, r"stacked\['blocks.w'\] matches no leaf", {"blocks.*": 0, "blocks.w": 1}),  # the first that matches counts
+    (ValueError, r"stacked\['blocks.w'\] must be an integer >= 0, got -1", {"blocks.w": -1}),
+    (TypeError, r"stacked\['blocks.w'\] must be an integer >= 0, got True", {"blocks.w": True}),
+    (TypeError, r"stacked\['blocks.w'\] must be an integer >= 0, got 1.0", {"blocks.w": 1.0}),
+    (ValueError, r"stacked\['blocks.w'\] is 4, but 'blocks.w' has shape \(3, 4, 5\)", {"blocks.w": 4}),
+    (ValueError, r"stacked\['blocks.\*'\] is 2, but 'blocks.s' has shape \(3,\)", {"blocks.*": 2}),
+    (ValueError, r"stacked\['blocks.w'\] is 3, but 'blocks.w' has shape \(3, 4, 5\): no axis is left", {"blocks.w": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "kron_psgd", "mars"])
+@pytest.mark.parametrize(("error", "message", "stacked"), STACKED, ids=[repr(row[2]) for row in STACKED])
+def test_stacked_that_cannot_be_meant_is_refused(name, error, message, stacked):
+    params = {"blocks": {"w": jnp.ones((3, 4, 5)), "b": jnp.ones((3, 4)), "s": jnp.ones(3)}}
+    with pytest.raises(error, match=f"(?i){name.replace('_', '')}: {message}"):
+        getattr(ours, name)(0.1, stacked=stacked).init(params)
+
+
+def test_stacked_takes_what_can_be_meant():
+    """A glob over layers may take in one number a layer, beside matrices."""
+    params = {"blocks": {"w": jnp.ones((3, 4, 5)), "s": jnp.ones(3)}, "x": jnp.ones((2, 2))}
+    state = ours.soap(0.1, stacked={"blocks.*": np.int64(1), "x": 0}).init(params)
+    assert state.factors["blocks"]["w"]["Q1"].shape == (3, 4, 4)
+    assert state.factors["blocks"]["s"] == {}
+    assert state.factors["x"]["Q1"].shape == (2, 2)
+
+
+# ---- nothing grows outside jit -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "soap", "muon", "kron_psgd", "sophia"])
+def test_eager_updates_leave_nothing_behind(name):
+    """Nothing of a step outside jit stays in a cache, and nothing is compiled again: fifty steps take seconds, not a minute."""
+    tx, extra = build(name)
+    params = {"w": jnp.linspace(0.1, 1.0, 12).reshape(3, 4), "b": jnp.ones(3)}
+    state = tx.init(params)
+
+    def steps(n):
+        nonlocal state
+        for _ in range(n):
+            _, state = tx.update(params, state, params, **extra)
+        gc.collect()
+        return len(gc.get_objects()), signature.cache_info().currsize, sum(map(len, BOUND.values())), len(BOUND)
+
+    before = steps(22)  # two refreshes of SOAP's basis, three estimates of Sophia's
+    after = steps(50)
+    assert after[0] - before[0] < 50
+    assert after[1:] == before[1:]
+
+
+def test_an_engine_that_is_dropped_takes_its_rules_along():
+    class Own(ArrayEngine):
+        pass
+
+    def rule(p, g):
+        p = p - g
+        return p
+
+    engine, before = Own(), len(BOUND)
+    assert engine.bound(rule) is engine.bound(rule)
+    assert len(BOUND) == before + 1
+    del engine
+    gc.collect()
+    assert len(BOUND) == before
+
+
+@pytest.mark.parametrize("name", ["soap", "kron_psgd", "sophia"])
+def test_eager_updates_are_those_of_jit(name):
+    """Outside jit a branch is taken, not traced."""
+    tx, extra = build(name)
+    rng = np.random.default_rng(0)
+    start = {"w": jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)}
+    grads = [{"w": jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)} for _ in range(12)]
+
+    def advance(params, state, g):
+        updates, state = tx.update(g, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    ends = []
+    for step in (advance, jax.jit(advance)):
+        params, state = start, tx.init(start)
+        for g in grads:
+            params, state = step(params, state, g)
+        ends.append(params["w"])
+    assert np.abs(ends[0] - ends[1]).max() < 1e-4 * np.abs(ends[1] - start["w"]).max()
+
+
+# ---- numbers as leaves -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize(
+    "leaf", [1.5, np.float64(1.5), np.float16(1.5), np.full((2, 3), 1.5), np.float32(1.5)], ids=lambda x: type(x).__name__
+)
+def test_numbers_and_numpy_arrays_are_leaves(name, leaf):
+    """They step as the arrays that JAX makes of them, and updates are arrays of that dtype."""
+    tx, extra = build(name)
+    ends = []
+    for params in ({"w": leaf}, {"w": jnp.asarray(leaf)}):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(params, state, params, **extra)
+        ends.append((updates["w"], state))
+    got, want = ends[0][0], ends[1][0]
+    assert isinstance(got, jax.Array)
+    assert got.dtype == want.dtype == jnp.asarray(leaf).dtype
+    assert got.shape == np.shape(leaf)
+    assert (np.asarray(got) == np.asarray(want)).all()
+    assert jax.tree.structure(ends[0][1]) == jax.tree.structure(ends[1][1])
+
+
+def test_numbers_are_leaves_of_checkpoints_and_reports(tmp_path):
+    params, tx = {"w": 1.5, "x": np.ones(3)}, ours.adamw(0.1)
+    _, state = tx.update(params, tx.init(params), params)
+    ours.save_state(tmp_path / "a", tx, state, params)
+    again = ours.load_state(tmp_path / "a", tx, params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, state))
+    assert "scalar" in ours.routing_report("muon", params)
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0, 2.0], "x"], ids=repr)
+def test_what_is_no_array_is_refused_by_name(wrong):
+    params, tx = {"w": jnp.ones(2)}, ours.adamw(0.1)
+    with pytest.raises(TypeError, match=r"AdamW: the gradient of 'w' is .*neither an array nor a number"):
+        tx.update({"w": wrong}, tx.init(params), params)
+
+
+# ---- states that are not ours -----------------------------------------------------------------------------------------------------
+def test_save_state_says_what_it_takes(tmp_path):
+    """A chain's transformation or state, another's state: refused in words, and no file is written."""
+    params, tx = {"w": jnp.ones((2, 2))}, ours.adamw(0.1)
+    chain, injected = optax.chain(optax.clip(1.0), tx), optax.inject_hyperparams(ours.adamw)(0.1)
+    for error, message, given, state in [
+        (TypeError, "made by rlx_optim.optax.*of a chain, save each part", chain, chain.init(params)),
+        (TypeError, "made by rlx_optim.optax", injected, injected.init(params)),
+        (TypeError, "made by rlx_optim.optax", optax.adamw(0.1), optax.adamw(0.1).init(params)),
+        (TypeError, "AdamW: state must be the RuleState.*got tuple", tx, chain.init(params)),
+        (TypeError, "AdamW: state must be the RuleState.*got InjectStatefulHyperparamsState", tx, injected.init(params)),
+        (ValueError, "AdamW: state has 'm', but this tx keeps 'm', 'v'", tx, ours.lion(0.1).init(params)),
+    ]:
+        with pytest.raises(error, match=message):
+            ours.save_state(tmp_path / "a", given, state, params)
+    with pytest.raises(TypeError, match="AdamW: state must be the RuleState"):
+        to_optax(tx, chain.init(params), params, optax.adamw(0.1).init(params))
+    assert list(tmp_path.iterdir()) == []
+    ours.save_state(tmp_path / "a", tx, chain.init(params)[1], params)  # the chain's part
+
+
+# ---- types ------------------------------------------------------------------------------------------------------------------------
+PROGRAM = """
+import optax
+import rlx_optim
+from rlx_optim.optax import RuleState, adafactor, adamw, load_state, muon, routing_report, save_state, sophia
+
+params = {"w": 1.0}
+tx = adamw(optax.cosine_decay_schedule(1e-3, 100), 0.9, weight_decay=0.1, mask=lambda p: p)
+state = tx.init(params)
+updates, state = tx.update(params, state, params)
+chain = optax.chain(optax.clip(1.0), muon(0.02, otherwise=rlx_optim.AdamW(lr=3e-4), stacked={"w": 1}))
+other = muon(0.02, otherwise=adamw(1e-3), route=lambda path, leaf: None)
+text: str = routing_report("muon", params)
+more = adafactor(), sophia(1e-3, clip_threshold=None)
+save_state("a", tx, state, params)
+again: RuleState = load_state("a", tx, params)
+"""
+WRONG = """
+from rlx_optim.optax import adamw, muon
+adamw(1e-3, wieght_decay=0.1)
+muon(0.1, convention="kellr")
+muon(0.1, stacked={"w": "1"})
+"""
+
+
+@pytest.mark.slow  # mypy reads all of jax
+def test_a_type_checker_knows_the_factories(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "program.py", "wrong.py"],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(SOURCES)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = [line.split(": error: ")[0] for line in done.stdout.splitlines() if ": error: " in line]
+    assert found == ["wrong.py:3", "wrong.py:4", "wrong.py:5"], done.stdout
+
+
+def test_the_stub_has_what_the_module_has():
+    """Every public name, and of every factory the names, kinds and defaults of its arguments."""
+    tree = ast.parse((SOURCES / "rlx_optim" / "optax" / "__init__.pyi").read_text())
+    stubbed = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert stubbed.keys() == set(FACTORIES)
+    assert set(ours.__all__) == {*FACTORIES, "RuleState", "load_state", "save_state", "routing_report"} == set(dir(ours))
+    for name, node in stubbed.items():
+        node.body = [ast.Pass()]
+        scope = {"__name__": "stub"}
+        for each in [*node.args.args, *node.args.kwonlyargs]:
+            each.annotation = None
+        node.returns = None
+        exec(compile(ast.fix_missing_locations(ast.Module([node], [])), name, "exec"), scope)
+        written = inspect.signature(scope[name]).parameters.values()
+        visible = inspect.signature(getattr(ours, name)).parameters.values()
+        assert [(p.name, p.kind, p.default) for p in written] == [(p.name, p.kind, p.default) for p in visible]
