@@ -411,7 +411,7 @@ def test_one_tensor_is_not_two_learning_rates():
 
 def test_a_setting_that_otherwise_does_not_have_is_told():
     with pytest.warns(
-        UserWarning, match=r"Muon: group \d sets 'momentum', which adamw does not have; 2 of its parameters go there"
+        UserWarning, match=r"group 2 sets 'momentum', which adamw does not have, and 'final.bias', 'hidden.bias' of"
     ):
         ours.Muon(groups_of(momentum=0.5))
     with warnings.catch_warnings():

@@ -568,7 +568,7 @@ def test_compiled_models_train_the_same():
 
 def test_grad_scaler_hands_over_scale_and_verdict():
     params, others = parameters(), parameters()
-    scaled, plain = ours.AdamW(params.values()), ours.AdamW(others.values())
+    scaled, plain = ours.AdamW(params.values(), amp_scaling=True), ours.AdamW(others.values())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     scaler.scale(torch.ones(()))
     for t in range(3):

@@ -279,7 +279,11 @@ def _content(
         _check_extra(key, value, group.get(key), (*member.specs[place[1]].fields, "params", "param_names", "rule"))
     lr, rate = group["lr"], values[place]["lr"]
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
-    return content | values[place] | moved | extra | {"rule": member.optimizer}
+    content |= values[place] | moved | extra | {"rule": member.optimizer}
+    if member.optimizer == group["rule"] == "adafactor":  # its None stays where it means the file's number
+        unsaid = {**content, "eps": group["eps"]}
+        return unsaid if all(in_dtype(unsaid, p.dtype)["eps"] == content["eps"] for p in content["params"]) else content
+    return content
 
 
 def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:

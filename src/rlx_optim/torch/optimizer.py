@@ -129,24 +129,25 @@ class RuleOptimizer(Stepper):
             (own if why is None else other).append(entry)
             self._why[tensor] = why or ""
         groups = [{**param_group, "params": own}] if own or not other else []
-        return self._add_all(
-            [*groups, {**self._other, **self._kept(param_group, len(other)), "params": other}] if other else groups
-        )
+        if other:
+            groups.append({**self._other, **self._kept(param_group, other), "params": other})
+        return self._add_all(groups)
 
-    def _kept(self, group: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """What a group says that holds for those of its parameters, so many, that go to `otherwise` too."""
+    def _kept(self, group: Mapping[str, Any], other: list[Any]) -> dict[str, Any]:
+        """What a group says that holds too for those of its parameters that go to `otherwise`."""
         there = self._rules[self._other["rule"]].fields.keys() - {"convention"}  # whose words are each rule's own
         lost = [k for k in group if k in self.spec.fields and k not in there]
         if lost:
+            named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in other]
             warnings.warn(
-                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {self._other['rule']} does not have; "
-                f"{count} of its parameters go there (see routing_report()). Put them into a group without it",
+                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {self._other['rule']} does not have, "
+                f"and {listed(named)} of it go there; put them into a group without it",
                 stacklevel=3,
             )
         kept = {k: v for k, v in group.items() if k != "params" and k not in lost}
-        return (
-            kept | {"lr": number("lr", group["lr"])} if "lr" in group else kept
-        )  # one tensor cannot stand for two learning rates
+        if "lr" in kept:
+            kept["lr"] = number("lr", kept["lr"])  # one tensor cannot stand for two learning rates
+        return kept
 
     def _add_all(self, groups: list[dict[str, Any]]) -> None:
         """Add groups, or none of them."""
@@ -218,8 +219,10 @@ class RuleOptimizer(Stepper):
         finally:
             self.state = kept
         for group in saved["param_groups"]:
-            group.update(foreign(group.get("rule", self.rule), group))
-            saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in group["params"] if key in saved["state"]}
+            rule = group.get("rule", self.rule)
+            group.update(foreign(rule, group))
+            there = [key for key in group["params"] if key in saved["state"]]
+            saved["state"] |= {key: handed_on(rule, group, saved["state"][key]) for key in there}
         return saved
 
     def consolidate_state_dict(self) -> None:

@@ -70,10 +70,10 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
             state[name] = counter(value, dtype)
 
 
-def handed_on(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def handed_on(rule: str, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """State as torch.optim can go on with it: its SGD begins an average undampened where it finds none, so ours is left out until
     it has begun. Without dampening zeros are as good."""
-    if group["rule"] == "sgd" and group["dampening"] and "started" in state and not state["started"]:
+    if rule == "sgd" and group["dampening"] and "started" in state and not state["started"]:
         return {k: v for k, v in state.items() if k not in ("momentum_buffer", "started")}
     return state
 
