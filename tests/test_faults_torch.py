@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 import rlx_optim
 import rlx_optim.torch as ours
 from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.torch.engines import KNOWN
 
 TITLES = [title for _, title, _ in OPTIMIZERS.values()]
 PEERS = {title: title for title in ("SGD", "Adam", "AdamW", "RAdam", "Adafactor", "Muon")} | {"NAdamW": "NAdam"}
@@ -83,7 +84,7 @@ def test_the_stub_has_the_signatures_of_the_classes():
             default = ast.literal_eval(said[p.name])
             assert default is ... if p.name == "otherwise" and p.default is not None else default == p.default, (title, p.name)
         types = {a.arg: ast.unparse(a.annotation) for a in args.kwonlyargs}
-        assert ast.literal_eval(types["engine"].removeprefix("Literal")) == list(ours.optimizer.check_engine.__globals__["KNOWN"])
+        assert ast.literal_eval(types["engine"].removeprefix("Literal")) == list(KNOWN)
 
 
 def test_type_checkers_can_bind_the_methods_that_stay_out_of_graphs():
