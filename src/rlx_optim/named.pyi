@@ -14,15 +14,15 @@ class SGD(NamedOptimizer):
     lr: float | Callable[[int], float]
     momentum: float | Callable[[int], float]
     dampening: float | Callable[[int], float]
-    nesterov: bool | Callable[[int], bool]
     weight_decay: float | Callable[[int], float]
+    nesterov: bool | Callable[[int], bool]
     def __init__(
         self,
         lr: float | Callable[[int], float],
         momentum: float | Callable[[int], float] = 0.0,
         dampening: float | Callable[[int], float] = 0.0,
-        nesterov: bool | Callable[[int], bool] = False,
         weight_decay: float | Callable[[int], float] = 0.0,
+        nesterov: bool | Callable[[int], bool] = False,
         *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
@@ -75,16 +75,16 @@ class NAdamW(NamedOptimizer):
     betas: tuple[float, float] | Callable[[int], tuple[float, float]]
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
-    convention: Literal['dozat', 'algoperf', 'torch']
     momentum_decay: float | Callable[[int], float]
+    convention: Literal['dozat', 'algoperf', 'torch']
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
         betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999),
         eps: float | Callable[[int], float] = 1e-08,
         weight_decay: float | Callable[[int], float] = 0.01,
-        convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         momentum_decay: float | Callable[[int], float] = 0.004,
+        convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
@@ -264,22 +264,22 @@ class KronPSGD(NamedOptimizer):
 
 class Muon(NamedOptimizer):
     lr: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
     momentum: float | Callable[[int], float]
     nesterov: bool | Callable[[int], bool]
-    weight_decay: float | Callable[[int], float]
-    ns_steps: int | Callable[[int], int]
     ns_coefficients: tuple[float, float, float] | Callable[[int], tuple[float, float, float]]
     eps: float | Callable[[int], float]
+    ns_steps: int | Callable[[int], int]
     convention: Literal['keller', 'moonlight', 'rlx']
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.02,
+        weight_decay: float | Callable[[int], float] = 0.0,
         momentum: float | Callable[[int], float] = 0.95,
         nesterov: bool | Callable[[int], bool] = True,
-        weight_decay: float | Callable[[int], float] = 0.0,
-        ns_steps: int | Callable[[int], int] = 5,
         ns_coefficients: tuple[float, float, float] | Callable[[int], tuple[float, float, float]] = (3.4445, -4.775, 2.0315),
         eps: float | Callable[[int], float] = 1e-07,
+        ns_steps: int | Callable[[int], int] = 5,
         convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
         *,
         otherwise: NamedOptimizer | None = ...,

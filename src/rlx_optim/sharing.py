@@ -14,7 +14,7 @@ from typing import Any
 from .engine import Rule, signature
 from .spec import Shape, Spec
 
-FLAGS = 3  # that go before those of the parameters in the ranks' agreement
+FLAGS = 4  # that go before those of the parameters in the ranks' agreement
 WIDE = 8  # bytes of a number that is added up, or that comes with an update
 
 

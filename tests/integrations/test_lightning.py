@@ -45,7 +45,7 @@ class Curved(Net):
         return Sophia(self.body, lr=0.01)
 
 
-def fitted(make, folder, path=None, steps=6):
+def fitted(make, folder, path=None, steps=6, **settings):
     torch.manual_seed(0)
     model = make()
     x = torch.randn(12, 6)
@@ -58,6 +58,7 @@ def fitted(make, folder, path=None, steps=6):
         enable_progress_bar=False,
         enable_model_summary=False,
         gradient_clip_val=None if isinstance(model, Curved) else 1.0,
+        **settings,
     )
     trainer.fit(model, DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=4), ckpt_path=path)
     return model, trainer.optimizers[0]
@@ -75,3 +76,11 @@ def test_resume_is_bitwise(make, tmp_path):
     assert {float(state["step"]) for state in optimizer.state.values()} == {6}
     if isinstance(optimizer, Sophia):
         assert {float(state["estimates"]) for state in optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("cls", [AdamW, Muon])
+def test_mixed_precision_may_clip(cls, tmp_path):
+    """Lightning refuses to clip where the optimizer says that it unscales by itself."""
+    model, optimizer = fitted(lambda: Net(cls), tmp_path, precision="bf16-mixed")
+    assert {float(state["step"]) for state in optimizer.state.values()} == {6}
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -18,9 +18,9 @@ Formulas.
 R·Cᵀ is never formed (it underflows in float32): a deviation in form, not in value.
 
 Conventions.
-- torch: "torch" equals torch.optim.Adafactor and is the default in rlx_optim.torch, with torch's lr 1e-2 and eps[0] 2^−23. R, C
-  and V average g² alone, mean(R) is at least eps[0] and V at least eps[0]²; the decay uses lr, which is 1e-2 where None; it has
-  no beta1 and always scales:
+- torch: "torch" equals torch.optim.Adafactor and is the default in rlx_optim.torch, with torch's lr 1e-2 and, where eps[0] is
+  None, the epsilon of p's type. R, C and V average g² alone, mean(R) is at least eps[0] and V at least eps[0]²; the decay
+  uses lr, which is 1e-2 where None; it has no beta1 and always scales:
     s = min(lr, 1/√t)·max(eps[1], rms(p))
 - optax: "paper", the default, equals optax.adafactor(min_dim_size_to_factor=1) up to two dimensions, without decay. optax
   does not multiply its decay by the step, factors only from 128 rows and columns on, and of several dimensions the two

@@ -62,22 +62,22 @@ SCALES = {
 
 class Muon(Spec):
     """lr: how far to step; a matrix moves by about lr in every direction.
+    weight_decay: times lr, the share of p that is taken away each step.
     momentum: how much of the average is kept a step.
     nesterov: use the momentum that the next step would see.
-    weight_decay: times lr, the share of p that is taken away each step.
-    ns_steps: how many Newton–Schulz steps.
-    ns_coefficients: a, b and c of each of them.
+    ns_coefficients: a, b and c of each Newton–Schulz step.
     eps: joins the norm, so that a gradient of zero gives a step of zero.
+    ns_steps: how many Newton–Schulz steps.
     convention: how the step is scaled by the matrix's shape.
     """
 
     lr: float = real(0.02)
+    weight_decay: float = real(0.0)
     momentum: float = real(0.95, high=1.0, open_high=True)
     nesterov: bool = flag(True)
-    weight_decay: float = real(0.0)
-    ns_steps: int = integer(5, 1)
     ns_coefficients: tuple[float, float, float] = reals((3.4445, -4.7750, 2.0315), low=-math.inf)
     eps: float = real(1e-7)
+    ns_steps: int = integer(5, 1)
     convention: str = choice("keller", "moonlight", "rlx")
 
     matrix = True

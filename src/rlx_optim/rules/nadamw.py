@@ -39,16 +39,16 @@ class NAdamW(Spec):
     betas: how much of m and of v is kept a step.
     eps: joins the root, so that a coordinate without gradient does not divide by zero.
     weight_decay: times lr, the share of p that is taken away each step.
-    convention: which of the three rules.
     momentum_decay: how fast "torch" raises its momentum towards betas[0]; the others do not use it.
+    convention: which of the three rules.
     """
 
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
     weight_decay: float = real(0.01)
-    convention: str = choice("dozat", "algoperf", "torch")
     momentum_decay: float = real(4e-3)
+    convention: str = choice("dozat", "algoperf", "torch")
 
     def slots(self, shape):
         """m: the average of gradients.

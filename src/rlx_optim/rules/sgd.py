@@ -44,15 +44,15 @@ class SGD(Spec):
     """lr: how far to step along the update.
     momentum: how much of the running average is kept; 0 keeps none.
     dampening: how much of each new gradient is left out of the average, the first excepted.
-    nesterov: step by the gradient plus the momentum that the next step would see; needs momentum and no dampening.
     weight_decay: how much of p joins the gradient.
+    nesterov: step by the gradient plus the momentum that the next step would see; needs momentum and no dampening.
     """
 
     lr: float = real(REQUIRED)
     momentum: float = real(0.0)
     dampening: float = real(0.0, high=1.0)
-    nesterov: bool = flag(False)
     weight_decay: float = real(0.0)
+    nesterov: bool = flag(False)
 
     def check(self):
         if self.nesterov and not (self.momentum > 0 and self.dampening == 0):

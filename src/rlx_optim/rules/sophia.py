@@ -87,7 +87,7 @@ class Sophia(Spec):
             return None
         return (
             "is stepped before any estimate of the Hessian's diagonal, so the step is the clipped sign of the momentum; "
-            "call update_hessian(name, estimate) every 10 steps or so"
+            "call update_hessian every 10 steps or so"
         )
 
     def update(self, E, x):

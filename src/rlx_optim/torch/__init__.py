@@ -28,9 +28,11 @@ ROUTED = ("muon", "mars", "soap", "kronpsgd")
 #: where torch.optim has the optimizer and other defaults than the named API; schedulers need a number for lr
 DEFAULTS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3},
-    "adafactor": {"lr": 1e-2, "eps": (2.0**-23, 1e-3), "convention": "torch"},
+    "adafactor": {"lr": 1e-2, "eps": (None, 1e-3), "convention": "torch"},
 }
-COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False}
+#: the last argument that torch.optim's class has too; those after it are keywords, so that a place means the same in both
+SHARED = {"nadamw": "momentum_decay", "radam": "decoupled_weight_decay", "adafactor": "weight_decay", "muon": "ns_steps"}
+COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False, "amp_scaling": False}
 
 
 def _signature(name: str, kind: type[Spec]) -> inspect.Signature:
@@ -39,11 +41,13 @@ def _signature(name: str, kind: type[Spec]) -> inspect.Signature:
 
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     defaults = {field: f.default for field, f in kind.fields.items()} | DEFAULTS.get(name, {})
-    fields = [parameter(field, default, either) for field, default in defaults.items()]
+    places = list(defaults)
+    shared = places[: places.index(SHARED[name]) + 1] if name in SHARED else places
+    fields = [parameter(field, default, either if field in shared else keyword) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if name in ROUTED else {}
     seed = {"hessian_seed": 0} if kind.observes else {}
-    shared = {"process_group": None} if kind.matrix else {}
-    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **shared}.items()]
+    ranks = {"process_group": None} if kind.matrix else {}
+    extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **ranks}.items()]
     return inspect.Signature([parameter("self", REQUIRED, either), parameter("params", REQUIRED, either), *fields, *extra])
 
 

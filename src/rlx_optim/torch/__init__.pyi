@@ -20,12 +20,14 @@ class SGD(RuleOptimizer):
         lr: float | torch.Tensor = 0.001,
         momentum: float = 0.0,
         dampening: float = 0.0,
-        nesterov: bool = False,
         weight_decay: float = 0.0,
+        nesterov: bool = False,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class Adam(RuleOptimizer):
@@ -39,8 +41,10 @@ class Adam(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class AdamW(RuleOptimizer):
@@ -54,8 +58,10 @@ class AdamW(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class NAdamW(RuleOptimizer):
@@ -66,12 +72,14 @@ class NAdamW(RuleOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-08,
         weight_decay: float = 0.01,
-        convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         momentum_decay: float = 0.004,
         *,
+        convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class RAdam(RuleOptimizer):
@@ -83,11 +91,13 @@ class RAdam(RuleOptimizer):
         eps: float = 1e-08,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
-        convention: Literal['torch', 'paper'] = 'torch',
         *,
+        convention: Literal['torch', 'paper'] = 'torch',
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class QHAdamW(RuleOptimizer):
@@ -101,8 +111,10 @@ class QHAdamW(RuleOptimizer):
         weight_decay: float = 0.01,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class Lamb(RuleOptimizer):
@@ -117,8 +129,10 @@ class Lamb(RuleOptimizer):
         trust_clip: float | None = None,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class Adafactor(RuleOptimizer):
@@ -127,16 +141,18 @@ class Adafactor(RuleOptimizer):
         params: Params,
         lr: float | None | torch.Tensor = 0.01,
         beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (1.1920928955078125e-07, 0.001),
+        eps: tuple[float | None, float] = (None, 0.001),
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
+        *,
         beta1: float | None = None,
         scale_parameter: bool = True,
         convention: Literal['paper', 'torch', 'rlx'] = 'torch',
-        *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class Lion(RuleOptimizer):
@@ -148,8 +164,10 @@ class Lion(RuleOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class SOAP(RuleOptimizer):
@@ -167,8 +185,10 @@ class SOAP(RuleOptimizer):
         precondition_1d: bool = False,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -194,8 +214,10 @@ class KronPSGD(RuleOptimizer):
         probe: Callable[..., Any] | None = None,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -207,17 +229,19 @@ class Muon(RuleOptimizer):
         self,
         params: Params,
         lr: float | torch.Tensor = 0.02,
+        weight_decay: float = 0.0,
         momentum: float = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.0,
-        ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         eps: float = 1e-07,
-        convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
+        ns_steps: int = 5,
         *,
+        convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -236,8 +260,10 @@ class Sophia(CurvatureOptimizer):
         weight_decay: float = 0.1,
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
         hessian_seed: int = 0,
     ) -> None: ...
 
@@ -254,8 +280,10 @@ class MARS(RuleOptimizer):
         variant: Literal['adamw', 'lion'] = 'adamw',
         *,
         maximize: bool = False,
-        engine: Literal['auto', 'cpu', 'torch'] = 'auto',
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,

@@ -20,7 +20,7 @@ from ..named import spec_class
 from ..registry import OPTIMIZERS
 from ..spec import Shape, Spec
 from .lanes import ARITHMETIC, inner_shape
-from .names import SLOTS, bare, outside
+from .names import SLOTS, bare, in_dtype, outside
 from .optimizer import RuleOptimizer
 from .state import counter, furnish, piece_shape, room, shape_in_state
 from .stepping import plain
@@ -71,29 +71,44 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     parameters = {}
     for name, (index, param) in parameters_of(opt).items():
         group, state = opt.param_groups[index], opt.state[param]
-        batch = int(state.get("batch", 1))
+        batch = opt._pieces(name, param)
         home = opt._home(name, param, specs[index], batch)
         furnish(state, group["rule"], specs[index], param, batch, home)
         parameters[name] = _parameter(
-            name, where[index], group["rule"], specs[index], param, state, batch, opt._why.get(param, ""), home
+            name,
+            where[index, _kind(group, param)],
+            group["rule"],
+            specs[index],
+            param,
+            state,
+            batch,
+            opt._why.get(param, ""),
+            home,
         )
     iteration = max((p.step for p in parameters.values()), default=0)
     return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch")
 
 
-def _members(opt: RuleOptimizer) -> tuple[list[Member], list[tuple[int, int | None]]]:
-    """The rules with their groups, and for each of torch's groups the place of it there."""
+def _kind(group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
+    """The dtype whose settings a parameter has: its own where the group's follow the dtype, else float32."""
+    return torch.float32 if in_dtype(group, param.dtype) is group else param.dtype
+
+
+def _members(opt: RuleOptimizer) -> tuple[list[Member], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
+    """The rules with their groups, and for each of torch's groups and kinds of parameters in it the place there."""
+    kinds = [{_kind(group, p): None for p in group["params"]} or {torch.float32: None} for group in opt.param_groups]
     members = []
-    where: dict[int, tuple[int, int | None]] = {}
+    where: dict[tuple[int, torch.dtype], tuple[int, int | None]] = {}
     for place, rule in enumerate(opt._rules):
         fields = opt._rules[rule].fields
-        mine = [i for i, group in enumerate(opt.param_groups) if group["rule"] == rule]
-        values = [_values(fields, opt.param_groups[i]) for i in mine] or [_values(fields, opt._defaults_of(rule))]
+        mine = [(i, kind) for i, group in enumerate(opt.param_groups) if group["rule"] == rule for kind in kinds[i]]
+        values = [_values(fields, in_dtype(opt.param_groups[i], kind)) for i, kind in mine]
+        values = values or [_values(fields, in_dtype(opt._defaults_of(rule), torch.float32))]
         first = values[0].hyperparameters
         groups = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
         members.append(Member(rule, values[0], groups))
         where |= {i: (place, k - 1 if k else None) for k, i in enumerate(mine)}
-    return members, [where[i] for i in range(len(opt.param_groups))]
+    return members, where
 
 
 def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
@@ -264,7 +279,11 @@ def _content(
         _check_extra(key, value, group.get(key), (*member.specs[place[1]].fields, "params", "param_names", "rule"))
     lr, rate = group["lr"], values[place]["lr"]
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
-    return content | values[place] | moved | extra | {"rule": member.optimizer}
+    content |= values[place] | moved | extra | {"rule": member.optimizer}
+    if member.optimizer == group["rule"] == "adafactor":  # its None stays where it means the file's number
+        unsaid = {**content, "eps": group["eps"]}
+        return unsaid if all(in_dtype(unsaid, p.dtype)["eps"] == content["eps"] for p in content["params"]) else content
+    return content
 
 
 def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from .. import random
 from ..engine import Bundle
+from .names import bare
 from .optimizer import RuleOptimizer
-from .stepping import is_spread
+from .stepping import is_spread, named
 
 
 class CurvatureOptimizer(RuleOptimizer):
@@ -20,6 +22,23 @@ class CurvatureOptimizer(RuleOptimizer):
         if isinstance(hessian_seed, bool) or not isinstance(hessian_seed, int) or hessian_seed < 0:
             raise ValueError(f"{type(self).__name__}: hessian_seed must be an integer >= 0, got {hessian_seed!r}")
         super().__init__(params, hyperparameters, beside={"hessian_seed": hessian_seed}, **rest)  # in the groups it is saved
+        self._advised = False  # of a step without an estimate
+
+    def _step(self, only: torch.Tensor | None) -> None:
+        if not self._advised:
+            self._advised = True
+            self._advise()
+        super()._step(only)
+
+    def _advise(self) -> None:
+        """Say so, once, if the first step comes before any estimate."""
+        for spec, group in zip(self._current_specs(), self.param_groups, strict=True):
+            for name, param in named(group):
+                if param.grad is not None:
+                    counters = {k: float(self.state[param].get(k, first)) for k, first in spec.counters().items()}
+                    if advice := spec.advice(counters):
+                        warnings.warn(f"{self._owner}: {bare(name)!r} {advice}", stacklevel=6)
+                        return
 
     @property
     def hessian_seed(self) -> int:
@@ -35,7 +54,7 @@ class CurvatureOptimizer(RuleOptimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if every < 1:
             raise ValueError(f"{type(self).__name__}: every must be at least 1, got {every!r}")
-        if every > 1 and int(max(float(self.state[p]["step"]) for p in params)) % every:
+        if not self._due(params, every):
             return False
         with torch.enable_grad():
             loss = loss_closure()
@@ -43,7 +62,15 @@ class CurvatureOptimizer(RuleOptimizer):
             used = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
             curved = {p: self._signs(p) for p, g in used.items() if g.requires_grad}  # the rest enters linearly: its H is 0
             dots = [(used[p] * u).sum() for p, u in curved.items()]
-            products = torch.autograd.grad(sum(dots[1:], dots[0]), list(curved), allow_unused=True) if curved else ()
+            try:
+                products = torch.autograd.grad(sum(dots[1:], dots[0]), list(curved), allow_unused=True) if curved else ()
+            except RuntimeError as problem:
+                if "scaled_dot_product" not in str(problem):
+                    raise
+                raise RuntimeError(
+                    f"{self._owner}: this attention kernel has no second derivative; wrap it in "
+                    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) in the closure, or use update_hessian_from_gradients"
+                ) from problem
         if not used and any(map(is_spread, params)):
             raise RuntimeError(
                 f"{self._owner}: the loss does not reach the sharded parameters (fully_shard computes with copies of them, which "
@@ -51,6 +78,9 @@ class CurvatureOptimizer(RuleOptimizer):
             )
         estimates = {p: torch.zeros_like(p, requires_grad=False) for p in used}
         estimates |= {p: u * Hu for (p, u), Hu in zip(curved.items(), products, strict=True) if Hu is not None}
+        for group in self.param_groups:  # to maximize a loss is to minimize its negative, whose Hessian is −H
+            if group["maximize"]:
+                estimates |= {p: -estimates[p] for p in group["params"] if p in estimates}
         return self._observed(estimates)
 
     @torch.no_grad()
@@ -59,16 +89,25 @@ class CurvatureOptimizer(RuleOptimizer):
 
         Compute them from the mean loss on labels drawn from the model's own predictions, call this, then zero_grad(). One
         backward pass is enough, so it works where a second derivative does not, as under fully_shard. Gives whether it worked.
+        The Gauss–Newton matrix of the negative log-likelihood is the same, and positive, whichever of the two is computed and
+        whether it is maximized or minimized: g² has no sign to turn.
         """
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if batch_size < 1 or every < 1:
             raise ValueError(f"{self._owner}: batch_size and every must be at least 1, got {batch_size!r} and {every!r}")
-        if every > 1 and int(max(float(self.state[p]["step"]) for p in params)) % every:
+        if not self._due(params, every):
             return False
         return self._observed({p: p.grad * p.grad * batch_size for p in params})
 
+    def _due(self, params: list[torch.Tensor], every: int) -> bool:
+        """Whether there is something to look at, and its turn has come."""
+        steps = [int(self.state[p].get("step", 0)) for p in params] if every > 1 else [0] * len(params)
+        return bool(params) and max(steps) % every == 0
+
     def _observed(self, estimates: dict[Any, torch.Tensor]) -> bool:
-        """Take estimates over, unless they are not finite and should be."""
+        """Take estimates over, unless there are none or they are not finite and should be."""
+        if not estimates:
+            return False
         self._current_specs()
         self._ready()
         local = {p: self._local(p, estimate) for p, estimate in estimates.items()}
@@ -94,7 +133,7 @@ class CurvatureOptimizer(RuleOptimizer):
         """Random signs, keyed by seed, place and count: no global generator is touched."""
         places = ((i, p, group) for i, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]))
         place, seed = next((i, group["hessian_seed"]) for i, p, group in places if p is param)
-        count = int(self.state[param]["estimates"])
+        count = int(self.state[param].get("estimates", 0))
         words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel()), count)
         signs: torch.Tensor = ((words & 1) * 2 - 1).to(param.device, param.dtype).reshape(param.shape)
         if not is_spread(param):

@@ -23,7 +23,7 @@ from ..registry import ALIASES, OPTIMIZERS
 from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
-from .names import bare, foreign, outside, translated
+from .names import bare, foreign, in_dtype, outside, translated
 from .stepping import plain
 
 #: a setting that only this optimizer's groups have, in the order in which to look
@@ -103,14 +103,14 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
     parameters: dict[str, Parameter] = {}
     for rule in order:
         mine = [group for group, its in zip(groups, rules, strict=True) if its == rule]
-        values = [_values(rule, group) for group in mine]
+        values = [_values(rule, group, [states.get(key) or {} for key in group["params"]]) for group in mine]
         first = values[0].hyperparameters
         listed = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
         members.append(Member(rule, values[0], listed))
         for place, group in enumerate(mine):
             spec = members[-1].specs[place - 1 if place else None]
             for key in group["params"]:
-                if states.get(key):
+                if (states.get(key) or {}).keys() - {"step", "started"}:
                     where = len(members) - 1, place - 1 if place else None
                     parameters[called[key]] = _parameter(called[key], where, rule, spec, states[key])
     iteration = max((p.step for p in parameters.values()), default=0)
@@ -146,21 +146,21 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
     return dict(zip(keys, stripped, strict=True))
 
 
-def _values(rule: str, group: Mapping[str, Any]) -> Values:
+def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Values:
     title, given = OPTIMIZERS[rule][1], dict(group)
     if rule == "soap" and "rule" not in group:
         for key, needed in AUTHORS_SOAP.items():
             if group.get(key, needed) != needed:
                 raise CheckpointError(f"SOAP with {key}={group[key]!r} is not this rule")
         given["shampoo_beta"] = None if group["shampoo_beta"] < 0 else group["shampoo_beta"]
-    given = plain(translated(title, rule, given))
+    given = translated(title, rule, given)
+    if rule == "adafactor":  # torch keeps state in the parameter's dtype, which eps may follow
+        kinds = {state[k].dtype for state in states for k in ("row_var", "variance") if torch.is_tensor(state.get(k))}
+        given, *others = [in_dtype({**given, "rule": rule}, kind) for kind in kinds or {torch.float32}]
+        if any(other["eps"] != given["eps"] for other in others):
+            raise CheckpointError("Adafactor's eps of None means another number for each dtype of a group; write numbers there")
+    given = plain(given)
     fields = spec_class(rule).fields
-    if (
-        rule in ("adam", "adamw")
-        and "rule" not in group
-        and group.get("decoupled_weight_decay", rule == "adamw") != (rule == "adamw")
-    ):
-        raise CheckpointError(f"the state dict's weight decay is not {title}'s")
     spec = spec_class(rule)(**{name: given[name] for name in fields if name in given})
     extra: dict[str, Any] = {
         k: given[k] for k in ("maximize", "hessian_seed", "initial_lr") if isinstance(given.get(k), PLAIN) and k in given
@@ -236,12 +236,7 @@ def _group(rule: str, values: Values) -> dict[str, Any]:
         raise CheckpointError(f"torch.optim has no {title} of the convention {given['convention']!r}")
     make: Any = getattr(torch.optim, CLASSES[rule])
     defaults = make([torch.zeros(1, 1)], lr=1e-3).defaults
-    said = {
-        **given,
-        **values.extra,
-        **foreign(rule, dict(given)),
-        **({"decoupled_weight_decay": True} if rule == "adamw" else {}),
-    }
+    said = {**given, **values.extra, **foreign(rule, dict(given))}
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 
@@ -249,7 +244,8 @@ def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
     state: dict[str, Any] = {} if rule in UNCOUNTED else {"step": torch.tensor(float(p.step))}
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
-    for slot, each in spec.slots(p.shape).items():
+    waits = rule == "sgd" and not p.counters.get("started")  # torch's average begins when there is none
+    for slot, each in spec.slots(p.shape).items() if not waits else ():
         state[outside(rule, slot)] = torch.from_numpy(p.tensors[slot].read()).reshape(_shape_there(each, p.shape))
     state |= {k: torch.tensor(float(v)) for k, v in p.counters.items() if k == "mu_product"}
     return _to_the_authors(state, spec, p) if rule == "soap" else state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,10 +21,10 @@ from ..routing import report
 from ..spec import Spec
 from .engines import check_engine
 from .lanes import ARITHMETIC, inner_shape
-from .names import foreign, outside, translated
+from .names import bare, foreign, outside, translated
 from .routing import Router, first_match, reasons_from
-from .state import furnish, piece_shape, shape_in_state, taken_over
-from .stepping import Stepper, named, number, plain
+from .state import furnish, handed_on, piece_shape, shape_in_state, taken_over
+from .stepping import Stepper, eager, named, number
 
 
 class Boxed:
@@ -37,7 +38,6 @@ class RuleOptimizer(Stepper):
     """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, or that of `otherwise`."""
 
     spec: ClassVar[type[Spec]]
-    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf instead of an extra pass
 
     def __init__(
         self,
@@ -48,20 +48,24 @@ class RuleOptimizer(Stepper):
         engine: str = "auto",
         nonfinite: str = "propagate",
         capturable: bool = False,
+        amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
         split: Mapping[str, int] | None = None,
         process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
-        """beside: settings of a group that are not the rule's. process_group: its ranks share out matrices that all have."""
+        """amp_scaling: GradScaler hands over its scale and its verdict, which saves a pass; who clips in between (Lightning) will
+        then refuse. process_group: its ranks share out matrices that all have. beside: settings of a group, not of the rule."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
             raise TypeError(f"{self._owner}: otherwise must be like rlx_optim.AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine)
-        if not isinstance(capturable, bool):
-            raise TypeError(f"{self._owner}: capturable must be True or False, got {capturable!r}")
+        for switch, on in (("capturable", capturable), ("amp_scaling", amp_scaling)):
+            if not isinstance(on, bool):
+                raise TypeError(f"{self._owner}: {switch} must be True or False, got {on!r}")
+        self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self._split, self._split_used = dict(split or {}), set[str]()
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
@@ -81,8 +85,8 @@ class RuleOptimizer(Stepper):
         self._why: dict[torch.Tensor, str] = {}
         given = {name: hyperparameters.get(name, field.default) for name, field in self.spec.fields.items()}
         if otherwise is not None:
-            given["lr"] = number(given["lr"])  # one tensor cannot stand for two learning rates
-        self.spec(**plain(given))
+            given["lr"] = number("lr", given["lr"])  # one tensor cannot stand for two learning rates
+        self._spec_of({"rule": self.rule, **given})
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         super().__init__(params, {"rule": self.rule, **given, "maximize": maximize, **(beside or {})})
         self._router.check_used()
@@ -95,7 +99,10 @@ class RuleOptimizer(Stepper):
         if scheduled := [k for k, v in given.items() if callable(v) and "Callable" not in fields[k].annotation]:
             raise ValueError(f"{self._owner}: otherwise has a schedule for {listed(scheduled)}; use torch's schedulers")
         if otherwise._settings.groups:
-            raise ValueError(f"{self._owner}: otherwise has groups of its own; use param_groups")
+            raise ValueError(
+                f"{self._owner}: otherwise has groups of its own; group the parameters, as for any torch optimizer: "
+                '[{"params": …, "weight_decay": 0.0}, …]; what a group says holds for otherwise too'
+            )
         if otherwise.otherwise is not None or not otherwise.spec.everywhere:
             raise ValueError(
                 f"{self._owner}: otherwise must take every tensor itself, as rlx_optim.AdamW does, got {otherwise!r}"
@@ -103,7 +110,8 @@ class RuleOptimizer(Stepper):
 
     # ---- groups --------------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Parameters that are not for this rule form a group of their own, with the settings of `otherwise`."""
+        """Add a group. Parameters that are not for this rule form a group of their own, with the settings of `otherwise` but for
+        those that the group itself says."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         params = param_group["params"]
@@ -111,7 +119,7 @@ class RuleOptimizer(Stepper):
             return self._add_all([{**param_group, "params": [params] if isinstance(params, torch.Tensor) else params}])
         own: list[Any] = []
         other: list[Any] = []
-        spec = self.spec(**plain({name: param_group.get(name, self.defaults[name]) for name in self.spec.fields}))
+        spec = self._spec_of({**self.defaults, **param_group})
         for entry in params:
             name, tensor = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(tensor, torch.Tensor):
@@ -120,9 +128,26 @@ class RuleOptimizer(Stepper):
             why = self._router.to_otherwise(name, tensor, spec, piece_shape(tensor, self._batch(name, tensor)))
             (own if why is None else other).append(entry)
             self._why[tensor] = why or ""
-        kept = {k: v for k, v in param_group.items() if k not in self.spec.fields and k != "params"}
         groups = [{**param_group, "params": own}] if own or not other else []
-        return self._add_all([*groups, {**self._other, **kept, "params": other}] if other else groups)
+        if other:
+            groups.append({**self._other, **self._kept(param_group, other), "params": other})
+        return self._add_all(groups)
+
+    def _kept(self, group: Mapping[str, Any], other: list[Any]) -> dict[str, Any]:
+        """What a group says that holds too for those of its parameters that go to `otherwise`."""
+        there = self._rules[self._other["rule"]].fields.keys() - {"convention"}  # whose words are each rule's own
+        lost = [k for k in group if k in self.spec.fields and k not in there]
+        if lost:
+            named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in other]
+            warnings.warn(
+                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {self._other['rule']} does not have, "
+                f"and {listed(named)} of it go there; put them into a group without it",
+                stacklevel=3,
+            )
+        kept = {k: v for k, v in group.items() if k != "params" and k not in lost}
+        if "lr" in kept:
+            kept["lr"] = number("lr", kept["lr"])  # one tensor cannot stand for two learning rates
+        return kept
 
     def _add_all(self, groups: list[dict[str, Any]]) -> None:
         """Add groups, or none of them."""
@@ -163,8 +188,12 @@ class RuleOptimizer(Stepper):
             raise ValueError(f"{self._owner}: a group is for rule {rule!r}; known are {', '.join(map(repr, self._rules))}")
         return self.defaults if rule == self.rule else self._other
 
+    def _pieces(self, name: str | None, param: torch.Tensor) -> int:
+        """Into how many matrices a parameter is split: as its state says, or where that was cleared, the user."""
+        return int(self.state[param].get("batch") or self._batch(name, param))
+
     def _batch(self, name: str | None, param: torch.Tensor) -> int:
-        """Into how many matrices a parameter is split."""
+        """Into how many matrices the user splits a parameter."""
         pattern, count = first_match(self._split, name) or (None, 1)
         if pattern is not None:
             self._split_used.add(pattern)
@@ -177,7 +206,7 @@ class RuleOptimizer(Stepper):
         return count
 
     # ---- state dicts -----------------------------------------------------------------------------------------------------
-    @torch.compiler.disable
+    @eager
     def state_dict(self) -> dict[str, Any]:
         """torch's, and in each group what torch.optim calls its settings, so that it can load them.
 
@@ -190,7 +219,10 @@ class RuleOptimizer(Stepper):
         finally:
             self.state = kept
         for group in saved["param_groups"]:
-            group.update(foreign(group.get("rule", self.rule), group))
+            rule = group.get("rule", self.rule)
+            group.update(foreign(rule, group))
+            there = [key for key in group["params"] if key in saved["state"]]
+            saved["state"] |= {key: handed_on(rule, group, saved["state"][key]) for key in there}
         return saved
 
     def consolidate_state_dict(self) -> None:
@@ -200,14 +232,14 @@ class RuleOptimizer(Stepper):
         """
         from .sharded.homes import exported
 
-        owned = [entry for entry in self._owned(self.state) if entry[1].layout is None]
+        owned = [entry for entry in self._owned() if entry[1].layout is None]
         self._consolidated = self._stamp(), exported(self.state, owned)
 
     def _stamp(self) -> list[float]:
         """Moves with every step."""
         return [float(self.state[param]["step"]) for group in self.param_groups for param in group["params"]]
 
-    def _owned(self, state: Any) -> list[Any]:
+    def _owned(self) -> list[Any]:
         """(parameter, home, shapes of its state by name) of what has one owner."""
         from .sharded.homes import Owned
 
@@ -215,7 +247,7 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             spec = self._spec_of(group)
             for name, param in named(group):
-                batch = int(state[param].get("batch", 1))
+                batch = self._pieces(name, param)
                 home = self._home(name, param, spec, batch)
                 if isinstance(home, Owned):
                     slots = spec.slots(piece_shape(param, batch)).items()
@@ -228,7 +260,7 @@ class RuleOptimizer(Stepper):
             return state
         from .sharded.homes import exported
 
-        owned = self._owned(state)
+        owned = self._owned()
         if any(home.layout is None for _, home, _ in owned):
             stamp, state = self._consolidated
             if stamp != self._stamp():
@@ -238,7 +270,7 @@ class RuleOptimizer(Stepper):
                 )
         return exported(state, [entry for entry in owned if entry[1].layout is not None])
 
-    @torch.compiler.disable
+    @eager
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over state and groups, ours or torch.optim's, by value and in the precision they were saved in."""
 
@@ -284,7 +316,7 @@ class RuleOptimizer(Stepper):
             spec = self._spec_of(group)
             for name, param in named(group):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in (saved.get(param) or {}).items()}
-                batch = int(given.get("batch", self.state[param].get("batch", 1)))
+                batch = int(given.get("batch") or self._pieces(name, param))
                 home = self._home(name, param, spec, batch)
                 state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name, home)
         return state
@@ -336,7 +368,7 @@ class RuleOptimizer(Stepper):
         for lane in self._lanes or []:
             first = lane.seats[0]
             arithmetic = str(ARITHMETIC[first.param.dtype]).removeprefix("torch.")
-            spec = self._spec_of(self.param_groups[first.records[0].group])
+            spec = self._spec_of(self._views()[first.records[0].group])
             key = (
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
             ) + (lane.spread and f", {lane.spread}")
@@ -349,5 +381,5 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             names = group.get("param_names") or ["(unnamed)"] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                rows.append((name, tuple(param.shape), group["rule"], self._why.get(param, "")))
+                rows.append((bare(name), tuple(param.shape), group["rule"], self._why.get(param, "")))
         return report(rows)

@@ -6,6 +6,7 @@ True (own), False (otherwise) or None (decide as usual).
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ..spec import Shape, Spec
+from .names import bare
 
 Route = Mapping[str, str] | Callable[[str, torch.Tensor], bool | None] | None
 EMBEDDING = re.compile(
@@ -22,36 +24,44 @@ EMBEDDING = re.compile(
 )
 # "output" and "fc_out" are heads at the top only: deeper they are hidden matrices (BERT's output.dense, GPT-J's mlp.fc_out)
 HEAD = re.compile(r"(^|\.)(lm_head|head|classifier|unembed|output_layer|score)(\.|$)|^(module\.|model\.)?(output|fc_out)(\.|$)")
+#: what torch.nn.utils.parametrize makes of "weight"; weight_norm and spectral_norm of old keep theirs in the module itself
+PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
 
 
 def reasons_from(model: nn.Module) -> dict[torch.Tensor, str]:
     """Parameters of a model that are not hidden matrices, with the reason."""
     found: dict[torch.Tensor, str] = {}
-    linear, headed = None, False
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules(remove_duplicate=False))
+    last = next((path for path, module in reversed([*model.named_modules()]) if isinstance(module, nn.Linear)), "")
+    owned = [(*owner(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    headed = False
+    for path, _, parameter in owned:
+        module, name = modules[path], bare(path)
         kind = type(module).__name__
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                found[parameter] = f"embedding ({kind})"
-            elif "Norm" in kind:
-                found.setdefault(parameter, f"norm ({kind})")
-            elif HEAD.search(name):
-                found.setdefault(parameter, f"output head ({name})")
-                headed = True
-        if isinstance(module, nn.Linear):
-            linear = (name, module)
-    uses: dict[torch.Tensor, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[parameter] = uses.get(parameter, 0) + 1
-    for _, parameter in model.named_parameters():
-        if uses[parameter] > 1:
-            found[parameter] = f"tied weight ({uses[parameter]} uses)"
-    if linear is not None and linear[0] and not headed:  # a model that is one Linear has no head beside it
-        found.setdefault(linear[1].weight, f"output head (the last Linear, {linear[0]})")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            found[parameter] = f"embedding ({kind})"
+        elif "Norm" in kind:
+            found.setdefault(parameter, f"norm ({kind})")
+        elif HEAD.search(name):
+            found.setdefault(parameter, f"output head ({name})")
+            headed = True
+    uses = collections.Counter(parameter for _, _, parameter in owned)
+    found |= {parameter: f"tied weight ({count} uses)" for parameter, count in uses.items() if count > 1}
+    if bare(last) and not headed:  # a model that is one Linear has no head beside it
+        for path, leaf, parameter in owned:
+            if path == last and leaf != "bias":
+                found.setdefault(parameter, f"output head (the last Linear, {bare(last)})")
     return found
 
 
+def owner(name: str) -> tuple[str, str]:
+    """The path of the module that a parameter belongs to, and what it is there, parametrized or not."""
+    path, _, leaf = PARAMETRIZED.sub(r"\1", name).rpartition(".")
+    return path, leaf
+
+
 def reason_by_name(name: str) -> str | None:
+    name = bare(name)
     if EMBEDDING.search(name):
         return "embedding (by name)"
     return "output head (by name)" if HEAD.search(name) else None
@@ -89,7 +99,7 @@ class Router:
 
     def _wish(self, name: str | None, parameter: torch.Tensor) -> bool | None:
         if callable(self.route):
-            return self.route(name or "", parameter)
+            return self.route(bare(name or ""), parameter)
         found = first_match(self.route or {}, name)
         if found is None:
             return None
@@ -102,5 +112,6 @@ class Router:
 
 
 def first_match(table: Mapping[str, Any], name: str | None) -> tuple[str, Any] | None:
-    """The first (pattern, value) whose glob matches."""
-    return next((item for item in table.items() if name is not None and fnmatch.fnmatchcase(name, item[0])), None)
+    """The first (pattern, value) whose glob matches, with or without what wrappers put into the name."""
+    names = () if name is None else (name, bare(name))
+    return next((item for item in table.items() if any(fnmatch.fnmatchcase(each, item[0]) for each in names)), None)

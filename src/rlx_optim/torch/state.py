@@ -79,6 +79,14 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
             state[name] = counter(value, dtype)
 
 
+def handed_on(rule: str, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """State as torch.optim can go on with it: its SGD begins an average undampened where it finds none, so ours is left out until
+    it has begun. Without dampening zeros are as good."""
+    if rule == "sgd" and group["dampening"] and "started" in state and not state["started"]:
+        return {k: v for k, v in state.items() if k not in ("momentum_buffer", "started")}
+    return state
+
+
 class Plain:
     """The home of a plain tensor's state: its own memory."""
 
@@ -96,12 +104,12 @@ def taken_over(
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0), torch.float32)}
     if batch > 1:
         state["batch"] = batch
-    stepped, started = bool(saved), False
+    stepped, started, begun = bool(saved), False, bool(given.get("started", 0))
     for slot, expected in spec.slots(piece_shape(param, batch)).items():
         key, buffer, shape = outside(rule, slot), room(expected, param, batch, home), shape_in_state(expected, param, batch)
         value = given.pop(key, None)
         if value is None:
-            if stepped and rule != "sgd":  # torch's SGD has no buffer before its first step with momentum
+            if stepped and (begun or rule != "sgd"):  # SGD has no buffer before its first step with momentum
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
         elif not torch.is_tensor(value) or tuple(value.shape) != shape:
             found = tuple(value.shape) if torch.is_tensor(value) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -22,11 +22,19 @@ from .engines import choose
 from .graphs import GraphLane, not_finite, refusal
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
-from .names import bare, outside
+from .names import bare, in_dtype, outside
 from .overlap import Work, rounds
 from .state import count_of, furnish, settle, shape_in_state
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
+DTYPES = list(ARITHMETIC)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """torch.compiler.disable, with a type that checkers can bind to an instance."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled
 
 
 def is_spread(param: Any) -> bool:
@@ -41,6 +49,7 @@ class Stepper(torch.optim.Optimizer):
     engine: str
     nonfinite: str
     _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
+    _pieces: Callable[[str | None, torch.Tensor], int]  # into how many matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
@@ -85,9 +94,19 @@ class Stepper(torch.optim.Optimizer):
         homes = self._all_homes([param], spec)
         return None if homes is None else homes.of(name or "", param, spec, batch)
 
-    def _spec_of(self, group: Mapping[str, Any]) -> Spec:
-        kind = self._rules[group["rule"]]
+    def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
+        kind, group = self._rules[group["rule"]], in_dtype(group, dtype)
         return kind(**plain({name: group[name] for name in kind.fields}))
+
+    def _views(self) -> list[dict[str, Any]]:
+        """The groups; with Adafactor, whose eps may follow the dtype, as they are for each dtype, one dtype after the other."""
+        if "adafactor" not in self._rules:
+            return self.param_groups
+        return [in_dtype(group, dtype) for dtype in DTYPES for group in self.param_groups]
+
+    def _place(self, group: int, dtype: torch.dtype) -> int:
+        """Where a parameter of a group finds its settings in `_views`."""
+        return group + len(self.param_groups) * DTYPES.index(dtype) if "adafactor" in self._rules else group
 
     def _check_param(self, name: str | None, param: torch.Tensor) -> None:
         what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
@@ -105,7 +124,7 @@ class Stepper(torch.optim.Optimizer):
         choose(self.engine, param.device, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
 
     # ---- stepping ------------------------------------------------------------------------------------------------------
-    @torch.compiler.disable
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. Everything is checked before anything is written."""
         loss = None
@@ -193,7 +212,7 @@ class Stepper(torch.optim.Optimizer):
             bad = torch.stack([flag.to(flags[-1].device).reshape(()) for flag in flags[-len(work) :]]).max()
             self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
         for lane, _, _ in work:
-            lane.groups = self.param_groups
+            lane.groups = self._views()
             lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
 
     def _once_more(self, specs: list[Spec]) -> bool:
@@ -262,10 +281,11 @@ class Stepper(torch.optim.Optimizer):
 
     def _current_specs(self) -> list[Spec]:
         """The spec of every group as it is now; made anew where a value changed, which checks it."""
-        if len(self._specs) != len(self.param_groups):
+        groups = self._views()
+        if len(self._specs) != len(groups):
             self._forget()
-            self._specs = [(None, None)] * len(self.param_groups)
-        for i, group in enumerate(self.param_groups):
+            self._specs = [(None, None)] * len(groups)
+        for i, group in enumerate(groups):
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
@@ -347,13 +367,14 @@ class Stepper(torch.optim.Optimizer):
         lanes: dict[Any, Lane] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            rule, spec = group["rule"], self._specs[index][1] or self._spec_of(group)
+            rule = group["rule"]
             for name, param in named(group):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
                 self._check_param(name, param)
-                dtype, batch = ARITHMETIC[param.dtype], int(self.state[param].get("batch", 1))
+                dtype, batch, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
+                spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, batch)
                 furnish(self.state[param], rule, spec, param, batch, home)
                 engine, why = choose(self.engine, param.device, dtype, is_fake(param))
@@ -366,13 +387,13 @@ class Stepper(torch.optim.Optimizer):
                         )
                     from .sharded import lanes as sharded
 
-                    sharded.add(lanes, key, make, (engine, why), rule, spec, param, bare(name), index, self.state[param], home)
+                    sharded.add(lanes, key, make, (engine, why), rule, spec, param, bare(name), place, self.state[param], home)
                     continue
                 if key not in lanes:
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
-                lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, index))
+                lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, place))
         self._again = None
         for lane in lanes.values():
             lane.share_counts()
@@ -451,14 +472,14 @@ def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(names, group["params"], strict=True)
 
 
-def number(value: Any) -> Any:
+def number(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise ValueError(f"a hyperparameter given as a tensor must have one element, got shape {tuple(value.shape)}")
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         return value.item()
     return value
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters with one-element tensors read."""
-    return {k: tuple(map(number, v)) if isinstance(v, (tuple, list)) else number(v) for k, v in values.items()}
+    return {k: tuple(number(k, x) for x in v) if isinstance(v, (tuple, list)) else number(k, v) for k, v in values.items()}
