@@ -3,10 +3,11 @@
 Here they mean NumPy, so an unbound rule is an ordinary function you can call in a REPL. Every engine runs the same
 rule with its own versions of these names (`rlx_optim.engine.bind`).
 
-`less_power`, `exp` and `log` are for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): engines
-that trace t replace them, eager engines take them on the host in float64.
+`less_power` is for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): engines that trace t replace
+it, eager engines take it on the host in float64.
 """
 
+import builtins
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 sign = np.sign
 maximum = np.maximum
 exp = np.exp
+abs = builtins.abs
 
 
 def sqrt(x: Any) -> Any:
@@ -27,6 +29,11 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
 
 def minimum(a: Any, b: Any) -> Any:
     return min(a, b) if type(a) is float and type(b) is float else np.minimum(a, b)
+
+
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    """x, but at least low and at most high; NaN stays NaN."""
+    return np.minimum(np.maximum(x, low), high)
 
 
 def rsqrt(x: Any) -> Any:
@@ -43,6 +50,8 @@ def log(x: Any) -> Any:
     return (math.log(x) if x > 0 else -math.inf) if isinstance(x, float) else np.log(x)
 
 
-#: What a rule may call, and what the scalars of a rule may call beside that.
-RULE = ("sqrt", "rsqrt", "where", "sign", "minimum", "maximum")
-SCALARS = (*RULE, "less_power", "exp", "log")
+#: What a rule may call, and how many arguments that takes; and what the scalars of a rule may call beside that.
+RULE = {
+    "sqrt": 1, "rsqrt": 1, "abs": 1, "sign": 1, "exp": 1, "log": 1, "minimum": 2, "maximum": 2, "clamp": 3, "where": 3,
+}  # fmt: skip
+SCALARS = (*RULE, "less_power")

@@ -1,0 +1,312 @@
+"""Programs: an update as data. `trace` runs a spec's `update` and `commit` once, on names instead of arrays, and keeps what they do.
+
+A program is a tuple of steps. A `Pass` goes once over the coordinates of every tensor: it loads arrays, applies one or several rules
+in registers, stores and reduces. An `Each` is a function of numbers, one per tensor. Values are known by number, so what is read and
+when is settled here: engines execute, they do not interpret names. What could mean different things on different engines (a value
+read after it was overwritten, a result that is dropped, an unknown reduction) is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
+from .spec import Shape, Slot, Spec
+
+Drop = tuple[int, ...]  # which of the parameter's last two axes an array lacks
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A rule on values, by their numbers."""
+
+    rule: Rule
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Once over the coordinates of every tensor. domain: the axes that these coordinates lack.
+
+    arrays and numbers: what is read. stores: (value, place), the place a buffer's name, or the value's own number for scratch.
+    reduces: (result, value, how).
+    """
+
+    calls: tuple[Call, ...]
+    domain: Drop
+    arrays: tuple[int, ...]
+    numbers: tuple[int, ...]
+    stores: tuple[tuple[int, str | int], ...]
+    reduces: tuple[tuple[int, int, Reduction], ...]
+
+    @property
+    def whole(self) -> bool:
+        """It measures nothing: a part of a tensor is as good as the whole."""
+        return not self.reduces
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """A function on numbers, one per tensor."""
+
+    function: Rule
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """inputs: the number of each value there is at first, by name: "p", "g", the slots, the numbers. drops: of every array, by number.
+    buffers: where p and the slots end up, by name. given: what else the caller may ask for at the end, by name."""
+
+    steps: tuple[Pass | Each, ...]
+    inputs: Mapping[str, int]
+    drops: Mapping[int, Drop]
+    buffers: Mapping[str, int]
+    given: Mapping[str, int]
+    names: Mapping[int, str]
+
+    @functools.cached_property
+    def passes(self) -> list[Pass]:
+        return [step for step in self.steps if isinstance(step, Pass)]
+
+    @property
+    def measures(self) -> bool:
+        """Whether it reduces anything, so that a part of a tensor does not know enough."""
+        return any(step.reduces for step in self.passes)
+
+    def place(self, number: int) -> str | None:
+        """The buffer that a value lies in: p's, g's, a slot's."""
+        return next((name for name, each in self.inputs.items() if each == number and (each in self.drops)), None)
+
+    def traffic(self) -> int:
+        """Arrays of the parameter's size that a step reads and writes: times the bytes of an element, its memory traffic."""
+        full = sum(not self.drops[i] for step in self.passes for i in step.arrays)
+        return full + sum(not self.drops[i] for step in self.passes for i, _ in step.stores)
+
+    def sums(self, shape: Shape, dim: int) -> list[int]:
+        """How many numbers each measurement of a tensor adds up over ranks, one after the other, if axis `dim` is cut."""
+        found = []
+        for step in self.passes:
+            if step.reduces:
+                found.append(sum(_added(shape, step.domain, how, dim) for _, _, how in step.reduces))
+        return found
+
+
+def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
+    if how.axis is None:
+        return 1
+    axis = reduced_axis(domain, how)
+    if dim - len(shape) != axis:
+        return 0
+    return math.prod(n for i, n in enumerate(shape) if i - len(shape) not in (*domain, axis))
+
+
+def reduced_axis(domain: Drop, how: Reduction) -> int:
+    """The axis of the parameter that a reduction takes away: along rows it is the last that the domain has."""
+    if how.axis == -2:
+        return -2
+    return -2 if -1 in domain else -1
+
+
+# ---- tracing ----------------------------------------------------------------------------------------------------------------
+class Symbol:
+    """A value while an update is traced."""
+
+    __slots__ = ("drop", "name", "number", "owner")
+
+    def __init__(self, owner: Recorder, name: str, drop: Drop | None):
+        self.owner, self.name, self.drop, self.number = owner, name, drop, owner.count
+        owner.count += 1
+
+    @property
+    def is_array(self) -> bool:
+        return self.drop is not None
+
+    def _refuse(self, *_: Any) -> Any:
+        raise LanguageError(
+            f"{self.owner.title}.update computes with {self.name!r} itself; computing belongs into a rule (E.map) or, for numbers, into "
+            "a function (E.each), and choices depend on structural hyperparameters alone"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __abs__ = __pow__ = _refuse
+
+
+class Values(dict[str, Any]):
+    """Everything an update may name: p, g, the state, the numbers. Never changed in place: `set` gives a new one."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def set(self, **values: Any) -> Values:
+        return Values({**self, **values})
+
+
+class Recorder:
+    """The engine that an update is traced with: it has `map` and `each`, and writes down what they are given."""
+
+    def __init__(self, title: str):
+        self.title, self.count = title, 0
+        self.steps: list[Pass | Each] = []
+        self.symbols: dict[int, Symbol] = {}
+        self.current: dict[str, int] = {}  # the value that each buffer holds
+
+    def symbol(self, name: str, drop: Drop | None) -> Symbol:
+        made = Symbol(self, name, drop)
+        self.symbols[made.number] = made
+        return made
+
+    def argument(self, rule: Rule, name: str, x: Values) -> Symbol:
+        where = f"{rule.__code__.co_filename}:{rule.__code__.co_firstlineno}: {rule.__name__}"
+        if name not in x:
+            known = ", ".join(sorted(x))
+            raise LanguageError(f"{where} takes {name!r}, which {self.title} does not have; it has {known}")
+        found = x[name]
+        if found is None:
+            raise LanguageError(f"{where} takes {name!r}, which {self.title}.scalars gives as None with these settings")
+        if not isinstance(found, Symbol):
+            raise LanguageError(f"{where} takes {name!r}, which is {found!r}; numbers come from `scalars`, so that they are checked")
+        if found.number != self.current.get(found.name, found.number):
+            raise LanguageError(
+                f"{where} reads {name!r} as it was before a map wrote it; use the values that this map gave (x = E.map(…))"
+            )
+        return found
+
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        takes, gives = signature(rule)
+        where = f"{rule.__code__.co_filename}:{rule.__code__.co_firstlineno}: {rule.__name__}"
+        values = [self.argument(rule, name, x) for name in takes]
+        arrays = [v for v in values if v.is_array]
+        if not arrays:
+            raise LanguageError(f"{where} takes no array; a function of numbers is run by E.each")
+        drops: list[Drop] = [v.drop for v in arrays if v.drop is not None]
+        domain = tuple(axis for axis in drops[0] if all(axis in drop for drop in drops))
+        for name, kind in reduce.items():
+            if name not in gives:
+                raise LanguageError(f"{where} does not return {name!r}, which is to be reduced")
+            if kind not in REDUCTIONS:
+                raise LanguageError(f"{where}: unknown reduction {name}={kind!r}; known are {', '.join(REDUCTIONS)}")
+            if name in self.current:
+                raise LanguageError(f"{where}: {name!r} is a buffer; give what is reduced another name")
+            if domain and (REDUCTIONS[kind].axis == -2 or len(domain) > 1):
+                raise LanguageError(f"{where}: {name}={kind!r}: what it reduces lacks that axis already")
+        results = {name: self.symbol(name, domain) for name in gives}
+        reduces, given = [], {}
+        for name, value in results.items():
+            if name not in reduce:
+                given[name] = value
+                continue
+            how = REDUCTIONS[reduce[name]]
+            left = None if how.axis is None else (*domain, reduced_axis(domain, how))
+            given[name] = self.symbol(name, left)
+            reduces.append((given[name].number, value.number, how))
+        stores: list[tuple[int, str | int]] = []
+        for name, value in results.items():
+            if name in reduce:
+                continue
+            home = name in self.current and self.symbols[self.current[name]].drop == domain
+            if name in self.current and not home:
+                raise LanguageError(f"{where}: {name!r} is a buffer of another shape than what it returns")
+            stores.append((value.number, name if home else value.number))
+            if home:
+                self.current[name] = value.number
+        call = Call(rule, tuple(v.number for v in values), tuple(value.number for value in results.values()))
+        read = tuple(dict.fromkeys(v.number for v in arrays))
+        numbers = tuple(dict.fromkeys(v.number for v in values if not v.is_array))
+        self.steps.append(Pass((call,), domain, read, numbers, tuple(stores), tuple(reduces)))
+        return x.set(**given)
+
+    def each(self, function: Rule, x: Values) -> Values:
+        takes, gives = signature_of_numbers(function)
+        values = [self.argument(function, name, x) for name in takes]
+        if wrong := [v.name for v in values if v.is_array]:
+            raise LanguageError(f"{function.__qualname__} takes {wrong[0]!r}, which is an array; a function of coordinates is run by E.map")
+        results = {name: self.symbol(name, None) for name in gives}
+        self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values())))
+        return x.set(**results)
+
+
+def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step") -> Program:
+    """The program of a spec for tensors with these slots.
+
+    what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "observe", the second
+    update of those that take estimates.
+    """
+    key = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    if key not in _traced:
+        _traced[key] = _trace(spec, slots, what)
+    return _traced[key]
+
+
+_traced: dict[Any, Program] = {}
+
+
+def _trace(spec: Spec, slots: Mapping[str, Slot], what: str) -> Program:
+    E = Recorder(type(spec).__name__)
+    arrays = {name: E.symbol(name, slot.drop) for name, slot in slots.items()}
+    inputs = Values({"p": E.symbol("p", ()), "g": E.symbol("g", ()), **arrays})
+    E.current = {name: value.number for name, value in inputs.items() if name != "g"}
+    numbers = {name: None if value is None else E.symbol(name, None) for name, value in spec.scalars(1, spec.counters()).items()}
+    x = inputs.set(**numbers)
+    x = spec.observe(E, x) if what == "observe" else spec.commit(E, spec.update(E, x))  # type: ignore[attr-defined]
+    if not isinstance(x, Values):
+        raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
+    if what == "step":
+        x = E.map(subtract, x)
+    for name, number in E.current.items():
+        if x[name].number != number:
+            raise LanguageError(f"{E.title}.update loses what a map gave for {name!r}; return the values that the last map gave")
+    wanted = {"change": x.change.number} if what == "change" else {}
+    steps = _fused(E.steps, set(wanted.values()))
+    buffers = {name: number for name, number in E.current.items() if number != inputs[name].number}
+    known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
+    drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
+    return Program(tuple(steps), known, drops, buffers, wanted, {n: s.name for n, s in E.symbols.items()})
+
+
+def subtract(p: Any, change: Any) -> Any:
+    p = p - change
+    return p
+
+
+# ---- passes that can be one ----------------------------------------------------------------------------------------------------
+def _fused(steps: Iterable[Pass | Each], wanted: set[int]) -> list[Pass | Each]:
+    """Neighbours over the same coordinates become one pass, and what nobody reads from memory afterwards is not stored."""
+    joined: list[Pass | Each] = []
+    for step in steps:
+        last = joined[-1] if joined else None
+        if isinstance(step, Pass) and isinstance(last, Pass) and _may_join(last, step):
+            joined[-1] = _join(last, step)
+        else:
+            joined.append(step)
+    out: list[Pass | Each] = []
+    for i, step in enumerate(joined):
+        if isinstance(step, Pass):
+            later = {n for each in joined[i + 1 :] if isinstance(each, Pass) for n in each.arrays} | wanted
+            kept = tuple((n, place) for n, place in step.stores if isinstance(place, str) or n in later)
+            step = dataclasses.replace(step, stores=kept)
+        out.append(step)
+    return out
+
+
+def _may_join(first: Pass, second: Pass) -> bool:
+    reduced = {result for result, _, _ in first.reduces}
+    return first.domain == second.domain and not reduced & {*second.arrays, *second.numbers}
+
+
+def _join(first: Pass, second: Pass) -> Pass:
+    made = {n for call in first.calls for n in call.gives}
+    arrays = tuple(dict.fromkeys((*first.arrays, *(n for n in second.arrays if n not in made))))
+    later = {place: n for n, place in second.stores}
+    stores = tuple((n, place) for n, place in first.stores if place not in later or isinstance(place, int)) + second.stores
+    numbers = tuple(dict.fromkeys((*first.numbers, *second.numbers)))
+    return Pass((*first.calls, *second.calls), first.domain, arrays, numbers, stores, (*first.reduces, *second.reduces))
