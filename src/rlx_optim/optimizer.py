@@ -213,7 +213,8 @@ class NamedOptimizer(Member):
 
     def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float) -> bool:
         """Step by the plan of an earlier call if this call is certainly like it."""
-        if plan.stamp != self._stamp() or plan.watch is None or not len(params) == len(grads) == len(plan.names):
+        stamp = self._stamp()
+        if plan.stamp != stamp or plan.watch is None or not len(params) == len(grads) == len(plan.names):
             return False
         try:
             ps, gs = [params[name] for name in plan.names], [grads[name] for name in plan.names]
@@ -222,7 +223,9 @@ class NamedOptimizer(Member):
         if not plan.watch.admit(ps, gs):
             return False
         if self._passes(plan.names, gs):
+            plan.stamp = -1  # should the step fail half-way, the plan is not good
             self._execute(plan, ps, gs, scale)
+            plan.stamp = stamp
         return True
 
     def end_iteration(self) -> None:
