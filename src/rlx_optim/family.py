@@ -82,21 +82,21 @@ class Member:
         return stamp
 
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
-        shape = admission.check_pair(self._owner, name, param, grad, shape)
+        wanted = admission.check_pair(self._owner, name, param, grad, shape)
         admission.check_overlap(self._owner, [name], [param], [grad])
-        member, record, why = self._lookup(name, shape)
+        member, record, why = self._lookup(name, wanted, flat=shape is None and param.ndim == 1)
         if record.stepped == member._iteration:
             raise ValueError(
                 f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
             )
         return Item(member, record, param, grad, why)
 
-    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
-        """The record of a name, or a new one that is not kept yet."""
+    def _lookup(self, name: str, shape: Shape, flat: bool = False) -> tuple[Self, Record, str]:
+        """The record of a name, or a new one that is not kept yet. A flat buffer of a known name need not say its shape again."""
         for member in self._family():
             if name in member._records:
                 record = member._records[name]
-                if record.shape != shape:
+                if record.shape != shape and not (flat and shape == (record.size,)):
                     raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
                 return member, record, member._why[name]
         member, why = self._route(name, shape)

@@ -68,7 +68,8 @@ class NamedOptimizer(Member):
         check_engine(engine, precision)
         self._engine_choice = (engine, precision)
         self.nonfinite = nonfinite
-        self.otherwise = otherwise
+        self._joined = False  # whether it is the `otherwise` of another
+        self.__dict__["otherwise"] = otherwise
         if otherwise is not None:
             otherwise._join(self)
         self._iteration = self._skipped = 0
@@ -83,11 +84,16 @@ class NamedOptimizer(Member):
 
     def _join(self, owner: NamedOptimizer) -> None:
         """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
-        if self._records:
+        if self._joined:
+            raise ValueError(
+                f"{owner._owner}: otherwise={self!r} is already the otherwise of another optimizer, and each needs its own; "
+                "give a fresh one"
+            )
+        if any(member._records or member._iteration for member in self._family()):
             raise ValueError(f"{owner._owner}: otherwise has already stepped; give a fresh optimizer")
-        self._engine_choice = owner._engine_choice
-        if self.otherwise is not None:
-            self.otherwise._join(owner)
+        self._joined = True
+        for member in self._family():
+            member._engine_choice = owner._engine_choice
 
     # ---- hyperparameters as attributes ---------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +108,9 @@ class NamedOptimizer(Member):
             self._numbers.clear()
         elif name == "nonfinite" and value not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
-        elif not name.startswith("_") and name not in ("nonfinite", "otherwise"):
+        elif name == "otherwise":
+            raise AttributeError(f"{self._owner}: otherwise is given when the optimizer is made; make a new one")
+        elif not name.startswith("_") and name != "nonfinite":
             known = ", ".join([*self.spec.fields, "nonfinite"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
@@ -268,7 +276,9 @@ class NamedOptimizer(Member):
     _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", *self._passing)}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_joined", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _plan=None, _numbers={}, _estimators={})
+        self.__dict__.update(state, _joined=False, _plan=None, _numbers={}, _estimators={})
+        if self.otherwise is not None:
+            self.otherwise._joined = True  # a copy of it alone is free
