@@ -1,7 +1,8 @@
 """The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
 
 A command's file is imported when the command runs, and nothing heavy before. What the user did wrong is a `Problem`: one line on
-stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused; 130 interrupted.
+stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused, or the output cannot be written; 130
+interrupted; 141 nobody reads on.
 """
 
 from __future__ import annotations
@@ -21,13 +22,6 @@ from typing import Annotated, Any
 
 from ..threads import available, get_threads
 
-try:
-    import rich  # noqa: F401
-    import typer
-    import typer.core
-except ImportError:  # the extra "cli" is not installed
-    typer = None  # type: ignore[assignment]
-
 #: name -> the first line of its help, so that no command is imported to list them all
 COMMANDS = {
     "race": "Train one model with every optimizer and write a report that opens in a browser.",
@@ -43,6 +37,7 @@ COMMANDS = {
     "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
 FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 and the number of the signal
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 
@@ -89,8 +84,9 @@ def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None
 
 def write_json(data: Any, path: Path | None = None) -> None:
     """Print data as JSON, or write it to a file; "-" is stdout."""
-    text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False)
-    if path is None or str(path) == "-":
+    printed = path is None or str(path) == "-"
+    text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=printed and not _unicode())
+    if printed:
         print(text)
     else:
         path.write_text(text + "\n", encoding="utf-8")
@@ -166,6 +162,11 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequenc
 
 # ---- the program ------------------------------------------------------------------------------------------------------
 def _application() -> Any:
+    global typer  # its annotations are looked up among the names of this file
+    import rich  # noqa: F401
+    import typer
+    import typer.core
+
     class Lazy(typer.core.TyperGroup):
         """Lists commands by COMMANDS alone, and imports the one that runs."""
 
@@ -196,12 +197,28 @@ def _application() -> Any:
     return made
 
 
-app = None if typer is None else _application()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
-    if app is None:
+    try:
+        _tame_output()
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as problem:
+        if not isinstance(problem, BrokenPipeError):
+            where = problem.filename or "the output cannot be written"
+            print(f"rlx-optim: {where}: {problem.strerror or problem}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # so that nothing is left to fail when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED if isinstance(problem, BrokenPipeError) else 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        app = _application()
+    except ImportError:
         print('rlx-optim: the command line needs typer and rich: pip install "rlx-optim[cli]"', file=sys.stderr)
         return 2
     usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, which typer has from click or brings itself
@@ -211,5 +228,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error) if isinstance(error, Problem) else error.format_message()
         print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
+    except typer.Abort:
+        return INTERRUPTED
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # typer and rich would end with 1
+            raise ending.__context__ from None
+        raise
+
+
+def _tame_output() -> None:
+    """Where stdout is closed, print into the void; where it has not all our characters, print "?" for those."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if not _unicode():
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
