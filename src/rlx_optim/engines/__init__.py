@@ -26,11 +26,13 @@ def list_engines() -> list[str]:
 
 def check_engine(name: Any, precision: str) -> None:
     """Refuse what `get_engine` could not give, without importing anything."""
-    known = ", ".join(map(repr, ["auto", *list_engines()]))
-    if not isinstance(name, (str, Engine)):
-        raise TypeError(f"engine must be one of {known} or an Engine, got {name!r}")
-    if isinstance(name, str) and name != "auto" and name not in list_engines():
-        raise ValueError(f"unknown engine {name!r}; known are {known}")
+    if name not in ("auto", *BUILT_IN) and not isinstance(name, Engine):  # those of others are looked for only then: it takes long
+        known = list_engines()
+        listed = ", ".join(map(repr, ["auto", *known]))
+        if not isinstance(name, str):
+            raise TypeError(f"engine must be one of {listed} or an Engine, got {name!r}")
+        if name not in known:
+            raise ValueError(f"unknown engine {name!r}; known are {listed}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
 
