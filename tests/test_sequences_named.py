@@ -214,7 +214,7 @@ def numbers_refused(side, rng):
     opt = side.opt
     grads = fresh(rng)
     said = [refused(side, lambda: setattr(opt, "lr", -1.0)), refused(side, lambda: setattr(opt, "nonfinite", "no"))]
-    return said + [refused(side, lambda: opt.step_all(side.params, grads, grad_scale=float("nan")))]
+    return [*said, refused(side, lambda: opt.step_all(side.params, grads, grad_scale=float("nan")))]
 
 
 def set_number(side, rng):

@@ -254,8 +254,8 @@ class NamedOptimizer(Member):
     ) -> Path | None:
         """Write everything to a file that `rlx_optim.load` and every front end reads; a crash leaves the old file or the new one.
 
-        every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the so many that were
-        written last; for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
+        every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the so many written
+        last; for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
         """
         from .checkpoint import files, optimizers  # they import this module
 

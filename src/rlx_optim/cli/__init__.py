@@ -22,6 +22,13 @@ from typing import Annotated, Any
 
 from ..threads import available, get_threads
 
+try:
+    import rich  # noqa: F401
+    import typer
+    import typer.core
+except ImportError:  # the extra "cli" is not installed
+    typer = None  # type: ignore[assignment]
+
 #: name -> the first line of its help, so that no command is imported to list them all
 COMMANDS = {
     "race": "Train one model with every optimizer and write a report that opens in a browser.",
@@ -84,12 +91,10 @@ def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None
 
 def write_json(data: Any, path: Path | None = None) -> None:
     """Print data as JSON, or write it to a file; "-" is stdout."""
-    printed = path is None or str(path) == "-"
-    text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=printed and not _unicode())
-    if printed:
-        print(text)
+    if path is None or str(path) == "-":
+        print(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=not _unicode()))
     else:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
@@ -162,11 +167,6 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequenc
 
 # ---- the program ------------------------------------------------------------------------------------------------------
 def _application() -> Any:
-    global typer  # its annotations are looked up among the names of this file
-    import rich  # noqa: F401
-    import typer
-    import typer.core
-
     class Lazy(typer.core.TyperGroup):
         """Lists commands by COMMANDS alone, and imports the one that runs."""
 
@@ -197,6 +197,9 @@ def _application() -> Any:
     return made
 
 
+app = None if typer is None else _application()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
     try:
@@ -216,9 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    try:
-        app = _application()
-    except ImportError:
+    if app is None:
         print('rlx-optim: the command line needs typer and rich: pip install "rlx-optim[cli]"', file=sys.stderr)
         return 2
     usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, which typer has from click or brings itself

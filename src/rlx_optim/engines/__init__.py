@@ -26,7 +26,8 @@ def list_engines() -> list[str]:
 
 def check_engine(name: Any, precision: str) -> None:
     """Refuse what `get_engine` could not give, without importing anything."""
-    if name not in ("auto", *BUILT_IN) and not isinstance(name, Engine):  # those of others are looked for only then: it takes long
+    fine = name in ("auto", *BUILT_IN) if isinstance(name, str) else isinstance(name, Engine)
+    if not fine:  # those of others are looked for only then: it takes long
         known = list_engines()
         listed = ", ".join(map(repr, ["auto", *known]))
         if not isinstance(name, str):

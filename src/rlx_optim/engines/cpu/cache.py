@@ -3,6 +3,8 @@
 Nothing depends on it: where the folder cannot be written, is full, or has a file that was cut short, code is compiled anew.
 """
 
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 import contextlib
