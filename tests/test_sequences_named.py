@@ -117,6 +117,7 @@ def step_some(side, rng):
 
 def step_each(side, rng):
     """One by one, standing or new, flat or not."""
+    said = []
     for k in rng.permutation(list(SHAPES)):
         how, g = rng.integers(5), drawn(rng, SHAPES[k])
         if how == 0:
@@ -128,9 +129,11 @@ def step_each(side, rng):
             side.opt.step(k, side.params[k], g, grad_scale=0.5)
         else:
             flat = side.params[k].reshape(-1)
-            again = how == 3 and side.knows(k)
-            side.opt.step(k, flat, g.reshape(-1), **({} if again else {"shape": SHAPES[k]}))
+            if how == 3 and side.knows(k) and flat.shape != SHAPES[k]:
+                said.append(refused(side, lambda flat=flat, k=k, g=g: side.opt.step(k, flat, g.reshape(-1))))
+            side.opt.step(k, flat, g.reshape(-1), shape=SHAPES[k])
     side.opt.end_iteration()
+    return said
 
 
 def spoiled(kind, k, params, grads):

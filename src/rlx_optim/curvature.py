@@ -23,9 +23,11 @@ class CurvatureOptimizer(NamedOptimizer):
         admission.check_array(self._owner, name, "Hessian estimate", estimate)
         wanted = admission.logical_shape(self._owner, name, estimate, shape)
         known = self._records.get(name)
-        if known is not None and wanted not in (known.shape, (known.size,)) and not _open(known, wanted):
+        if known is not None and wanted == (known.size,):
+            wanted = known.shape  # flat, like a flat parameter
+        if known is not None and wanted != known.shape and not _open(known, wanted):
             raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
-        _, record, why = self._lookup(name, wanted, flat=True)
+        _, record, why = self._lookup(name, wanted)
         if not self._passes([name], [estimate]):
             return
         if record is not known:
@@ -44,11 +46,11 @@ class CurvatureOptimizer(NamedOptimizer):
                 bundle.buffers["g"] = []
         record.counters["estimates"] += 1
 
-    def _lookup(self, name: str, shape: Shape, flat: bool = False) -> tuple[Self, Record, str]:
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
         """Where a flat estimate came first, the shape is said later."""
         known = self._records.get(name)
         if known is None or not _open(known, shape):
-            return super()._lookup(name, shape, flat)
+            return super()._lookup(name, shape)
         record = Record(name, shape, known.group)
         record.counters = known.counters
         record.state = {slot: buffer.reshape(shape) for slot, buffer in known.state.items()}

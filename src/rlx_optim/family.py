@@ -82,21 +82,21 @@ class Member:
         return stamp
 
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
-        wanted = admission.check_pair(self._owner, name, param, grad, shape)
+        shape = admission.check_pair(self._owner, name, param, grad, shape)
         admission.check_overlap(self._owner, [name], [param], [grad])
-        member, record, why = self._lookup(name, wanted, flat=shape is None and param.ndim == 1)
+        member, record, why = self._lookup(name, shape)
         if record.stepped == member._iteration:
             raise ValueError(
                 f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
             )
         return Item(member, record, param, grad, why)
 
-    def _lookup(self, name: str, shape: Shape, flat: bool = False) -> tuple[Self, Record, str]:
-        """The record of a name, or a new one that is not kept yet. A flat buffer of a known name need not say its shape again."""
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
+        """The record of a name, or a new one that is not kept yet."""
         for member in self._family():
             if name in member._records:
                 record = member._records[name]
-                if record.shape != shape and not (flat and shape == (record.size,)):
+                if record.shape != shape:
                     raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
                 return member, record, member._why[name]
         member, why = self._route(name, shape)
@@ -148,6 +148,7 @@ class Member:
         plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
         if len(items) == 1 and parts:
             items[0].record.part = parts[0]
+            parts[0].flat = params[0].shape != items[0].record.shape
         self._clock += 1  # first: should the step fail half-way, no earlier plan is good
         self._execute(plan, params, grads, scale)
         plan.stamp = self._stamp()

@@ -190,7 +190,7 @@ class NamedOptimizer(Member):
             record is not None
             and (part := record.part) is not None
             and record.stepped != member._iteration
-            and (shape is None or shape == record.shape)
+            and (shape == record.shape or (shape is None and not part.flat))
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
