@@ -16,14 +16,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from ..engines import no_compiler
 
 WORD = 8
 
@@ -125,9 +125,7 @@ def _find(words: list[int], *wanted: int) -> int:
 @functools.cache
 def layout() -> Layout | None:
     """None where headers do not look as expected."""
-    if ctypes.sizeof(ctypes.c_void_p) != WORD or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
-        return None
-    if importlib.util.find_spec("numba") is None:
+    if ctypes.sizeof(ctypes.c_void_p) != WORD or no_compiler() is not None:
         return None
     with torch.inference_mode(False):
         t: Any = torch.zeros(2002, dtype=torch.float32, device="cpu")[3:1004].view(7, 11, 13)

@@ -10,6 +10,7 @@ from typing import Any
 
 from numba import cfunc, types
 
+from .cache import compiled
 from .native import int64_at
 
 WORD = 8
@@ -18,7 +19,7 @@ HEAD = 11  # words of a table before its rows
 ROW = 4  # words of a row before its fields
 
 
-@cfunc(types.int64(types.int64), cache=True)
+@compiled(cfunc, types.int64(types.int64))
 def _look(table):
     """The table: whether to record, the numbers of standing tensors, of gradients and of spans, seven offsets, a row per tensor,
     a word per gradient for what is found and one for what is known, the spans' starts, their ends."""
