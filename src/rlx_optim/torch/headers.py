@@ -97,8 +97,9 @@ class Plainly:
 # ---- where the fields are ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes: of the header in a Python tensor; of the storage, the first and last of the fields that describe, and the
-    offset in a header; of the address and the length in a storage."""
+    """Offsets in bytes: of the header in a Python tensor; in a header of the storage, of the first field that describes (the number
+    of dimensions; sizes and strides follow), of the last's end, of the storage's offset (the number of elements, type and device,
+    dispatch keys follow); of the address and the length in a storage."""
 
     header: int
     storage: int
@@ -139,7 +140,7 @@ def layout() -> Layout | None:
         found = Layout(header, _find(words, storage._cdata), first, offset + 4 * WORD, offset, data, length)
     except (StopIteration, AttributeError):
         return None
-    return found if found.storage < found.first < found.offset <= 160 else None
+    return found if found.storage < found.first == found.offset - 11 * WORD else None  # sizes and strides of five dimensions
 
 
 # ---- the look itself --------------------------------------------------------------------------------------------------------

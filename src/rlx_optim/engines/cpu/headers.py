@@ -17,6 +17,9 @@ WORD = 8
 INLINE = 5  # dimensions whose sizes stand in the header itself
 HEAD = 11  # words of a table before its rows
 ROW = 4  # words of a row before its fields
+TYPE_AND_DEVICE = (
+    1 << 40
+) - 1  # of the word that holds them: behind them are flags, which follow from the rest, and bits of nothing
 
 
 @compiled(cfunc, types.int64(types.int64))
