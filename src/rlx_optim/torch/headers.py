@@ -97,9 +97,9 @@ class Plainly:
 # ---- where the fields are ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes: of the header in a Python tensor; in a header of the storage, of the first field that describes (the number
-    of dimensions; sizes and strides follow), of the last's end, of the storage's offset (the number of elements, type and device,
-    dispatch keys follow); of the address and the length in a storage."""
+    """Offsets in bytes: of the header in a Python tensor; in a header of the storage, of the first field that describes (the
+    number of dimensions; sizes and strides follow), of the last's end, of the storage's offset (the number of elements, type and
+    device, dispatch keys follow); of the address and the length in a storage."""
 
     header: int
     storage: int
