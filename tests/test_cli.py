@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -127,6 +128,65 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run("doctor") == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_package_is_imported():
+    """As the installed program starts; the interrupt comes with one of its first modules."""
+    code = """
+        import sys
+        class Interrupt:
+            def find_spec(self, name, *rest):
+                if name == "rlx_optim.named": raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupt())
+        from rlx_optim_cli import main
+        sys.exit(main())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_program_is_the_command_line(capsys, monkeypatch):
+    import rlx_optim_cli
+
+    monkeypatch.setattr(sys, "argv", ["rlx-optim", "--version"])
+    assert rlx_optim_cli.main() == 0
+    assert capsys.readouterr().out == f"rlx-optim {rlx_optim.__version__}\n"
+
+
+# ---- stdout ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("argv", [("list",), ("info", "muon"), ("list", "--json"), ("info", "muon", "--json")], ids=" ".join)
+def test_a_stdout_that_is_not_utf_8(argv):
+    done = started(*argv, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    if "--json" in argv:
+        assert json.loads(done.stdout) == json.loads(started(*argv, PYTHONIOENCODING="utf-8").stdout)
+
+
+def redirected(*argv, to):
+    """Exit code and stderr of a command in a shell, with its stdout redirected."""
+    line = f"{sys.executable} -m rlx_optim.cli {' '.join(argv)} {to}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("argv", [("list",), ("info", "muon"), ("list", "--json")], ids=" ".join)
+def test_a_stdout_that_is_full_or_closed(argv):
+    full = (2, "rlx-optim: the output cannot be written: No space left on device\n")
+    assert redirected(*argv, to="> /dev/full") == full
+    assert redirected(*argv, to=">&-") == (0, "")
+
+
+def test_a_reader_that_goes_away():
+    assert redirected("info", "soap", to="| sleep 0; exit ${PIPESTATUS[0]}") == (141, "")
+
+
+def test_info_without_docstrings():
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "rlx_optim.cli", "info", "muon"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "rlx-optim: info reads docstrings, and python -OO takes them away; run it without -OO\n"
 
 
 # ---- list and info --------------------------------------------------------------------------------------------------------
@@ -314,6 +374,35 @@ def test_distance():
 def test_bad_options_of_parity(capsys):
     assert "nothing to compare" in refused(capsys, "parity", "--engines", "none", "--peers", "none")
     assert "must end in .json or .md" in refused(capsys, "parity", "--out", "table.txt")
+
+
+def test_parity_of_engines_that_are_not_here(capsys, monkeypatch):
+    """Nothing compared is nothing shown to be equal."""
+    monkeypatch.setitem(walks.ENGINES, "triton", dataclasses.replace(walks.ENGINES["triton"], missing=lambda: "no GPU"))
+    assert "nothing to compare: triton: no GPU" in refused(capsys, "parity", "--engines", "triton", "--peers", "none")
+    assert "no peer has lion" in refused(capsys, "parity", "--optimizers", "lion", "--engines", "none", "--peers", "torch")
+
+
+# ---- convert --------------------------------------------------------------------------------------------------------------
+def adamw_file(path, **how):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    torch.save(opt.state_dict(), path, **how)
+
+
+def test_convert_of_the_older_format_of_torch(tmp_path, capsys):
+    adamw_file(tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    found = printed(capsys, "convert", tmp_path / "old.pt", tmp_path / "a.safetensors")
+    assert (found["optimizers"], found["parameters"]) == (["adamw"], 2)
+
+
+def test_convert_of_another_optimizer_than_said(tmp_path, capsys):
+    adamw_file(tmp_path / "a.pt")
+    said = refused(capsys, "convert", tmp_path / "a.pt", tmp_path / "a.safetensors", "--optimizer", "sgd")
+    assert "its state (step, exp_avg, exp_avg_sq) is not SGD's; is it another optimizer's?" in said
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------------

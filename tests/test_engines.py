@@ -217,14 +217,12 @@ def test_compiled_code_is_cached_between_processes(tmp_path):
 
 
 def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    from rlx_optim.engines.cpu.kernels import cache_folder
+    from rlx_optim.engines.cpu.cache import cache_folder
 
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("RLX_OPTIM_CACHE", str(blocked / "below"))
-    folder = cache_folder()
-    assert folder.is_dir()
-    assert blocked not in folder.parents
+    assert cache_folder() is None
 
 
 def test_auto_falls_back_to_the_reference_and_says_so_once(monkeypatch):

@@ -290,6 +290,25 @@ def test_gradients_of_another_kind_are_seen(watch):
     assert made.addresses.tolist() == [moved.data_ptr()]  # what was refused left no trace
 
 
+def test_what_allocators_leave_in_a_header_is_not_looked_at():
+    """A header has bits that nobody sets."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+    p, grad = torch.ones(4, 4), torch.ones(4, 4)
+    made = headers.Compiled([p], [], [grad])
+    for byte in (0, 0xAB, 0xFF):
+        for size in range(160, 240, 16):
+            dirty = [libc.malloc(size) for _ in range(40)]
+            for place in dirty:
+                libc.memset(place, byte, size)
+            for place in dirty:
+                libc.free(place)
+        assert made.same([grad.clone()]) > 0
+
+
 def test_tensors_of_many_dimensions_go_the_plain_way():
     p = torch.ones(1, 2, 1, 2, 1, 2, 1)
     assert isinstance(headers.remembered([p], [], [torch.ones_like(p)]), headers.Plainly)

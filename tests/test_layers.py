@@ -46,7 +46,7 @@ MAY = {
     "stepping": {"engine", "spec"},
     "family": {"engine", "engines", "spec", "settings", "admission", "stepping"},
     "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
-    "curvature": {"engine", "optimizer", "admission", "stepping"},
+    "curvature": {"engine", "spec", "optimizer", "admission", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {

@@ -17,6 +17,8 @@ def check_array(owner: str, name: str, role: str, array: Any, writable: bool = F
     what = f"{owner}: {role} of {name!r}"
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, and a step would ignore the mask; pass .filled(0) or .data")
     if array.dtype != FLOAT32:
         raise TypeError(f"{what} must be float32, got {array.dtype}; convert it with .astype(np.float32)")
     if not array.flags.c_contiguous:

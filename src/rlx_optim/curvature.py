@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from . import admission
 from .engine import Bundle
 from .optimizer import NamedOptimizer
-from .stepping import scalars
+from .spec import Shape
+from .stepping import Record, scalars
 
 
 class CurvatureOptimizer(NamedOptimizer):
@@ -23,12 +25,12 @@ class CurvatureOptimizer(NamedOptimizer):
         known = self._records.get(name)
         if known is not None and wanted == (known.size,):
             wanted = known.shape  # flat, like a flat parameter
-        if known is not None and wanted != known.shape:
+        if known is not None and wanted != known.shape and not _open(known, wanted):
             raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
         _, record, why = self._lookup(name, wanted)
         if not self._passes([name], [estimate]):
             return
-        if known is None:
+        if record is not known:
             record.furnish(self._specs()[record.group], self._engine.allocate)
             self._records[name], self._why[name] = record, why
         if record.size:
@@ -43,3 +45,18 @@ class CurvatureOptimizer(NamedOptimizer):
             finally:
                 bundle.buffers["g"] = []
         record.counters["estimates"] += 1
+
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
+        """Where a flat estimate came first, the shape is said later."""
+        known = self._records.get(name)
+        if known is None or not _open(known, shape):
+            return super()._lookup(name, shape)
+        record = Record(name, shape, known.group)
+        record.counters = known.counters
+        record.state = {slot: buffer.reshape(shape) for slot, buffer in known.state.items()}
+        return self, record, self._why[name]
+
+
+def _open(record: Record, shape: Shape) -> bool:
+    """Whether a tensor that was not stepped yet, and came flat, may turn out to have this shape."""
+    return not record.t and record.shape == (record.size,) != shape and math.prod(shape) == record.size

@@ -148,8 +148,9 @@ class Member:
         plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
         if len(items) == 1 and parts:
             items[0].record.part = parts[0]
+            parts[0].flat = params[0].shape != items[0].record.shape
+        self._clock += 1  # first: should the step fail half-way, no earlier plan is good
         self._execute(plan, params, grads, scale)
-        self._clock += 1
         plan.stamp = self._stamp()
         return plan
 

@@ -1,16 +1,17 @@
 """Norms and clipping over gradients, in float64, that never touch the gradients.
 
-What is large is summed by the cpu engine, where numba is installed: once through the memory, on all threads.
+What is large is summed by the cpu engine, where it can run: once through the memory, on all threads.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+from .engines import no_compiler
 
 LARGE = 1 << 16  # elements from which the compiled sum pays
 
@@ -21,7 +22,7 @@ def _square_sum(arrays: Iterable[Any]) -> float:
         if array.dtype.kind not in "fiu":
             raise TypeError(f"an array of real numbers is needed, got {array.dtype}")
     simple = [a for a in given if a.flags.c_contiguous and a.flags.aligned and a.dtype in (np.float32, np.float64)]
-    if sum(a.size for a in simple) < LARGE or importlib.util.find_spec("numba") is None:
+    if sum(a.size for a in simple) < LARGE or no_compiler() is not None:
         simple = []
     rest = given if not simple else [a for a in given if not any(a is b for b in simple)]
     total = math.fsum(map(_in_pieces, rest))

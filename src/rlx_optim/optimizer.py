@@ -68,7 +68,8 @@ class NamedOptimizer(Member):
         check_engine(engine, precision)
         self._engine_choice = (engine, precision)
         self.nonfinite = nonfinite
-        self.otherwise = otherwise
+        self._joined = False  # whether it is the `otherwise` of another
+        self.__dict__["otherwise"] = otherwise
         if otherwise is not None:
             otherwise._join(self)
         self._iteration = self._skipped = 0
@@ -83,11 +84,16 @@ class NamedOptimizer(Member):
 
     def _join(self, owner: NamedOptimizer) -> None:
         """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
-        if self._records:
+        if self._joined:
+            raise ValueError(
+                f"{owner._owner}: otherwise={self!r} is already the otherwise of another optimizer, and each needs its own; "
+                "give a fresh one"
+            )
+        if any(member._records or member._iteration for member in self._family()):
             raise ValueError(f"{owner._owner}: otherwise has already stepped; give a fresh optimizer")
-        self._engine_choice = owner._engine_choice
-        if self.otherwise is not None:
-            self.otherwise._join(owner)
+        self._joined = True
+        for member in self._family():
+            member._engine_choice = owner._engine_choice
 
     # ---- hyperparameters as attributes ---------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +108,9 @@ class NamedOptimizer(Member):
             self._numbers.clear()
         elif name == "nonfinite" and value not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
-        elif not name.startswith("_") and name not in ("nonfinite", "otherwise"):
+        elif name == "otherwise":
+            raise AttributeError(f"{self._owner}: otherwise is given when the optimizer is made; make a new one")
+        elif not name.startswith("_") and name != "nonfinite":
             known = ", ".join([*self.spec.fields, "nonfinite"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
@@ -182,7 +190,7 @@ class NamedOptimizer(Member):
             record is not None
             and (part := record.part) is not None
             and record.stepped != member._iteration
-            and (shape is None or shape == record.shape)
+            and (shape == record.shape or (shape is None and not part.flat))
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
@@ -213,7 +221,8 @@ class NamedOptimizer(Member):
 
     def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float) -> bool:
         """Step by the plan of an earlier call if this call is certainly like it."""
-        if plan.stamp != self._stamp() or plan.watch is None or not len(params) == len(grads) == len(plan.names):
+        stamp = self._stamp()
+        if plan.stamp != stamp or plan.watch is None or not len(params) == len(grads) == len(plan.names):
             return False
         try:
             ps, gs = [params[name] for name in plan.names], [grads[name] for name in plan.names]
@@ -222,7 +231,9 @@ class NamedOptimizer(Member):
         if not plan.watch.admit(ps, gs):
             return False
         if self._passes(plan.names, gs):
+            plan.stamp = -1  # should the step fail half-way, the plan is not good
             self._execute(plan, ps, gs, scale)
+            plan.stamp = stamp
         return True
 
     def end_iteration(self) -> None:
@@ -243,8 +254,8 @@ class NamedOptimizer(Member):
     ) -> Path | None:
         """Write everything to a file that `rlx_optim.load` and every front end reads; a crash leaves the old file or the new one.
 
-        every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the newest so many;
-        for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
+        every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the so many written
+        last; for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
         """
         from .checkpoint import files, optimizers  # they import this module
 
@@ -265,7 +276,9 @@ class NamedOptimizer(Member):
     _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", *self._passing)}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_joined", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _plan=None, _numbers={}, _estimators={})
+        self.__dict__.update(state, _joined=False, _plan=None, _numbers={}, _estimators={})
+        if self.otherwise is not None:
+            self.otherwise._joined = True  # a copy of it alone is free

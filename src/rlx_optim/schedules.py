@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
+from typing import Any
 
 __all__ = ["constant", "cosine", "linear_warmup", "warmup_cosine", "warmup_stable_decay"]
 
 Schedule = Callable[[int], float]
 
 
-def _whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    return int(value)
 
 
-def _real(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value)):
+def _real(name: str, value: Any) -> float:
+    if not (isinstance(value, numbers.Real) and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +44,9 @@ class _Pieces:
 
     def __post_init__(self) -> None:
         for name in ("peak", "start", "end"):
-            _real(name, getattr(self, name))
+            object.__setattr__(self, name, _real(name, getattr(self, name)))  # a NumPy number's own arithmetic may be narrow
         for name in ("warmup", "stable", "decay"):
-            _whole(name, getattr(self, name), 0)
+            object.__setattr__(self, name, _whole(name, getattr(self, name), 0))
         if self.shape not in ("linear", "cosine"):
             raise ValueError(f"shape must be 'linear' or 'cosine', got {self.shape!r}")
 
@@ -70,13 +74,12 @@ def linear_warmup(peak: float, warmup: int, start: float = 0.0) -> Schedule:
 
 def cosine(peak: float, total: int, end: float = 0.0) -> Schedule:
     """Half a cosine from peak at iteration 0 to end at iteration `total`, then constant."""
-    _whole("total", total, 1)
-    return _Pieces(peak, decay=total, end=end, shape="cosine")
+    return _Pieces(peak, decay=_whole("total", total, 1), end=end, shape="cosine")
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, start: float = 0.0, end: float = 0.0) -> Schedule:
     """Linear warm-up, then half a cosine that reaches end at iteration `total`."""
-    _whole("total", total, 1)
+    total, warmup = _whole("total", total, 1), _whole("warmup", warmup, 0)
     if total <= warmup:
         raise ValueError(f"total must be greater than warmup, got total={total!r}, warmup={warmup!r}")
     return _Pieces(peak, warmup=warmup, decay=total - warmup, start=start, end=end, shape="cosine")

@@ -53,7 +53,7 @@ class Record:
 class Part:
     """One bundle and, in it, the cohorts whose numbers are taken once."""
 
-    __slots__ = ("bundle", "cohorts", "index", "owner", "records", "version")
+    __slots__ = ("bundle", "cohorts", "flat", "index", "owner", "records", "version")
 
     def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
         self.bundle, self.records, self.cohorts = bundle, records, cohorts
@@ -61,6 +61,7 @@ class Part:
         self.index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
         self.owner: Any = None  # the front end's own
         self.version = 0
+        self.flat = False  # the caller's arrays are, and say their shape beside them
 
 
 def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None) -> list[Part]:

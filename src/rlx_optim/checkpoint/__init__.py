@@ -45,8 +45,9 @@ def load_latest(
     allow_nan: bool = False,
     **callables: Any,
 ) -> NamedOptimizer:
-    """`load` of the newest file that verifies, in a folder or among those named by a path with {iteration} in it.
+    """`load` of the file written last, of those that verify, in a folder or among those named by a path with {iteration} in it.
 
-    A newer file that does not verify is warned about.
+    The order is that of writing, even where a clock went back or a run began anew in the same folder. A newer file that does not
+    verify is warned about.
     """
     return load(latest(where, allow_nan), engine=engine, precision=precision, allow_nan=allow_nan, **callables)

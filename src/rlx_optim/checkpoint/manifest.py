@@ -37,15 +37,15 @@ def number(value: Any) -> float:
     return int(value) if isinstance(value, (int, np.integer)) else float(value)
 
 
-def encode(snapshot: Snapshot) -> str:
-    """The manifest."""
+def encode(snapshot: Snapshot, after: int = 0) -> str:
+    """The manifest. It is dated now, but later than `after`, whatever the clock says."""
     version = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "")
     return json.dumps(
         {
             "format_version": VERSION,
             "written_by": f"rlx_optim {version}",
             "front_end": snapshot.front_end,
-            "saved_ns": time.time_ns(),
+            "saved_ns": max(time.time_ns(), after + 1),
             "iteration": snapshot.iteration,
             "skipped": snapshot.skipped,
             "nonfinite": snapshot.nonfinite,

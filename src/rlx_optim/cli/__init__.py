@@ -1,7 +1,8 @@
 """The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
 
 A command's file is imported when the command runs, and nothing heavy before. What the user did wrong is a `Problem`: one line on
-stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused; 130 interrupted.
+stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused, or the output cannot be written; 130
+interrupted; 141 nobody reads on.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ COMMANDS = {
     "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
 FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 and the number of the signal
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 
@@ -89,11 +91,10 @@ def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None
 
 def write_json(data: Any, path: Path | None = None) -> None:
     """Print data as JSON, or write it to a file; "-" is stdout."""
-    text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False)
     if path is None or str(path) == "-":
-        print(text)
+        print(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=not _unicode()))
     else:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
@@ -201,6 +202,23 @@ app = None if typer is None else _application()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code."""
+    try:
+        _tame_output()
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as problem:
+        if not isinstance(problem, BrokenPipeError):
+            where = problem.filename or "the output cannot be written"
+            print(f"rlx-optim: {where}: {problem.strerror or problem}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # so that nothing is left to fail when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED if isinstance(problem, BrokenPipeError) else 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
     if app is None:
         print('rlx-optim: the command line needs typer and rich: pip install "rlx-optim[cli]"', file=sys.stderr)
         return 2
@@ -211,5 +229,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error) if isinstance(error, Problem) else error.format_message()
         print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
+    except typer.Abort:
+        return INTERRUPTED
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # typer and rich would end with 1
+            raise ending.__context__ from None
+        raise
+
+
+def _tame_output() -> None:
+    """Where stdout is closed, print into the void; where it has not all our characters, print "?" for those."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if not _unicode():
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

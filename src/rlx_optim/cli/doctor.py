@@ -7,7 +7,6 @@ fails or gives another result, or if the cache cannot be written.
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,22 +45,23 @@ def check(engine: str) -> dict[str, Any]:
 
 def cache() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    if ENGINES["cpu"].missing() is not None:
-        return {"status": "not used", "why": "numba is not installed"}
-    folder: Path = importlib.import_module("rlx_optim.engines.cpu.kernels").cache_folder()
-    given = os.environ.get("RLX_OPTIM_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx_optim"
+    if (reason := ENGINES["cpu"].missing()) is not None:
+        return {"status": "not used", "why": reason}
+    kept = importlib.import_module("rlx_optim.engines.cpu.cache")
+    folder: Path | None = kept.cache_folder()
+    if folder is None:
+        base = kept.base()
+        why = "there is no home" if base is None else f"{base} cannot be written"
+        return {"status": "not writable", "why": f"{why}: kernels are compiled anew in every process"}
     files = [file for file in folder.rglob("*") if file.is_file()]
     told = {"folder": str(folder), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
-    if folder.is_relative_to(base):
-        return {"status": "writable", "why": "", **told}
-    return {"status": "not writable", "why": f"{base} cannot be written: kernels are compiled anew in every process", **told}
+    return {"status": "writable", "why": "", **told}
 
 
 def threading() -> str:
     """numba's threading layer. It starts with the first large step, so one is taken."""
-    if ENGINES["cpu"].missing() is not None:
-        return "numba is not installed"
+    if (reason := ENGINES["cpu"].missing()) is not None:
+        return reason
     import numpy as np
 
     from ..named import create

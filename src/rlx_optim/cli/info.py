@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ import typer
 from ..named import list_optimizers, spec_class
 from ..registry import ALIASES, OPTIMIZERS
 from ..spec import REQUIRED
-from . import one, write_json
+from . import Problem, one, write_json
 from .listing import entry
 
 #: how a part of a rule's docstring begins -> what it is
@@ -124,5 +125,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Explain one optimizer: idea, formulas, defaults, when to use it, what it costs."""
+    if sys.flags.optimize > 1:
+        raise Problem("info reads docstrings, and python -OO takes them away; run it without -OO")
     told = described(one("optimizer", name, list_optimizers(), ALIASES))
     write_json(told) if as_json else show(told)

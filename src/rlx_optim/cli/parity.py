@@ -121,6 +121,8 @@ def command(
     check_place("--out", out, (".json", ".md"))
     here = [engine for engine in places if ENGINES[engine].missing() is None]
     rivals = [peer for peer in PEERS if peer.optimizer in chosen and peer.library in libraries and installed(peer.library)]
+    if not here and not rivals:
+        raise Problem(f"there is nothing to compare: {'; '.join(absent(places, libraries)) or f'no peer has {optimizers}'}")
     rows: list[dict[str, Any]] = []
     with progress(len(chosen) * len(here) + len(rivals)) as tick:
         for name in chosen:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..curvature import CurvatureOptimizer
+from ..engines import no_compiler
 from ..named import create, spec_class
 
 Arrays = dict[str, np.ndarray]
@@ -155,8 +156,8 @@ def _torch(engine: str, device: str) -> Callable[[str, Settings, Problem], Array
 
 ENGINES = {
     "reference": Place(named, lambda: None, "NumPy in float64"),
-    "cpu": Place(_cpu("float32"), lambda: installed("numba"), "compiled by numba, float32"),
-    "cpu-float64": Place(_cpu("float64"), lambda: installed("numba"), "compiled by numba, float64"),
+    "cpu": Place(_cpu("float32"), no_compiler, "compiled by numba, float32"),
+    "cpu-float64": Place(_cpu("float64"), no_compiler, "compiled by numba, float64"),
     "torch": Place(_torch("torch", "cpu"), lambda: installed("torch"), "torch functions on CPU tensors"),
     "torch-cuda": Place(_torch("torch", "cuda"), no_gpu, "torch functions on CUDA tensors"),
     "triton": Place(_torch("triton", "cuda"), lambda: no_gpu("triton"), "compiled by Triton, CUDA tensors"),

@@ -26,11 +26,14 @@ def list_engines() -> list[str]:
 
 def check_engine(name: Any, precision: str) -> None:
     """Refuse what `get_engine` could not give, without importing anything."""
-    known = ", ".join(map(repr, ["auto", *list_engines()]))
-    if not isinstance(name, (str, Engine)):
-        raise TypeError(f"engine must be one of {known} or an Engine, got {name!r}")
-    if isinstance(name, str) and name != "auto" and name not in list_engines():
-        raise ValueError(f"unknown engine {name!r}; known are {known}")
+    fine = name in ("auto", *BUILT_IN) if isinstance(name, str) else isinstance(name, Engine)
+    if not fine:  # those of others are looked for only then: it takes long
+        known = list_engines()
+        listed = ", ".join(map(repr, ["auto", *known]))
+        if not isinstance(name, str):
+            raise TypeError(f"engine must be one of {listed} or an Engine, got {name!r}")
+        if name not in known:
+            raise ValueError(f"unknown engine {name!r}; known are {listed}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
 
@@ -41,18 +44,27 @@ def get_engine(name: Any = "auto", precision: str = "float32") -> Engine:
     return _engine(_automatic() if name == "auto" else name, precision) if isinstance(name, str) else name
 
 
+def no_compiler() -> str | None:
+    """Why the cpu engine cannot run here, and what to do; None where it can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install numba)"
+    if importlib.import_module("numba").config.DISABLE_JIT:
+        return "numba is told not to compile (unset NUMBA_DISABLE_JIT)"
+    return None
+
+
 @functools.cache
 def _automatic() -> str:
-    if importlib.util.find_spec("numba") is None:
-        warnings.warn(
-            "rlx_optim: numba is not installed: stepping on the slow reference engine (pip install numba)", stacklevel=5
-        )
-        return "reference"
-    return "cpu"
+    if (reason := no_compiler()) is None:
+        return "cpu"
+    warnings.warn(f"rlx_optim: stepping on the slow reference engine: {reason}", stacklevel=5)
+    return "reference"
 
 
 @functools.cache
 def _engine(name: str, precision: str) -> Engine:
+    if name == "cpu" and (reason := no_compiler()) is not None:
+        raise ValueError(f"engine 'cpu' cannot run: {reason}; engine='auto' steps without it")
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         make = getattr(importlib.import_module(module), attribute)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..engine import Engine
+from ..engines import no_compiler
 
 KNOWN = ("auto", "cpu", "torch", "triton")
 
@@ -32,10 +33,10 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = F
         return _triton(wanted, device, dtype)
     if device.type != "cpu":
         return _torch(device, dtype), f"no compiled engine for {device.type}"
-    if importlib.util.find_spec("numba") is None:
+    if (reason := no_compiler()) is not None:
         if wanted == "cpu":
-            raise ValueError("engine 'cpu' needs numba (pip install numba)")
-        return _torch(device, dtype), "numba is not installed"
+            raise ValueError(f"engine 'cpu' cannot run: {reason}")
+        return _torch(device, dtype), reason
     from ..engines.cpu import Cpu
 
     make: Any = Cpu

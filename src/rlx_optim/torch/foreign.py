@@ -9,6 +9,7 @@ A state dict holds neither the class nor, unless parameters were given with name
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}
 def read_state_dict(path: str | os.PathLike[str]) -> Any:
     """An optimizer's state dict out of a file of torch.save, or out of the training checkpoint in it. No pickle is executed."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as problem:  # torch has many ways to refuse a file
         raise CheckpointError(f"{path}: torch cannot read it with weights_only=True: {str(problem).splitlines()[0]}") from problem
     for key in (None, "optimizer", "optimizer_state_dict", "optim", "optimizer_state"):
@@ -90,7 +91,7 @@ def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None,
         raise
     except ValueError as problem:
         raise CheckpointError(str(problem)) from problem
-    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError) as problem:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as problem:
         raise CheckpointError(f"the state dict is not as torch makes it: {type(problem).__name__}: {problem}") from problem
 
 
@@ -188,8 +189,10 @@ def _shape(rule: str, state: Mapping[str, Any]) -> Shape:
     """A parameter's shape, which is that of its moments."""
     if torch.is_tensor(state.get("row_var")):
         return (*state["row_var"].shape[:-1], state["col_var"].shape[-1])
-    first = next(state[outside(rule, slot)] for slot in ("m", "v", "h") if torch.is_tensor(state.get(outside(rule, slot))))
-    return tuple(first.shape)
+    for slot in ("m", "v", "h"):
+        if torch.is_tensor(first := state.get(outside(rule, slot))):
+            return tuple(first.shape)
+    raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {OPTIMIZERS[rule][1]}'s; is it another optimizer's?")
 
 
 def _authors_soap(state: Mapping[str, Any]) -> dict[str, Any]:

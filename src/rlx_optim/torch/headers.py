@@ -16,14 +16,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from ..engines import no_compiler
 
 WORD = 8
 
@@ -97,8 +97,9 @@ class Plainly:
 # ---- where the fields are ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes: of the header in a Python tensor; of the storage, the first and last of the fields that describe, and the
-    offset in a header; of the address and the length in a storage."""
+    """Offsets in bytes: of the header in a Python tensor; in a header of the storage, of the first field that describes (the
+    number of dimensions; sizes and strides follow), of the last's end, of the storage's offset (the number of elements, type and
+    device, dispatch keys follow); of the address and the length in a storage."""
 
     header: int
     storage: int
@@ -125,9 +126,7 @@ def _find(words: list[int], *wanted: int) -> int:
 @functools.cache
 def layout() -> Layout | None:
     """None where headers do not look as expected."""
-    if ctypes.sizeof(ctypes.c_void_p) != WORD or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
-        return None
-    if importlib.util.find_spec("numba") is None:
+    if ctypes.sizeof(ctypes.c_void_p) != WORD or no_compiler() is not None:
         return None
     with torch.inference_mode(False):
         t: Any = torch.zeros(2002, dtype=torch.float32, device="cpu")[3:1004].view(7, 11, 13)
@@ -141,7 +140,7 @@ def layout() -> Layout | None:
         found = Layout(header, _find(words, storage._cdata), first, offset + 4 * WORD, offset, data, length)
     except (StopIteration, AttributeError):
         return None
-    return found if found.storage < found.first < found.offset <= 160 else None
+    return found if found.storage < found.first == found.offset - 11 * WORD else None  # sizes and strides of five dimensions
 
 
 # ---- the look itself --------------------------------------------------------------------------------------------------------

@@ -10,15 +10,18 @@ from typing import Any
 
 from numba import cfunc, types
 
+from .cache import compiled
 from .native import int64_at
 
 WORD = 8
 INLINE = 5  # dimensions whose sizes stand in the header itself
 HEAD = 11  # words of a table before its rows
 ROW = 4  # words of a row before its fields
+#: of the word that holds them; behind them are flags, which follow from the rest, and bits that nobody sets
+TYPE_AND_DEVICE = (1 << 40) - 1
 
 
-@cfunc(types.int64(types.int64), cache=True)
+@compiled(cfunc, types.int64(types.int64))
 def _look(table):
     """The table: whether to record, the numbers of standing tensors, of gradients and of spans, seven offsets, a row per tensor,
     a word per gradient for what is found and one for what is known, the spans' starts, their ends."""
@@ -42,9 +45,12 @@ def _look(table):
         if field[0] > INLINE:
             return 0
         for j in range(fields):
+            if 0 < j < offset and (j - 1) % INLINE >= field[0]:
+                continue  # the size or stride of a dimension that it has not
+            value = field[j] & TYPE_AND_DEVICE if j == offset + 2 else field[j]
             if record:
-                t[row + ROW + j] = field[j]
-            elif field[j] != t[row + ROW + j] and (k < n or j != offset):
+                t[row + ROW + j] = value
+            elif value != t[row + ROW + j] and (k < n or j != offset):
                 return 0
         held = int64_at(at + storage)[0]
         if held == 0:

@@ -1,8 +1,8 @@
 """From a rule to machine code: one generated loop per rule and layout, compiled by numba and cached on disk.
 
 A kernel is a C function over a table of addresses (tensor × array), a table of numbers (tensor × number) and a table of
-chunks. The source below is written to a file whose name holds a hash of everything that went into it, because numba caches by
-file; in it the rule stands as its author wrote it, and the vocabulary is imported from `native`.
+chunks. The source below is written to a file whose name holds a hash of its text, because numba caches by file; in it the rule
+stands as its author wrote it, and the vocabulary is imported from `native`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import inspect
 import os
 import sys
 import tempfile
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
-import numba
-
 from ... import vocabulary
 from ...engine import Rule, signature
-from . import native
+from .cache import kept
 
 #: columns of the chunk table
 CHUNK = ("tensor", "first", "last", "rows", "columns", "scratch")
@@ -121,7 +119,7 @@ F = {layout.arithmetic}
 @njit(error_model="numpy")
 {textwrap.dedent(inspect.getsource(rule))}
 
-@cfunc(void(int64, int64, int64, int64, int64, int64, int64), error_model="numpy", cache=True)
+@cfunc(void(int64, int64, int64, int64, int64, int64, int64), error_model="numpy", cache=__file__ is not None)
 def kernel(address, numbers, chunks, start, stop, partial, scratch):
     address_of = int64_at(address)
     for c in range(start, stop):
@@ -132,45 +130,34 @@ def kernel(address, numbers, chunks, start, stop, partial, scratch):
 '''
 
 
-def cache_folder() -> Path:
-    """RLX_OPTIM_CACHE, or the user's cache folder; a folder of this process alone where neither can be written."""
-    given = os.environ.get("RLX_OPTIM_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlx_optim"
-    folder = base / f"python{sys.version_info[0]}.{sys.version_info[1]}-numba{numba.__version__}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="rlx_optim-"))
-
-
-@functools.cache
-def _folder() -> Path:
-    return cache_folder()
-
-
-@functools.cache
-def _foundation() -> str:
-    """What every kernel rests on beside its own text."""
-    return f"{inspect.getsource(native)}{numba.__version__}"
-
-
 @functools.cache
 def compiled(rule: Rule, layout: Layout) -> Any:
     """The kernel of a rule; `.address` is what callers need."""
     text = source(rule, layout)
-    digest = hashlib.sha256((text + _foundation()).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     name = f"rlx_{rule.__module__.rpartition('.')[2]}_{rule.__name__}_{digest}"
-    path = _folder() / f"{name}.py"
-    if not path.exists() or path.read_text() != text:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)  # whole or not at all, whoever else writes it
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    return kept(lambda folder: _made(name, text, folder))
+
+
+def _made(name: str, text: str, folder: Path | None) -> Any:
+    """The kernel of a generated module, which is a file only where what is compiled from it can be kept."""
+    module = types.ModuleType(name)
+    module.__file__ = None
+    if folder is not None:
+        module.__file__ = str(path := folder / f"{name}.py")
+        if not path.exists() or path.read_text() != text:
+            _write(path, text)
     sys.modules[name] = module  # numba's cache looks the module up by name
-    spec.loader.exec_module(module)
+    exec(compile(text, module.__file__ or f"<{name}>", "exec"), module.__dict__)
     return module.kernel
+
+
+def _write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, path)  # whole or not at all, whoever else writes it
+        except BaseException:
+            os.unlink(file.name)
+            raise

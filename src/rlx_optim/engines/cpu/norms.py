@@ -15,6 +15,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from ... import threads
+from .cache import compiled
 from .native import float32_at, float64_at, int64_at, loose_add
 from .parallel import alone, may_spread, spread
 from .watch import address
@@ -23,7 +24,7 @@ PIECE = 1 << 15  # elements of a chunk
 WORTHWHILE = 1 << 18  # elements from which a second thread pays
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy")
 def _sum(x, n):
     found = 0.0
     for i in range(n):
@@ -32,7 +33,7 @@ def _sum(x, n):
     return found
 
 
-@cfunc(types.void(*[types.int64] * 7), cache=True)
+@compiled(cfunc, types.void(*[types.int64] * 7))
 def _kernel(table, numbers, chunks, first, last, partial, scratch):
     """Rows of the table: where a chunk starts, its length, its element's bytes."""
     row, out = int64_at(table), float64_at(partial)

@@ -16,20 +16,21 @@ import threading
 import numba as nb
 from numba import cfunc, njit, prange, types
 
+from .cache import compiled
 from .native import call, int64_at
 
 _lock = threading.Lock()
 _first_used_in: list[int] = []  # the process that started numba's threads
 
 
-@njit(types.void(*[types.int64] * 8), parallel=True, nogil=True, cache=True)
+@compiled(njit, types.void(*[types.int64] * 8), parallel=True, nogil=True)
 def _spread(kernel, address, numbers, chunks, bounds, pieces, partial, scratch):
     for k in prange(pieces):
         edge = int64_at(bounds)
         call(kernel, address, numbers, chunks, edge[k], edge[k + 1], partial, scratch)
 
 
-@cfunc(types.void(types.int64), cache=True)
+@compiled(cfunc, types.void(types.int64))
 def _alone(arguments):
     a = int64_at(arguments)
     call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])

@@ -8,13 +8,17 @@ for work. Small solves are a compiled loop on the calling thread.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import njit, types
+
+from .cache import compiled
 
 SMALL = 96  # rows below which a block is not split further
 
 
-@njit(error_model="numpy", cache=True, nogil=True)
 def _substitute(R, X):
     """X <- R^-T X in place, R upper triangular; rows of X contiguous."""
     n, columns = X.shape
@@ -27,11 +31,18 @@ def _substitute(R, X):
                 X[i, c] -= factor * X[j, c]
 
 
+@functools.cache
+def _substitution() -> Any:
+    """The loop, compiled when it is first needed."""
+    takes = [(types.Array(kind, 2, "C", readonly=True), types.Array(kind, 2, "C")) for kind in (types.float32, types.float64)]
+    return compiled(njit, [types.void(*each) for each in takes], error_model="numpy", nogil=True)(_substitute)
+
+
 def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
     """X <- R^-T X in place."""
     n = len(R)
     if n <= SMALL:
-        _substitute(np.ascontiguousarray(R), X)
+        _substitution()(np.ascontiguousarray(R), X)
         return
     k = n // 2
     solve_transposed(R[:k, :k], X[:k])

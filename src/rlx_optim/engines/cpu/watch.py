@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
+from .cache import compiled
 from .native import int32_at, int64_at
 
 # offsets into the header: type, data, number of dimensions, dimensions, element type, flags
@@ -26,17 +27,17 @@ READABLE, WRITABLE = 0x0001 | 0x0100, 0x0001 | 0x0100 | 0x0400  # C-contiguous a
 NDARRAY, FLOAT32 = id(np.ndarray), id(np.dtype(np.float32))
 
 
-@cfunc(types.int64(types.int64, types.int64), cache=True)
+@compiled(cfunc, types.int64(types.int64, types.int64))
 def _admit(table, n):
-    """0 unless all headers are as expected and no gradient lies in a parameter. Leaves the gradients' addresses in the table:
-    2 if one has moved, else 1.
+    """0, and nothing written, unless all headers are as expected and no gradient lies in a parameter. Else the version of the
+    gradients' addresses in the table, which are written and counted up only then: it moves when one of them does.
 
-    table: n ids of parameters, n of gradients, n parameter addresses, n gradient addresses (written), n numbers of dimensions,
-    n offsets into the dimensions, n parameter starts in order, n ends in that order, ids of ndarray and float32, dimensions.
+    table: n ids of parameters, n of gradients, n parameter addresses, n gradient addresses, n numbers of dimensions, n offsets
+    into the dimensions, n parameter starts in order, n ends in that order, ids of ndarray and float32, the version, dimensions.
     """
     t = int64_at(table)
-    ndarray, float32, dims = t[8 * n], t[8 * n + 1], 8 * n + 2
-    verdict = 1
+    ndarray, float32, dims = t[8 * n], t[8 * n + 1], 8 * n + 3
+    moved = 0
     for k in range(2 * n):
         i = k % n
         header = t[k]
@@ -58,8 +59,7 @@ def _admit(table, n):
             continue
         if t[3 * n + i] == data:
             continue
-        t[3 * n + i] = data
-        verdict = 2
+        moved = 1
         lo, hi = 0, n  # the first parameter that ends after the gradient starts
         while lo < hi:
             middle = (lo + hi) // 2
@@ -68,9 +68,12 @@ def _admit(table, n):
             else:
                 hi = middle
         if lo < n and size > 0 and t[6 * n + lo] < data + size:
-            t[3 * n + i] = 0  # not to be taken for checked next time
             return 0
-    return verdict
+    if moved:
+        for i in range(n):
+            t[3 * n + i] = int64_at(t[n + i] + DATA)[0]
+        t[8 * n + 2] += 1
+    return t[8 * n + 2]
 
 
 @functools.cache
@@ -95,11 +98,11 @@ class HeaderWatch:
         dims = [p.shape for p in params]
         offsets = itertools.accumulate((len(shape) for shape in dims[:-1]), initial=0)
         parts: list[Any] = [map(id, params), map(id, grads), starts, map(address, grads), map(len, dims), offsets]
-        parts += [(s for s, _ in spans), (e for _, e in spans), (NDARRAY, FLOAT32), (d for shape in dims for d in shape)]
+        parts += [(s for s, _ in spans), (e for _, e in spans), (NDARRAY, FLOAT32, 1), (d for shape in dims for d in shape)]
         self.table = np.array([int(value) for part in parts for value in part], np.int64)
         self.where = address(self.table)
         self.pair = (ctypes.c_int64 * 2).from_buffer(self.table.data)  # the ids of a single pair; faster than through NumPy
-        self.version = 0  # moves when a gradient does
+        self.version = 1  # of the gradients' addresses
         self.check = _quick()
         self.ids, self.params, self.grads = self.table[: 2 * n], self.table[2 * n : 3 * n], self.table[3 * n : 4 * n]
 
@@ -108,10 +111,10 @@ class HeaderWatch:
             self.pair[:] = [id(params[0]), id(grads[0])]
         else:
             self.ids[:] = [*map(id, params), *map(id, grads)]
-        verdict = self.check(self.where, self.n)
-        if verdict == 2:
-            self.version += 1
-        return verdict > 0  # type: ignore[no-any-return]
+        version = self.check(self.where, self.n)
+        if version:
+            self.version = version
+        return version > 0  # type: ignore[no-any-return]
 
 
 @functools.cache
