@@ -95,7 +95,7 @@ def test_eager_updates_leave_nothing_behind(name):
         for _ in range(n):
             _, state = tx.update(params, state, params, **extra)
         gc.collect()
-        return len(gc.get_objects()), signature.cache_info().currsize, sum(map(len, BOUND.values())), len(BOUND)
+        return len(gc.get_objects()), checked.cache_info().currsize, sum(map(len, BOUND.values())), len(BOUND)
 
     before = steps(22)  # two refreshes of SOAP's basis, three estimates of Sophia's
     after = steps(50)

@@ -11,6 +11,7 @@ import numpy as np
 from . import admission
 from .engine import Bundle
 from .optimizer import NamedOptimizer
+from .program import trace
 from .spec import Shape
 from .stepping import Record, scalars
 
@@ -38,10 +39,12 @@ class CurvatureOptimizer(NamedOptimizer):
             bundle = self._estimators.get(name)
             if bundle is None:
                 buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
-                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers)
+                program = trace(spec, record.slots, "observe")
+                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers, program)
             bundle.numbers, bundle.buffers["g"] = scalars(record, spec, self._numbers), [estimate]
+            bundle.program = trace(spec, record.slots, "observe")
             try:
-                self._engine.run(bundle, spec.observe)
+                self._engine.run(bundle)
             finally:
                 bundle.buffers["g"] = []
         record.counters["estimates"] += 1

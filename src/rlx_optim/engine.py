@@ -1,19 +1,16 @@
 """The engine protocol: what a place to run must offer, and what a rule may ask of it.
 
-The optimizer hands an engine *bundles*: tensors that are stepped together, their state, and the numbers of this step. The
-engine runs `update(engine, values)` of the bundle's spec once and leaves the results in the bundle's buffers. How it runs it is
-its own business. `ArrayEngine` does it with any library that looks like NumPy; a new engine usually starts from that class and
-overrides `map`, where the time goes.
+The optimizer hands an engine *bundles*: tensors that are stepped together, their state, the program of their update and the numbers
+of this step. The engine executes the program and leaves the results in the bundle's buffers; how is its own business. `ArrayEngine`
+does it with any library that looks like NumPy; a new engine usually starts from that class and overrides `apply`, where the time
+goes. Matrix rules have no program: their `update` is called with the engine itself, and stacks.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import inspect
 import math
-import textwrap
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +19,14 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from . import linalg, random, vocabulary
+from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
+from .program import Drop, Each, Pass, Program, Values, reduced_axis, trace
 from .spec import Shape, Slot, Spec
 
 Array = Any
-Rule = Callable[..., Any]
 
 
-# ---- rules ----------------------------------------------------------------------------------------------------------
-@functools.cache
-def signature(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names a rule takes and the names it returns. A returned name replaces the value it names."""
-    code = rule.__code__
-    tree = ast.parse(textwrap.dedent(inspect.getsource(rule)))
-    returned = next(node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
-    names = returned.elts if isinstance(returned, ast.Tuple) else [returned]
-    if not all(isinstance(name, ast.Name) for name in names):
-        raise TypeError(f"{rule.__module__}.{rule.__qualname__} must return names, not expressions")
-    return code.co_varnames[: code.co_argcount], tuple(name.id for name in names)  # type: ignore[union-attr]
-
-
+# ---- rules in an engine's words -----------------------------------------------------------------------------------------
 def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
     """A copy of a rule (or of a spec's `scalars`) whose vocabulary means `words`. The original is untouched."""
     copy = types.FunctionType(
@@ -58,38 +44,28 @@ def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
     return bind(function, {**helpers, **words})
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
-class Tensors(list[Array]):
-    """One array per tensor of a bundle; `drop` names the axes of the parameter that these arrays lack."""
-
-    def __init__(self, arrays: Sequence[Array], drop: tuple[int, ...] = ()):
-        super().__init__(arrays)
-        self.drop = drop
+def tupled(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:
+    """What a function of several results gave, or of one."""
+    return results if len(names) > 1 else (results,)
 
 
-class Values(dict[str, Any]):
-    """Everything an update may name: p, g, the state, the numbers. Never changed in place: `set` gives a new one."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def set(self, **values: Any) -> Values:
-        return Values({**self, **values})
+def without(shape: Shape, drop: Drop) -> Shape:
+    """A shape less some of its last two axes."""
+    return tuple(n for axis, n in zip(range(-len(shape), 0), shape, strict=True) if axis not in drop)
 
 
+# ---- bundles ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Bundle:
     """Tensors stepped together. Engines read `buffers` and write their results back into them.
 
     buffers: "p" and "g" (the caller's arrays, g never written) and one entry per slot, each a list with an array per tensor.
+    program: what is to be done; None for matrix rules, whose spec is asked.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
     t: the step count of this step; only of matrix bundles is it the same for all.
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
-    shot: set by an engine that, given the numbers and the scale, can repeat the update by itself (the watch has the arrays).
+    runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
     """
 
     spec: Spec
@@ -97,13 +73,14 @@ class Bundle:
     shapes: list[Shape]
     slots: dict[str, Slot]
     buffers: dict[str, Sequence[np.ndarray]]
+    program: Program | None = None
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     t: int = 0
     watch: Any = None
     index: Any = None
     plan: Any = None
-    shot: Callable[[Mapping[str, Any], float], None] | None = None
+    runner: Callable[[Mapping[str, Any], float], None] | None = None
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
@@ -125,8 +102,9 @@ class Engine(Protocol):
     def allocate(self, slot: Slot) -> np.ndarray:
         """A state buffer."""
 
-    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
-        """Run update on the bundle and leave the results in its buffers. A failure leaves them as they were."""
+    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+        """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Gives the counters of a
+        matrix rule, by name, among others."""
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         """A quick check that later arrays are as good as these, which have been checked; None: check anew each time."""
@@ -169,26 +147,37 @@ class ArrayEngine:
     def store(self, buffer: np.ndarray, value: Array) -> None:
         np.copyto(buffer, np.asarray(value).reshape(buffer.shape), casting="unsafe")
 
-    def values(self, bundle: Bundle) -> Values:
+    def loaded(self, bundle: Bundle) -> dict[str, list[Array]]:
+        """The buffers in this engine's arithmetic."""
         loaded = {name: [self.load(a) for a in arrays] for name, arrays in bundle.buffers.items()}
         for name in loaded.keys() & {"p", "g"}:  # the caller's may be flat
             loaded[name] = [a.reshape(shape) for a, shape in zip(loaded[name], bundle.shapes, strict=True)]
         if bundle.scale != 1.0:
             loaded["g"] = [g * bundle.scale for g in loaded["g"]]
-        if bundle.spec.matrix:
-            arrays: dict[str, Any] = {n: a[0][None] if len(a) == 1 else self.xp.stack(a) for n, a in loaded.items()}
-            return Values(arrays, **bundle.numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
-        slots = bundle.slots
-        arrays = {name: Tensors(each, slots[name].drop if name in slots else ()) for name, each in loaded.items()}
-        return Values(arrays, **bundle.numbers)
+        return loaded
 
-    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
+    def values(self, bundle: Bundle) -> Values:
+        """What a matrix rule sees."""
+        arrays: dict[str, Any] = {n: a[0][None] if len(a) == 1 else self.xp.stack(a) for n, a in self.loaded(bundle).items()}
+        return Values(arrays, **bundle.numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
+
+    def run(self, bundle: Bundle) -> Mapping[str, Any]:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
-            x = update(self, self.values(bundle))
-            for name in bundle.written():
-                for buffer, value in zip(bundle.buffers[name], x[name], strict=True):
+            if bundle.program is None:
+                x: Mapping[str, Any] = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)))
+                results = {name: x[name] for name in bundle.written()}
+            else:
+                x, program = {}, bundle.program
+                found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
+                results = {name: found[number] for name, number in program.buffers.items()}
+            for name, values in results.items():
+                for buffer, value in zip(bundle.buffers[name], values, strict=True):
                     self.store(buffer, value)
         return x
+
+    def moved(self, spec: Spec, x: Values) -> Values:
+        """The values of a matrix rule after its commit."""
+        return self.map(mover(spec, x), x)
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         return None
@@ -202,10 +191,11 @@ class ArrayEngine:
     def live(self, spec: Spec) -> str:
         return f"{type(self).__name__}: array by array in {np.dtype(self.dtype).name}"
 
-    # every update -------------------------------------------------------------------------------------------------
+    # programs -----------------------------------------------------------------------------------------------------
     @property
     def words(self) -> dict[str, Any]:
-        return {word: getattr(self.xp, word) for word in vocabulary.RULE if word != "rsqrt"} | {"rsqrt": vocabulary.rsqrt}
+        ours = ("rsqrt", "abs", "clamp")
+        return {word: getattr(vocabulary if word in ours else self.xp, word) for word in vocabulary.RULE}
 
     def bound(self, rule: Rule) -> Rule:
         """A rule in the words of this engine, made once."""
@@ -214,59 +204,115 @@ class ArrayEngine:
             mine[rule] = bind(rule, self.words)
         return mine[rule]
 
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        """Run a rule on every coordinate; its returned names replace or join the values.
+    def executed(
+        self, program: Program, shapes: Sequence[Shape], arrays: Mapping[str, Sequence[Array]], numbers: Mapping[str, Any]
+    ) -> dict[int, Any]:
+        """Every value of a program by its number: of an array a list with one per tensor, of a number one for all or one per tensor."""
+        found: dict[int, Any] = {}
+        for name, number in program.inputs.items():
+            if name in arrays or name in numbers:
+                found[number] = arrays[name] if name in arrays else numbers[name]
+        for step in program.steps:
+            if isinstance(step, Pass):
+                self.apply(program, step, shapes, found)
+            else:
+                self.number(step, found)
+        return found
 
-        A returned name in `reduce` is reduced instead: "norm" or "rms" over the tensor (one number each), "row_mean" and
-        "row_sum" over the last axis, "column_mean" over the one before it.
-        """
-        takes, gives = signature(rule)
-        values = [x[name] for name in takes]
-        f = self.bound(rule)
-        lists = [v for v in values if isinstance(v, Tensors)]
-        if not lists:
-            result = f(*values)
-            return x.set(**dict(zip(gives, result if len(gives) > 1 else (result,), strict=True)))
-        domain = tuple(d for d in lists[0].drop if all(d in v.drop for v in lists))
-        out: dict[str, list[Any]] = {name: [] for name in gives}
-        for i in range(len(lists[0])):
-            result = f(*(self.line_up(v, i, domain) for v in values))
-            for name, array in zip(gives, result if len(gives) > 1 else (result,), strict=True):
-                out[name].append(self.reduced(array, reduce[name]) if name in reduce else array)
-        return x.set(**{name: self.collected(each, domain, reduce.get(name)) for name, each in out.items()})
+    def number(self, step: Each, found: dict[int, Any]) -> None:
+        """A function on numbers, one per tensor."""
+        results = self.bound(step.function)(*(found[n] for n in step.takes))
+        found.update(zip(step.gives, tupled(results, step.gives), strict=True))
 
-    def line_up(self, value: Any, i: int, domain: tuple[int, ...]) -> Any:
-        if isinstance(value, Tensors):
-            missing = set(value.drop) - set(domain)
-            if missing == {-2} and -1 not in domain:
-                return value[i][..., None, :]
-            return value[i][(..., *[None] * len(missing))]
+    def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
+        """A pass over every coordinate of every tensor."""
+        stored: dict[int, list[Array]] = {n: [] for n, _ in step.stores}
+        raw: list[list[Array]] = [[] for _ in step.reduces]
+        for i, shape in enumerate(shapes):
+            local = {n: self.lined_up(found[n][i], program.drops[n], step.domain) for n in step.arrays}
+            local |= {n: self.one_number(found[n], i) for n in step.numbers}
+            results = self.bound(step.rule)(*(local[n] for n in step.takes))
+            local |= dict(zip(step.gives, tupled(results, step.gives), strict=True))
+            over = without(shape, step.domain)
+            for n in stored:
+                stored[n].append(self.spread(local[n], over))
+            for sums, (_, n, how) in zip(raw, step.reduces, strict=True):
+                sums.append(self.summed(self.spread(local[n], over), how))
+        found |= stored
+        found |= self.finished(step, shapes, raw)
+
+    @staticmethod
+    def lined_up(array: Array, drop: Drop, domain: Drop) -> Array:
+        """An array that lacks axes beside those that have them."""
+        missing = set(drop) - set(domain)
+        if missing == {-2} and -1 not in domain:
+            return array[..., None, :]
+        return array[(..., *[None] * len(missing))]
+
+    @staticmethod
+    def one_number(value: Any, i: int) -> Any:
         return value if np.ndim(value) == 0 else value[i]
 
-    def reduced(self, array: Array, kind: str) -> Any:
-        if kind in ("norm", "rms"):
-            norm = self.xp.sqrt((array * array).sum())
-            return norm if kind == "norm" else norm / math.sqrt(math.prod(array.shape))
-        axis = -2 if kind == "column_mean" else -1
-        total = array.sum(axis)
-        return total if kind == "row_sum" else total / array.shape[axis]
+    def spread(self, value: Any, shape: Shape) -> Array:
+        """A result over all coordinates, where a rule gave one for many."""
+        return value if getattr(value, "shape", None) == shape else self.xp.broadcast_to(self.xp.asarray(value), shape)
 
-    def collected(self, each: list[Any], domain: tuple[int, ...], kind: str | None) -> Any:
-        if kind in ("norm", "rms"):
-            return self.xp.stack(each)
-        if kind is None:
-            return Tensors(each, domain)
-        if kind == "column_mean":
-            return Tensors(each, (*domain, -2))
-        return Tensors(each, (*domain, -2 if -1 in domain else -1))
+    def summed(self, array: Array, how: Reduction) -> Array:
+        """A reduction before it is finished: the largest, or the sum of values or squares."""
+        array = array * array if how.squared else array
+        if how.largest:
+            return array.max() if how.axis is None else array.max(how.axis)
+        return array.sum() if how.axis is None else array.sum(how.axis)
 
-    def each(self, function: Rule, x: Values) -> Values:
-        """Run a function on numbers, one per tensor; its returned names replace or join the values."""
-        takes, gives = signature(function)
-        result = self.bound(function)(*(x[name] for name in takes))
-        return x.set(**dict(zip(gives, result if len(gives) > 1 else (result,), strict=True)))
+    def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
+        """Reductions by the number of their result: of rows and columns a list, of tensors one number each, of all of them one."""
+        out: dict[int, Any] = {}
+        for (result, _, how), sums in zip(step.reduces, raw, strict=True):
+            counts = [counted(shape, step.domain, how) for shape in shapes]
+            if how.everything:
+                together = self.xp.stack(list(sums))
+                out[result] = self.rooted(together.max() if how.largest else together.sum(), how, sum(counts))
+            elif how.axis is None:
+                out[result] = self.rooted(self.xp.stack(list(sums)), how, self.column(counts))
+            else:
+                out[result] = [self.rooted(each, how, n) for each, n in zip(sums, counts, strict=True)]
+        return out
+
+    def column(self, values: Sequence[float]) -> Any:
+        """One number per tensor."""
+        return np.asarray(values, np.float64)
+
+    def rooted(self, value: Any, how: Reduction, count: Any) -> Any:
+        value = value / count if how.mean else value
+        return self.xp.sqrt(value) if how.root else value
 
     # matrix updates: every array is a stack ---------------------------------------------------------------------------
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        """Run a rule on every coordinate of stacks; its returned names replace or join the values. One that is reduced is left with
+        axes of length 1, so that it lines up with the stack."""
+        takes, gives = signature(rule)
+        results = self.bound(rule)(*(x[name] for name in takes))
+        return x.set(**self.reduced(dict(zip(gives, tupled(results, gives), strict=True)), reduce))
+
+    def reduced(self, results: dict[str, Any], reduce: Mapping[str, str]) -> dict[str, Any]:
+        for name, kind in reduce.items():
+            if kind not in REDUCTIONS or name not in results or REDUCTIONS[kind].everything:
+                known = [each for each, how in REDUCTIONS.items() if not how.everything]
+                raise LanguageError(f"{name}={kind!r}: a rule's result may be reduced by {', '.join(known)}")
+            X, how = results[name], REDUCTIONS[kind]
+            if how.axis is None:
+                each, count = self.summed(X.reshape(X.shape[0], -1), dataclasses.replace(how, axis=-1)), math.prod(X.shape[1:])
+                results[name] = self.rooted(each, how, count).reshape(-1, *[1] * (X.ndim - 1))
+            else:
+                each = self.rooted(self.summed(X, how), how, X.shape[how.axis])
+                results[name] = each[..., None] if how.axis == -1 else each[..., None, :]
+        return results
+
+    def each(self, function: Rule, x: Values) -> Values:
+        """Run a function on numbers; its returned names replace or join the values."""
+        takes, gives = signature_of_numbers(function)
+        return x.set(**dict(zip(gives, tupled(self.bound(function)(*(x[name] for name in takes)), gives), strict=True)))
+
     def norm(self, X: Array, order: float = 2) -> Array:
         """One number per tensor, broadcastable: 2-norm, or the largest |entry| (NaN if there is one)."""
         flat = X.reshape(X.shape[0], -1)
@@ -365,3 +411,22 @@ class ArrayEngine:
 
     def concatenate(self, arrays: tuple[Array, ...]) -> Array:
         return self.xp.concatenate(arrays)
+
+
+def counted(shape: Shape, domain: Drop, how: Reduction) -> int:
+    """How many coordinates a reduction is over."""
+    if how.axis is None:
+        return math.prod(without(shape, domain))
+    return shape[reduced_axis(domain, how)]
+
+
+def mover(spec: Spec, x: Mapping[str, Any]) -> Rule:
+    """The commit of a matrix rule as one rule of p, u and numbers."""
+    (step,) = commit_program(spec, x).steps
+    assert isinstance(step, Pass)
+    return step.rule
+
+
+def commit_program(spec: Spec, x: Mapping[str, Any]) -> Program:
+    """What moves p along a direction that is there."""
+    return trace(spec, {}, "move", {name: x.get(name) for name in spec.committed})

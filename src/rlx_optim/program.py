@@ -1,53 +1,47 @@
 """Programs: an update as data. `trace` runs a spec's `update` and `commit` once, on names instead of arrays, and keeps what they do.
 
-A program is a tuple of steps. A `Pass` goes once over the coordinates of every tensor: it loads arrays, applies one or several rules
-in registers, stores and reduces. An `Each` is a function of numbers, one per tensor. Values are known by number, so what is read and
+A program is a tuple of steps. A `Pass` goes once over the coordinates of every tensor: it loads arrays, applies a rule (or several,
+made one) in registers, stores and reduces. An `Each` is a function of numbers, one per tensor. Values are known by number, so what is read and
 when is settled here: engines execute, they do not interpret names. What could mean different things on different engines (a value
 read after it was overwritten, a result that is dropped, an unknown reduction) is refused.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
 import dataclasses
 import functools
+import hashlib
+import itertools
+import linecache
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
+from . import vocabulary
+from .language import REDUCTIONS, LanguageError, Reduction, Rule, checked, signature, signature_of_numbers
 from .spec import Shape, Slot, Spec
 
 Drop = tuple[int, ...]  # which of the parameter's last two axes an array lacks
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A rule on values, by their numbers."""
+class Pass:
+    """A rule, once over the coordinates of every tensor. domain: the axes that these coordinates lack.
+
+    takes and gives: the values that are the rule's arguments and results. arrays and numbers: what of `takes` is which. stores:
+    (value, place), the place a buffer's name, or the value's own number for scratch. reduces: (result, value, how).
+    """
 
     rule: Rule
     takes: tuple[int, ...]
     gives: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """Once over the coordinates of every tensor. domain: the axes that these coordinates lack.
-
-    arrays and numbers: what is read. stores: (value, place), the place a buffer's name, or the value's own number for scratch.
-    reduces: (result, value, how).
-    """
-
-    calls: tuple[Call, ...]
     domain: Drop
     arrays: tuple[int, ...]
     numbers: tuple[int, ...]
     stores: tuple[tuple[int, str | int], ...]
     reduces: tuple[tuple[int, int, Reduction], ...]
-
-    @property
-    def whole(self) -> bool:
-        """It measures nothing: a part of a tensor is as good as the whole."""
-        return not self.reduces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Each:
     gives: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """inputs: the number of each value there is at first, by name: "p", "g", the slots, the numbers. drops: of every array, by number.
     buffers: where p and the slots end up, by name. given: what else the caller may ask for at the end, by name."""
@@ -219,10 +213,10 @@ class Recorder:
             stores.append((value.number, name if home else value.number))
             if home:
                 self.current[name] = value.number
-        call = Call(rule, tuple(v.number for v in values), tuple(value.number for value in results.values()))
+        into, out = tuple(v.number for v in values), tuple(value.number for value in results.values())
         read = tuple(dict.fromkeys(v.number for v in arrays))
         numbers = tuple(dict.fromkeys(v.number for v in values if not v.is_array))
-        self.steps.append(Pass((call,), domain, read, numbers, tuple(stores), tuple(reduces)))
+        self.steps.append(Pass(rule, into, out, domain, read, numbers, tuple(stores), tuple(reduces)))
         return x.set(**given)
 
     def each(self, function: Rule, x: Values) -> Values:
@@ -235,66 +229,70 @@ class Recorder:
         return x.set(**results)
 
 
-def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step") -> Program:
+def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Mapping[str, Any] | None = None) -> Program:
     """The program of a spec for tensors with these slots.
 
-    what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "observe", the second
-    update of those that take estimates.
+    what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit alone, of
+    a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars` gives, where it
+    is known already.
     """
+    numbers = spec.scalars(1, spec.counters()) if numbers is None else numbers
     key = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
-        _traced[key] = _trace(spec, slots, what)
+        _traced[key] = _trace(spec, slots, what, numbers)
     return _traced[key]
 
 
 _traced: dict[Any, Program] = {}
 
 
-def _trace(spec: Spec, slots: Mapping[str, Slot], what: str) -> Program:
+def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str, Any]) -> Program:
     E = Recorder(type(spec).__name__)
-    arrays = {name: E.symbol(name, slot.drop) for name, slot in slots.items()}
-    inputs = Values({"p": E.symbol("p", ()), "g": E.symbol("g", ()), **arrays})
-    E.current = {name: value.number for name, value in inputs.items() if name != "g"}
-    numbers = {name: None if value is None else E.symbol(name, None) for name, value in spec.scalars(1, spec.counters()).items()}
+    arrays, second = {name: E.symbol(name, slot.drop) for name, slot in slots.items()}, "u" if what == "move" else "g"
+    inputs = Values({"p": E.symbol("p", ()), second: E.symbol(second, ()), **arrays})
+    E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
+    numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    x = spec.observe(E, x) if what == "observe" else spec.commit(E, spec.update(E, x))  # type: ignore[attr-defined]
+    if what == "observe":
+        x = spec.observe(E, x)
+    else:
+        x = spec.commit(E, x if what == "move" else spec.update(E, x))
     if not isinstance(x, Values):
         raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
-    if what == "step":
+    if what in ("step", "move"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
         if x[name].number != number:
             raise LanguageError(f"{E.title}.update loses what a map gave for {name!r}; return the values that the last map gave")
     wanted = {"change": x.change.number} if what == "change" else {}
-    steps = _fused(E.steps, set(wanted.values()))
+    names = {number: value.name for number, value in E.symbols.items()}
+    steps = _fused(E.steps, set(wanted.values()), names)
     buffers = {name: number for name, number in E.current.items() if number != inputs[name].number}
     known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
     drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
-    return Program(tuple(steps), known, drops, buffers, wanted, {n: s.name for n, s in E.symbols.items()})
+    return Program(tuple(steps), known, drops, buffers, wanted, names)
 
 
-def subtract(p: Any, change: Any) -> Any:
+def subtract(p, change):  # type: ignore[no-untyped-def]
     p = p - change
     return p
 
 
 # ---- passes that can be one ----------------------------------------------------------------------------------------------------
-def _fused(steps: Iterable[Pass | Each], wanted: set[int]) -> list[Pass | Each]:
+def _fused(steps: Iterable[Pass | Each], wanted: set[int], names: Mapping[int, str]) -> list[Pass | Each]:
     """Neighbours over the same coordinates become one pass, and what nobody reads from memory afterwards is not stored."""
-    joined: list[Pass | Each] = []
+    groups: list[list[Any]] = []
     for step in steps:
-        last = joined[-1] if joined else None
-        if isinstance(step, Pass) and isinstance(last, Pass) and _may_join(last, step):
-            joined[-1] = _join(last, step)
+        if isinstance(step, Pass) and groups and all(isinstance(each, Pass) and _may_join(each, step) for each in groups[-1]):
+            groups[-1].append(step)
         else:
-            joined.append(step)
+            groups.append([step])
+    read = [{n for each in group if isinstance(each, Pass) for n in each.arrays} for group in groups]
     out: list[Pass | Each] = []
-    for i, step in enumerate(joined):
-        if isinstance(step, Pass):
-            later = {n for each in joined[i + 1 :] if isinstance(each, Pass) for n in each.arrays} | wanted
-            kept = tuple((n, place) for n, place in step.stores if isinstance(place, str) or n in later)
-            step = dataclasses.replace(step, stores=kept)
-        out.append(step)
+    for i, group in enumerate(groups):
+        later = set().union(*read[i + 1 :]) | wanted
+        out.append(_joined(group, later, names) if isinstance(group[0], Pass) else group[0])
     return out
 
 
@@ -303,10 +301,64 @@ def _may_join(first: Pass, second: Pass) -> bool:
     return first.domain == second.domain and not reduced & {*second.arrays, *second.numbers}
 
 
-def _join(first: Pass, second: Pass) -> Pass:
-    made = {n for call in first.calls for n in call.gives}
-    arrays = tuple(dict.fromkeys((*first.arrays, *(n for n in second.arrays if n not in made))))
-    later = {place: n for n, place in second.stores}
-    stores = tuple((n, place) for n, place in first.stores if place not in later or isinstance(place, int)) + second.stores
-    numbers = tuple(dict.fromkeys((*first.numbers, *second.numbers)))
-    return Pass((*first.calls, *second.calls), first.domain, arrays, numbers, stores, (*first.reduces, *second.reduces))
+def _joined(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pass:
+    """later: what is read from memory afterwards."""
+    made = {n for step in steps for n in step.gives}
+    arrays = tuple(dict.fromkeys(n for step in steps for n in step.arrays if n not in made))
+    numbers = tuple(dict.fromkeys(n for step in steps for n in step.numbers))
+    places = {place: n for step in steps for n, place in step.stores}  # the last to be stored in a buffer
+    stores = tuple((n, place) for place, n in places.items() if isinstance(place, str) or n in later)
+    reduces = tuple(each for step in steps for each in step.reduces)
+    takes, gives = (*arrays, *numbers), (*(n for n, _ in stores), *(n for _, n, _ in reduces))
+    if len(steps) == 1 and gives == steps[0].gives:
+        return dataclasses.replace(steps[0], stores=stores)
+    rule = _chained([(step.rule, step.takes, step.gives) for step in steps], takes, gives, names)
+    return Pass(rule, takes, gives, steps[0].domain, arrays, numbers, stores, reduces)
+
+
+def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: Mapping[int, str]) -> Rule:
+    """Rules one after the other as one, with a text of its own: compilers start from that. Every value gets a name of its own."""
+    known: dict[int, str] = {}
+    taken: set[str] = set(vocabulary.SCALARS)
+
+    def fresh(name: str) -> str:
+        found = next(each for each in itertools.chain([name], (f"{name}{k}" for k in itertools.count(2))) if each not in taken)
+        taken.add(found)
+        return found
+
+    for n in takes:
+        known[n] = fresh(names[n])
+    lines = []
+    for rule, into, out in calls:
+        text = checked(rule)
+        local = {name: known[n] for name, n in zip(text.takes, into, strict=True)}
+        for statement in text.tree.body:
+            if isinstance(statement, ast.Assign):
+                value = ast.unparse(_Renamed(local).visit(copy.deepcopy(statement.value)))
+                (target,) = statement.targets
+                local[target.id] = fresh(target.id)  # type: ignore[attr-defined]
+                lines.append(f"    {local[target.id]} = {value}")  # type: ignore[attr-defined]
+        known |= {n: local[name] for name, n in zip(text.gives, out, strict=True)}
+    results = []
+    last = {names[n]: n for n in gives}  # a result keeps its own name, if it is the last to have it
+    for n in gives:
+        name = names[n] if last[names[n]] == n else fresh(names[n]) if known[n] in results else known[n]
+        if name != known[n]:
+            lines.append(f"    {name} = {known[n]}")
+        results.append(name)
+    title = fresh("_then_".join(rule.__name__ for rule, _, _ in calls))
+    text = f"def {title}({', '.join(known[n] for n in takes)}):\n" + "\n".join(lines) + f"\n    return {', '.join(results)}\n"
+    file = f"<rlx_optim {title} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"__name__": calls[0][0].__module__} | {word: getattr(vocabulary, word) for word in vocabulary.RULE}
+    exec(compile(text, file, "exec"), scope)
+    made: Rule = scope[title]
+    return made
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, names: Mapping[str, str]):
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.names.get(node.id, node.id), node.ctx)

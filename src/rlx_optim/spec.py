@@ -185,6 +185,17 @@ def like(shape: Shape, *names: str) -> dict[str, Slot]:
     return {name: Slot(shape) for name in names}
 
 
+# ---- the commit -----------------------------------------------------------------------------------------------------
+def shrinking(p, u, shrink, step):  # type: ignore[no-untyped-def]
+    change = shrink * p + step * u
+    return change
+
+
+def stepping(u, step):  # type: ignore[no-untyped-def]
+    change = step * u
+    return change
+
+
 # ---- the optimizer --------------------------------------------------------------------------------------------------
 class Spec(abc.ABC):
     """A frozen set of hyperparameters and the update they parametrise. Subclasses are the files in `rules/`."""
@@ -198,10 +209,8 @@ class Spec(abc.ABC):
     branches: ClassVar[bool] = False
     #: it takes estimates of the Hessian's diagonal, through a second update `observe`
     observes: ClassVar[bool] = False
-    #: it measures whole tensors (norms, means), so that a part of a tensor does not know enough
-    reduces: ClassVar[bool] = False
-    #: of a `matrix` rule: the one map that reads p, given the update by the name u
-    moves: ClassVar[Callable[..., Any] | None] = None
+    #: the numbers that its `commit` reads
+    committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
     #: the optimizer for tensors this one does not take; None where it takes all
     otherwise_default: ClassVar[Otherwise | None] = None
 
@@ -269,16 +278,20 @@ class Spec(abc.ABC):
 
     @abc.abstractmethod
     def update(self, E: Any, x: Any) -> Any:
-        """The step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the structural
-        fields alone: everything else reaches the rule through `scalars`."""
+        """The direction u of a step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the
+        structural fields alone: everything else reaches the rule through `scalars`."""
+
+    def commit(self, E: Any, x: Any) -> Any:
+        """How far p moves along u: `change`, which is then taken from p, once a step. step and shrink are numbers of the rule."""
+        return E.map(shrinking if x.get("shrink") is not None else stepping, x)
+
+    def observe(self, E: Any, x: Any) -> Any:
+        """The second update of those that take estimates (`observes`): the estimate comes as x.g."""
+        raise self.refuse("it takes no estimates")
 
     def work(self, shape: Shape) -> int:
         """About how many operations a step of such a tensor takes: what tensors are shared out by."""
         return math.prod(shape)
-
-    def sums(self, shape: Shape, dim: int) -> tuple[int, ...]:
-        """How many numbers each measurement of a tensor adds up over ranks, one after the other, if axis `dim` is cut."""
-        return ()
 
     def advice(self, counters: Mapping[str, float]) -> str | None:
         """What to warn about once, if a tensor is stepped with these counters."""

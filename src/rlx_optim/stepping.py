@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .engine import Bundle, Engine
+from .program import trace
 from .spec import Shape, Slot, Spec
 
 
@@ -111,32 +112,25 @@ def run_part(
     bundle, cohorts = part.bundle, part.cohorts
     first = cohorts[0][0]
     spec = bundle.spec = specs[first.group]
-    if bundle.shot is not None and len(cohorts) == 1:
-        now = scalars(first, spec, numbers)
-        bundle.shot(now, scale)
-        for record in cohorts[0]:
-            record.t += 1
-            if record.counters:
-                record.counters |= {name: now[name] for name in record.counters if name in now}
-        return
-    if len(cohorts) == 1:
-        each: tuple[dict[str, Any], ...] = (scalars(first, spec, numbers),)
-        bundle.numbers = each[0]
-    else:
-        each = tuple(scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts)
-        bundle.numbers = _columns(part, each)
-    bundle.t, bundle.scale = first.t + 1, scale
+    each = tuple([scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts])
+    bundle.numbers, bundle.t, bundle.scale = each[0] if len(each) == 1 else _columns(part, each), first.t + 1, scale
+    if bundle.program is None and not spec.matrix:
+        bundle.program = trace(spec, bundle.slots, numbers=each[0])
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
+    counts: Any = {}
     try:
-        x = engine.run(bundle, spec.update)
+        if bundle.runner is not None:
+            bundle.runner(bundle.numbers, scale)
+        else:
+            counts = engine.run(bundle)
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
     for cohort, now in zip(cohorts, each, strict=True):
         for record in cohort:
             record.t += 1
             if record.counters:
-                source = x if spec.matrix else now
+                source = counts if spec.matrix else now
                 record.counters |= {name: source[name] for name in record.counters if name in source}
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import linalg
-from ..engine import ArrayEngine, Rule, Tensors, bind_all
+from ..engine import ArrayEngine, bind_all
+from ..language import Rule
 
 Array = Any
 
@@ -42,6 +43,8 @@ WORDS: dict[str, Any] = {
     "maximum": jnp.maximum,
     "exp": jnp.exp,
     "log": _log,
+    "abs": jnp.abs,
+    "clamp": lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high),
     "less_power": _less_power,
 }
 
@@ -71,24 +74,6 @@ class Zero(float):
         return self
 
 
-class Moving:
-    """A parameter under way: p − x is kept as the change −x, which need not read p and is not rounded to the grid of p."""
-
-    def __init__(self, start: Array, change: Array = 0.0):
-        self.start, self.change, self.shape = start, change, start.shape
-
-    def __sub__(self, x: Any) -> Moving:
-        return Moving(self.start, self.change - x)
-
-    def __jax_array__(self) -> Array:
-        return self.start + self.change
-
-    def __mul__(self, x: Any) -> Array:
-        return self.__jax_array__() * x
-
-    __rmul__ = __mul__
-
-
 @functools.cache
 def engine_in(dtype: Any) -> Jax:
     """The engine of an arithmetic."""
@@ -108,10 +93,12 @@ class Jax(ArrayEngine):
     def words(self) -> dict[str, Any]:
         return WORDS
 
-    def line_up(self, value: Any, i: int, domain: tuple[int, ...]) -> Any:
-        if isinstance(value, Tensors) and not value.drop:
-            return value[i]
-        return Zero() if type(value) is float and value == 0 else super().line_up(value, i, domain)
+    @staticmethod
+    def one_number(value: Any, i: int) -> Any:
+        return Zero() if type(value) is float and value == 0 else ArrayEngine.one_number(value, i)
+
+    def column(self, values: Any) -> Any:
+        return jnp.asarray(values, self.dtype)
 
     def eigh(self, L: Array) -> Array:
         L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor

@@ -7,21 +7,21 @@ float64 parameters; bfloat16 and float16 parameters and gradients are widened on
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import linalg, vocabulary
-from ..engine import ArrayEngine, Bundle, Rule, Tensors, Values, bind, signature
+from ..engine import ArrayEngine, Bundle, bind, tupled, without
+from ..language import Reduction, Rule
+from ..program import Each, Pass, Program
 from ..spec import Shape, Slot, Spec
 
-Number = float | list[float]
-
-
 class Many:
-    """A list of tensors that a rule can compute with. A number beside it is a float or one float per tensor."""
+    """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`."""
 
     __slots__ = ("each",)
     __array_priority__ = 1000  # a NumPy number on the left must not take over
@@ -30,7 +30,7 @@ class Many:
         self.each = list(each)
 
     def _with(self, name: str, other: Any) -> Many:
-        return Many(getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, Many) else other))
+        return Many(getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, Many) else _plain(other)))
 
     def __add__(self, other: Any) -> Many:
         return self._with("add", other)
@@ -45,10 +45,13 @@ class Many:
         return self._with("div", other)
 
     def __rsub__(self, other: Any) -> Many:
-        return Many(torch._foreach_neg(self.each)) + other
+        return -self + other
 
     def __rtruediv__(self, other: Any) -> Many:
         return Many(torch._foreach_reciprocal(self.each)) * other
+
+    def __neg__(self) -> Many:
+        return Many(torch._foreach_neg(self.each))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -56,51 +59,114 @@ class Many:
 class Numbers(list[float]):
     """One number per tensor, where they differ: what a scalar is to a single tensor."""
 
-    def __neg__(self) -> Numbers:
-        return Numbers(-x for x in self)
-
-    def __gt__(self, other: Any) -> list[bool]:  # type: ignore[override]
-        return [x > other for x in self]
-
-    def __add__(self, other: Any) -> Any:
-        return other + self
-
-    def __mul__(self, other: Any) -> Any:
-        return Numbers(x * other for x in self) if isinstance(other, float) else other * self
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _sqrt(x: Many) -> Many:
-    return Many(torch._foreach_sqrt(x.each))
+def _plain(number: Any) -> Any:
+    return list(number) if isinstance(number, Numbers) else float(number)
 
 
-def _rsqrt(x: Many) -> Many:
-    return Many(torch._foreach_reciprocal(torch._foreach_sqrt(x.each)))
+def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of floats on `Numbers`, tensor by tensor; where a Many is among its arguments, it is for the other."""
+
+    def apply(*values: Any) -> Any:
+        if any(isinstance(value, Many) for value in values):
+            return NotImplemented
+        n = next(len(value) for value in values if isinstance(value, Numbers))
+        rows = zip(*(value if isinstance(value, Numbers) else [value] * n for value in values), strict=True)
+        return Numbers(function(*row) for row in rows)
+
+    return apply
 
 
-def _sign(x: Many) -> Many:
+for _name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne"):
+    setattr(Numbers, f"__{_name}__", _numbers(getattr(operator, _name)))
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Numbers, f"__r{_name}__", _numbers(lambda a, b, do=getattr(operator, _name): do(b, a)))
+Numbers.__neg__ = _numbers(operator.neg)  # type: ignore[attr-defined]
+Numbers.__and__, Numbers.__or__ = _numbers(operator.and_), _numbers(operator.or_)  # type: ignore[attr-defined]
+
+
+def _compared(name: str) -> Callable[[Many, Any], Many]:
+    def compare(self: Many, other: Any) -> Many:
+        return Many([getattr(operator, name)(t, value) for t, value in zip(self.each, _each(other, len(self.each)), strict=True)])
+
+    return compare
+
+
+def _each(value: Any, n: int) -> Sequence[Any]:
+    """One for each tensor."""
+    return value.each if isinstance(value, Many) else value if isinstance(value, Numbers) else [value] * n
+
+
+for _name in ("lt", "gt", "le", "ge", "eq", "ne", "and_", "or_"):
+    setattr(Many, f"__{_name.strip('_')}__", _compared(_name))
+    setattr(Many, f"__r{_name.strip('_')}__", _compared(_name))
+
+
+def _number(name: str) -> Callable[[Any], Any]:
+    """A word on one value: a list of tensors, or numbers."""
+
+    def apply(x: Any) -> Any:
+        if isinstance(x, Many):
+            return Many(getattr(torch, f"_foreach_{name}")(x.each))
+        return _numbers(getattr(vocabulary, name))(x) if isinstance(x, Numbers) else getattr(vocabulary, name)(x)
+
+    return apply
+
+
+def _rsqrt(x: Any) -> Any:
+    return 1.0 / LISTS["sqrt"](x)
+
+
+def _sign(x: Any) -> Any:
+    if not isinstance(x, Many):
+        return _number("sign")(x)
     return Many([torch.where(t.isnan(), t, t.sign()) for t in x.each])
 
 
-def _bound(name: str) -> Callable[[Any, Any], Many]:
-    def bound(a: Any, b: Any) -> Many:
+def _bound(name: str) -> Callable[[Any, Any], Any]:
+    def bound(a: Any, b: Any) -> Any:
         many, other = (a, b) if isinstance(a, Many) else (b, a)
-        return many._with(name, other)
+        if isinstance(many, Many):
+            return many._with("clamp_max" if name == "minimum" else "clamp_min", other)
+        function = getattr(vocabulary, name)
+        return _numbers(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
 
     return bound
 
 
-def _where(condition: Any, yes: Many, no: Many) -> Many:
-    flags = condition if isinstance(condition, list) else [condition] * len(yes.each)
-    return Many([y if flag else n for flag, y, n in zip(flags, yes.each, no.each, strict=True)])
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    lists = [value for value in (condition, yes, no) if isinstance(value, Many)]
+    if not lists:
+        sides = (condition, yes, no)
+        return _numbers(vocabulary.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
+    n = len(lists[0].each)
+    rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
+    like = (yes if isinstance(yes, Many) else no if isinstance(no, Many) else None)
+    dtype = torch.get_default_dtype() if like is None else like.each[0].dtype
+    return Many([_either_of(flag, y, z, dtype) for flag, y, z in rows])
 
 
-LISTS = {
-    "sqrt": _sqrt,
+def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype) -> torch.Tensor:
+    if torch.is_tensor(flag):
+        return torch.where(flag, yes, no).to(dtype)
+    chosen = yes if flag else no
+    return chosen if torch.is_tensor(chosen) else torch.full_like(next(v for v in (yes, no) if torch.is_tensor(v)), chosen)
+
+
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    return LISTS["minimum"](LISTS["maximum"](x, low), high)
+
+
+LISTS: dict[str, Callable[..., Any]] = {
+    **{name: _number(name) for name in ("sqrt", "exp", "log", "abs")},
     "rsqrt": _rsqrt,
     "sign": _sign,
     "where": _where,
-    "minimum": _bound("clamp_max"),
-    "maximum": _bound("clamp_min"),
+    "minimum": _bound("minimum"),
+    "maximum": _bound("maximum"),
+    "clamp": _clamp,
 }
 
 
@@ -123,6 +189,10 @@ STACKS = {
     "where": torch.where,
     "minimum": _extreme("min"),
     "maximum": _extreme("max"),
+    "exp": torch.exp,
+    "log": torch.log,
+    "abs": torch.abs,
+    "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
 }
 
 
@@ -154,7 +224,7 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
 NUMBERS: dict[str, Any] = {
     **STACKS,
-    **{name: _either(name) for name in ("sqrt", "rsqrt", "sign", "exp", "log")},
+    **{name: _either(name) for name in ("sqrt", "rsqrt", "sign", "exp", "log", "abs")},
     "where": _choose,
     "less_power": _less_power,
 }
@@ -169,7 +239,6 @@ class Torch(ArrayEngine):
     def __init__(self, device: Any = "cpu", dtype: torch.dtype = torch.float32):
         self.device, self.dtype = torch.device(device), dtype
         self._lists: dict[Rule, Rule] = {}
-        self._stacks: dict[Rule, Rule] = {}
 
     def live(self, spec: Spec) -> str:
         return f"torch: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, batched by foreach"
@@ -193,53 +262,52 @@ class Torch(ArrayEngine):
     def finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
 
-    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
+    def run(self, bundle: Bundle) -> Mapping[str, Any]:
         with torch.no_grad():
-            return super().run(bundle, update)
+            return super().run(bundle)
 
-    # every update ----------------------------------------------------------------------------------------------------
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        takes, gives = signature(rule)
-        values = [x[name] for name in takes]
-        lists = [v for v in values if isinstance(v, Tensors)]
-        if not lists:
-            if rule not in self._stacks:
-                self._stacks[rule] = bind(rule, STACKS)
-            result = self._stacks[rule](*values)
-            return x.set(**dict(zip(gives, result if len(gives) > 1 else (result,), strict=True)))
-        if rule not in self._lists:
-            self._lists[rule] = bind(rule, LISTS)
-        domain = tuple(d for d in lists[0].drop if all(d in v.drop for v in lists))
-        result = self._lists[rule](*(self._listed(value, domain, len(lists[0])) for value in values))
-        out = {}
-        for name, many in zip(gives, result if len(gives) > 1 else (result,), strict=True):
-            kind = reduce.get(name)
-            each = many.each if kind is None else [self.reduced(t, kind) for t in many.each]
-            out[name] = self.collected(each, domain, kind)
-        return x.set(**out)
-
-    def _listed(self, value: Any, domain: tuple[int, ...], n: int) -> Any:
-        if isinstance(value, Tensors):
-            return Many([self.line_up(value, i, domain) for i in range(n)])
-        if torch.is_tensor(value) and value.ndim:  # a reduction, on the device: no waiting for it
-            return Many(list(value.to(self.dtype)))
-        return float(value) if isinstance(value, (int, float)) or not value.ndim else Numbers(value.tolist())
-
-    def each(self, function: Rule, x: Values) -> Values:
-        numbers = {
-            n: torch.as_tensor(v, dtype=torch.float64, device=self.device) for n, v in x.items() if n in signature(function)[0]
-        }
-        return x.set(**{n: v for n, v in super().each(function, x.set(**numbers)).items() if n in signature(function)[1]})
-
+    # programs --------------------------------------------------------------------------------------------------------
     @property
     def words(self) -> dict[str, Any]:
         return STACKS
 
-    def reduced(self, array: torch.Tensor, kind: str) -> Any:
-        if kind in ("norm", "rms"):
-            norm = torch.linalg.vector_norm(array.double())
-            return norm if kind == "norm" else norm / math.sqrt(array.numel())
-        return super().reduced(array, kind)
+    def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
+        if step.rule not in self._lists:
+            self._lists[step.rule] = bind(step.rule, LISTS)
+        local = {n: Many([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
+        local |= {n: self._number(found[n]) for n in step.numbers}
+        results = tupled(self._lists[step.rule](*(local[n] for n in step.takes)), step.gives)
+        over = [without(shape, step.domain) for shape in shapes]
+        given = {
+            n: [self.spread(t, shape) for t, shape in zip(_each(value, len(over)), over, strict=True)]
+            for n, value in zip(step.gives, results, strict=True)
+        }
+        found |= {n: given[n] for n, _ in step.stores}
+        found |= self.finished(step, shapes, [[self.summed(t, how) for t in given[n]] for _, n, how in step.reduces])
+
+    def _number(self, value: Any) -> Any:
+        if torch.is_tensor(value):  # a reduction, on the device: no waiting for it
+            return Many(list(value.to(self.dtype))) if value.ndim else value.to(self.dtype)
+        return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
+
+    def spread(self, value: Any, shape: Shape) -> torch.Tensor:
+        value = torch.as_tensor(value, dtype=self.dtype, device=self.device)
+        return value if tuple(value.shape) == shape else value.broadcast_to(shape)
+
+    def number(self, step: Each, found: dict[int, Any]) -> None:
+        there = {n: torch.as_tensor(found[n], dtype=torch.float64, device=self.device) for n in step.takes}
+        super().number(step, there)
+        found.update({n: there[n] for n in step.gives})
+
+    def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
+        if how.axis is None:  # one number: in float64
+            wide = array.double()
+            return wide.max() if how.largest else (wide * wide).sum() if how.squared else wide.sum()
+        array = array * array if how.squared else array
+        return array.amax(how.axis) if how.largest else array.sum(how.axis)
+
+    def column(self, values: Sequence[float]) -> Any:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
     def norm(self, X: torch.Tensor, order: float = 2) -> torch.Tensor:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import random
-from ..engine import Tensors, Values
 from ..engines.jax_ import engine_in, traceable
+from ..program import trace
 from ..spec import integer
 from .places import is_traced
 from .transform import NO_PARAMS, RuleState, Transform, arithmetic
@@ -54,8 +54,9 @@ def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callab
     out = []
     for old, u, hu in zip(tree.flatten_up_to(h), signs, jax.tree.leaves(product), strict=True):
         dtype = arithmetic(old)
-        values = Values({"h": Tensors([old]), "g": Tensors([u.astype(dtype) * hu.astype(dtype)])}, **numbers)
-        out.append(spec.observe(engine_in(dtype), values)["h"][0])
+        program = trace(spec, spec.slots(old.shape), "observe", numbers)
+        arrays = {"h": [old], "g": [u.astype(dtype) * hu.astype(dtype)]}
+        out.append(engine_in(dtype).executed(program, [old.shape], arrays, numbers)[program.buffers["h"]][0])
     return tree.unflatten(out)
 
 

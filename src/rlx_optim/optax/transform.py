@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from ..admission import listed
-from ..engine import Tensors, Values
-from ..engines.jax_ import Moving, engine_in, traceable
+from ..engines.jax_ import engine_in, traceable
+from ..program import Values, trace
 from ..routing import report
 from ..spec import Shape, Slot, Spec, integer
 from .places import Member, Place, admitted, path_name, reason_by_name
@@ -157,13 +157,11 @@ class Transform:
                 (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
                 for i in indices
             ]
-            before = (stack_of if member.kind.matrix else lists_of)(leaves, dtype)
-            before = before.set(**numbers, t=state.count + 1, seed=spec.values().get("seed"))
+            step = _matrix_step if member.kind.matrix else _program_step
             with exact_products(member.kind):
-                x = traceable(member.kind.update)(spec, engine_in(dtype), before)
-            x = x.set(p=x.p - before.p if member.kind.matrix else Tensors([jnp.broadcast_to(p.change, p.shape) for p in x.p]))
+                x = step(spec, leaves, dtype, numbers, state.count + 1)
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
-                updates[i] = back.pop("p").astype(ps[i].dtype)
+                updates[i] = -back.pop("change").astype(ps[i].dtype)
                 for name in back.keys() & set(self.names):
                     slots[name][i] = back.pop(name)
                 factors[i] = back
@@ -182,39 +180,46 @@ def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
 Leaf = tuple[Place, dict[str, Any]]  # p, g and the slots by name
 
 
-def lists_of(leaves: list[Leaf], dtype: Any) -> Values:
-    """A list with an array per tensor; the tensors of a stacked leaf one by one, as some rules measure each."""
-    out: dict[str, Any] = {"p": Tensors([]), "g": Tensors([])}
-    out |= {name: Tensors([], slot.drop) for name, slot in leaves[0][0].slots.items()}
-    for place, arrays in leaves:
-        for name, tensors in out.items():
+def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
+    """Lists with an array per tensor; the tensors of a stacked leaf one by one, as some rules measure each."""
+    slots = leaves[0][0].slots
+    program = trace(spec, slots, "change", numbers)
+    arrays: dict[str, list[Any]] = {name: [] for name in ("p", "g", *slots)}
+    shapes: list[Shape] = []
+    for place, given in leaves:
+        shapes += [place.inner] * len(place.names)
+        for name, tensors in arrays.items():
             shape = place.slots[name].shape if name in place.slots else place.inner
-            array = arrays[name].astype(dtype)
-            each = list(array.reshape(-1, *shape)) if place.axes else [array]
-            tensors.extend(map(Moving, each) if name == "p" else each)
-    return Values(out)
+            array = given[name].astype(dtype)
+            tensors.extend(list(array.reshape(-1, *shape)) if place.axes else [array])
+    found = engine_in(dtype).executed(program, shapes, arrays, numbers)
+    ends = {name: found[program.buffers[name]] if name in program.buffers else arrays[name] for name in slots}
+    return Values(ends, **numbers, change=found[program.given["change"]])
 
 
-def stack_of(leaves: list[Leaf], dtype: Any) -> Values:
+def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
     """Arrays whose first axis counts tensors."""
     ((place, arrays),) = leaves
     out = {name: arrays[name].astype(dtype).reshape(-1, *place.inner) for name in ("p", "g")}
     out |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
-    return Values(out, names=place.names)
+    E = engine_in(dtype)
+    x = Values(out, names=place.names, **numbers, t=t, seed=spec.values().get("seed"))
+    x = traceable(type(spec).update)(spec, E, x)
+    return traceable(type(spec).commit)(spec, E, x)
 
 
 def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:
-    """p and the slots of each leaf, in the shapes that they came with."""
+    """The change of p and the slots of each leaf, in the shapes that they came with."""
     first = 0
     for place in places:
-        shapes = {"p": place.inner} | {name: slot.shape for name, slot in place.slots.items()}
+        shapes = {"change": place.inner} | {name: slot.shape for name, slot in place.slots.items()}
         last = first + len(place.names)
         yield {name: gathered(x[name], first, last).reshape((*place.stack, *shape)) for name, shape in shapes.items()}
         first = last
 
 
 def gathered(value: Any, first: int, last: int) -> Any:
-    if not isinstance(value, Tensors):
+    if not isinstance(value, list):
         return value
     return value[first] if last - first == 1 else jnp.stack(value[first:last])
 

@@ -73,15 +73,9 @@ def measure(p, g, row_factor, col_factor, top):
     return size, pace
 
 
-def descend(p, g, row_factor, col_factor, top, shrink, step):
-    p = p - (shrink * p + step * (g * minimum(row_factor * col_factor, top)))
-    return p
-
-
-def glide(p, g, m, row_factor, col_factor, top, shrink, step, beta1, alpha1):
-    m = beta1 * m + alpha1 * (step * (g * minimum(row_factor * col_factor, top)))
-    p = p - (shrink * p + m)
-    return p, m
+def direction(g, row_factor, col_factor, top):
+    u = g * minimum(row_factor * col_factor, top)
+    return u
 
 
 # the second moment elementwise ---------------------------------------------------------------------------------------
@@ -92,15 +86,16 @@ def measure_whole(p, g, v, eps1, beta2, alpha2, top):
     return v, size, pace
 
 
-def descend_whole(p, g, v, top, shrink, step):
-    p = p - (shrink * p + step * (g * minimum(rsqrt(v), top)))
-    return p
+def direction_whole(g, v, top):
+    u = g * minimum(rsqrt(v), top)
+    return u
 
 
-def glide_whole(p, g, v, m, top, shrink, step, beta1, alpha1):
-    m = beta1 * m + alpha1 * (step * (g * minimum(rsqrt(v), top)))
-    p = p - (shrink * p + m)
-    return p, m
+# momentum averages what p would move by, and is that itself -----------------------------------------------------------
+def glide(m, u, step, beta1, alpha1):
+    m = beta1 * m + alpha1 * (step * u)
+    u = m
+    return u, m
 
 
 # the step, one number a tensor ---------------------------------------------------------------------------------------
@@ -132,8 +127,6 @@ class Adafactor(Spec):
     scale_parameter: bool = flag(True)
     convention: str = choice("paper", "torch", "rlx")
 
-    reduces = True
-
     def check(self):
         if self.convention != "paper" and self.beta1 is not None:
             raise self.refuse(f"beta1 has no place in convention {self.convention!r}; got beta1={self.beta1!r}")
@@ -164,7 +157,7 @@ class Adafactor(Spec):
         relative = 1 / sqrt(t)
         numbers = {"beta1": self.beta1, "alpha1": None if self.beta1 is None else 1 - self.beta1, "eps2": eps2}
         numbers |= {"beta2": 1 - alpha2, "alpha2": alpha2, "eps1": eps1, "least": 0.0, "top": HUGE}
-        numbers |= {"clip": 1 / self.clip_threshold, "weight_decay": self.weight_decay, "fixed_decay": 0.0}
+        numbers |= {"clip": 1 / self.clip_threshold, "weight_decay": self.weight_decay, "fixed_decay": 0.0, "one": 1.0}
         if self.convention == "torch":
             lr = 1e-2 if self.lr is None else self.lr
             numbers |= {"base": minimum(lr, relative), "unscaled": 0.0, "eps1": 0.0, "least": eps1}
@@ -177,23 +170,17 @@ class Adafactor(Spec):
             numbers |= {"least": eps1, "top": reciprocal(math.sqrt(eps1)), "clip": self.clip_threshold}
         return numbers
 
-    def sums(self, shape, dim):
-        if not self.factored(shape):
-            return (2,)
-        matrices, place = math.prod(shape[:-2]), dim - len(shape)
-        over = {-1: shape[-2], -2: shape[-1]}.get(place, 0)  # row sums, or column sums
-        return matrices * over, matrices * (place == -2), 2
-
     def update(self, E, x):
-        glides = self.beta1 is not None
         if "row" not in x:
             x = E.map(measure_whole, x, size="rms", pace="rms")
-            return E.map(glide_whole if glides else descend_whole, E.each(scaled_step, x))
-        x = E.map(squares, x, row_mean="row_mean", col_mean="column_mean")
-        x = E.map(average_rows, x, total="row_sum" if self.convention == "rlx" else "row_mean")
-        x = E.map(row_factors, E.map(average_columns, x))
-        x = E.map(measure, x, size="rms", pace="rms")
-        return E.map(glide if glides else descend, E.each(scaled_step, x))
+            x = E.map(direction_whole, E.each(scaled_step, x))
+        else:
+            x = E.map(squares, x, row_mean="row_mean", col_mean="column_mean")
+            x = E.map(average_rows, x, total="row_sum" if self.convention == "rlx" else "row_mean")
+            x = E.map(row_factors, E.map(average_columns, x))
+            x = E.map(measure, x, size="rms", pace="rms")
+            x = E.map(direction, E.each(scaled_step, x))
+        return x if self.beta1 is None else E.map(glide, x).set(step=x.one)
 
 
 def reciprocal(eps):

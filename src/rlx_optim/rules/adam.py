@@ -26,21 +26,21 @@ from ..spec import Spec, betas, flag, like, real
 from ..vocabulary import less_power, maximum, sqrt
 
 
-def adam(p, g, m, v, decay, step, beta1, alpha1, beta2, alpha2, root, eps):
+def adam(p, g, m, v, decay, beta1, alpha1, beta2, alpha2, root, eps):
     g = g + decay * p
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = p - step * m / (sqrt(v) * root + eps)
-    return p, m, v
+    u = m / (sqrt(v) * root + eps)
+    return u, m, v
 
 
-def amsgrad(p, g, m, v, vmax, decay, step, beta1, alpha1, beta2, alpha2, root, eps):
+def amsgrad(p, g, m, v, vmax, decay, beta1, alpha1, beta2, alpha2, root, eps):
     g = g + decay * p
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
     vmax = maximum(vmax, v)
-    p = p - step * m / (sqrt(vmax) * root + eps)
-    return p, m, v, vmax
+    u = m / (sqrt(vmax) * root + eps)
+    return u, m, v, vmax
 
 
 class Adam(Spec):

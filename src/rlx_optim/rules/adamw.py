@@ -24,19 +24,19 @@ from ..spec import Spec, betas, flag, like, real
 from ..vocabulary import less_power, maximum, sqrt
 
 
-def adamw(p, g, m, v, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
+def adamw(g, m, v, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = p - (shrink * p + step * m / (sqrt(v) * root + eps))
-    return p, m, v
+    u = m / (sqrt(v) * root + eps)
+    return u, m, v
 
 
-def amsgrad(p, g, m, v, vmax, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
+def amsgrad(g, m, v, vmax, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
     vmax = maximum(vmax, v)
-    p = p - (shrink * p + step * m / (sqrt(vmax) * root + eps))
-    return p, m, v, vmax
+    u = m / (sqrt(vmax) * root + eps)
+    return u, m, v, vmax
 
 
 class AdamW(Spec):

@@ -44,11 +44,6 @@ def average(m, g, beta, alpha):
     return m
 
 
-def descend(p, u, lr, decay):
-    p = p - lr * (u + decay * p)
-    return p
-
-
 class KronPSGD(Spec):
     """lr: how far to step along the whitened momentum, whose rms is at most 1.1.
     beta1: how much of the momentum is kept a step.
@@ -80,7 +75,6 @@ class KronPSGD(Spec):
     probe: object = function()
 
     matrix = True
-    moves = staticmethod(descend)
     branches = True
 
     def diagonal(self, dims):
@@ -107,7 +101,7 @@ class KronPSGD(Spec):
         return {"counter": 0}
 
     def scalars(self, t, counters):
-        return {"beta": self.beta1, "alpha": 1 - self.beta1, "lr": self.lr}
+        return {"beta": self.beta1, "alpha": 1 - self.beta1, "step": self.lr, "shrink": self.lr * self.weight_decay}
 
     def work(self, shape):
         size, diagonal = math.prod(shape), self.diagonal(shape)
@@ -160,6 +154,5 @@ class KronPSGD(Spec):
         u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
         u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
-        decay = self.weight_decay if x.p.ndim > 2 else 0.0
-        x = E.map(descend, x.set(u=u, decay=decay))
-        return x.set(counter=counter, **{f"q{i}": f for i, f in q.items()})
+        shrink = x.shrink if x.p.ndim > 2 else 0.0
+        return x.set(u=u, shrink=shrink, counter=counter, **{f"q{i}": f for i, f in q.items()})

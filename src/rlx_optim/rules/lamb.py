@@ -43,9 +43,9 @@ def trust(size, pace, lr, trust_clip):
     return step
 
 
-def descend(p, m, v, step, first, decay, root, eps):
-    p = p - step * (first * m / (sqrt(v) * root + eps) + decay * p)
-    return p
+def direction(p, m, v, first, decay, root, eps):
+    u = first * m / (sqrt(v) * root + eps) + decay * p
+    return u
 
 
 class Lamb(Spec):
@@ -63,8 +63,6 @@ class Lamb(Spec):
     weight_decay: float = real(0.01)
     bias_correction: bool = flag(True)
     trust_clip: float | None = real(None, open_low=True, infinite=True, optional=True)
-
-    reduces = True
 
     def structure(self):
         return ()
@@ -90,9 +88,6 @@ class Lamb(Spec):
             "eps": self.eps,
         }
 
-    def sums(self, shape, dim):
-        return (2,)
-
     def update(self, E, x):
         x = E.map(measure, x, size="norm", pace="norm")
-        return E.map(descend, E.each(trust, x))
+        return E.map(direction, E.each(trust, x))

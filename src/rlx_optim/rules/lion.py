@@ -21,10 +21,10 @@ from ..spec import Spec, betas, like, real
 from ..vocabulary import sign
 
 
-def lion(p, g, m, shrink, lr, beta1, alpha1, beta2, alpha2):
-    p = p - (shrink * p + lr * sign(beta1 * m + alpha1 * g))
+def lion(g, m, beta1, alpha1, beta2, alpha2):
+    u = sign(beta1 * m + alpha1 * g)
     m = beta2 * m + alpha2 * g
-    return p, m
+    return u, m
 
 
 class Lion(Spec):
@@ -45,7 +45,7 @@ class Lion(Spec):
         beta1, beta2 = self.betas
         return {
             "shrink": self.lr * self.weight_decay,
-            "lr": self.lr,
+            "step": self.lr,
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,

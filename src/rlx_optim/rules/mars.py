@@ -37,20 +37,20 @@ def clipping(length, clip_norm):
     return clip
 
 
-def adamw(p, g, m, v, prev, gain, clip, shrink, step, beta1, alpha1, beta2, alpha2, root, eps):
+def adamw(g, m, v, prev, gain, clip, beta1, alpha1, beta2, alpha2, root, eps):
     c = clip * (g + gain * (g - prev))
     m = beta1 * m + alpha1 * c
     v = beta2 * v + alpha2 * c * c
-    p = p - (shrink * p + step * m / (sqrt(v) * root + eps))
+    u = m / (sqrt(v) * root + eps)
     prev = g
-    return p, m, v, prev
+    return u, m, v, prev
 
 
-def lion(p, g, m, prev, gain, clip, shrink, lr, beta1, alpha1):
+def lion(g, m, prev, gain, clip, beta1, alpha1):
     m = beta1 * m + alpha1 * clip * (g + gain * (g - prev))
-    p = p - (shrink * p + lr * sign(m))
+    u = sign(m)
     prev = g
-    return p, m, prev
+    return u, m, prev
 
 
 class MARS(Spec):
@@ -71,7 +71,6 @@ class MARS(Spec):
     clip_norm: float | None = real(1.0, open_low=True, infinite=True, optional=True)
     variant: str = choice("adamw", "lion")
 
-    reduces = True
     otherwise_default = Otherwise("adamw", {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
     def takes(self, shape):
@@ -91,8 +90,7 @@ class MARS(Spec):
             "clip_norm": self.clip_norm,
             "clip": 1.0,
             "shrink": self.lr * self.weight_decay,
-            "lr": self.lr,
-            "step": self.lr / less_power(beta1, t),
+            "step": self.lr if self.variant == "lion" else self.lr / less_power(beta1, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
@@ -100,9 +98,6 @@ class MARS(Spec):
             "root": 1 / sqrt(less_power(beta2, t)),
             "eps": self.eps,
         }
-
-    def sums(self, shape, dim):
-        return () if self.clip_norm is None else (1,)
 
     def update(self, E, x):
         if self.clip_norm is not None:

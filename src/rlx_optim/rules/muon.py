@@ -48,11 +48,6 @@ def heavy_ball(g, m, beta, alpha):
     return u, m
 
 
-def descend(p, u, shrink, step):
-    p = p - (shrink * p + step * u)
-    return p
-
-
 SCALES = {
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "moonlight": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -81,7 +76,6 @@ class Muon(Spec):
     convention: str = choice("keller", "moonlight", "rlx")
 
     matrix = True
-    moves = staticmethod(descend)
     everywhere = False
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
@@ -103,8 +97,8 @@ class Muon(Spec):
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)
         if self.convention == "rlx" and x.u.ndim != 3:
-            return E.map(descend, x)
+            return x
         U = x.u.reshape(*x.u.shape[:2], -1)
         X = E.orthogonalize(U, self.ns_steps, self.ns_coefficients, self.eps)
         scale = SCALES[self.convention](*U.shape[1:])
-        return E.map(descend, x.set(u=X.reshape(x.u.shape), step=x.step * scale))
+        return x.set(u=X.reshape(x.u.shape), step=x.step * scale)

@@ -27,11 +27,11 @@ from ..spec import Spec, betas, choice, like, real
 from ..vocabulary import less_power, sqrt
 
 
-def nadamw(p, g, m, v, shrink, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):
+def nadamw(g, m, v, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = p - (shrink * p + (from_m * m + from_g * g) / (sqrt(v) * root + eps))
-    return p, m, v
+    u = (from_m * m + from_g * g) / (sqrt(v) * root + eps)
+    return u, m, v
 
 
 class NAdamW(Spec):
@@ -64,6 +64,7 @@ class NAdamW(Spec):
         beta1, beta2 = self.betas
         numbers = {
             "shrink": self.lr * self.weight_decay,
+            "step": self.lr,
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
@@ -79,7 +80,7 @@ class NAdamW(Spec):
         else:
             from_m = beta1 / less_power(beta1, t + (self.convention == "dozat"))
             from_g = (1 - beta1) / less_power(beta1, t)
-        return numbers | {"from_m": self.lr * from_m, "from_g": self.lr * from_g}
+        return numbers | {"from_m": from_m, "from_g": from_g}
 
     def update(self, E, x):
         return E.map(nadamw, x)

@@ -23,11 +23,11 @@ from ..spec import Spec, betas, like, real, reals
 from ..vocabulary import less_power, sqrt
 
 
-def qhadamw(p, g, m, v, shrink, from_g, from_m, from_gg, from_v, beta1, alpha1, beta2, alpha2, eps):
+def qhadamw(g, m, v, from_g, from_m, from_gg, from_v, beta1, alpha1, beta2, alpha2, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
-    p = p - (shrink * p + (from_g * g + from_m * m) / (sqrt(from_gg * g * g + from_v * v) + eps))
-    return p, m, v
+    u = (from_g * g + from_m * m) / (sqrt(from_gg * g * g + from_v * v) + eps)
+    return u, m, v
 
 
 class QHAdamW(Spec):
@@ -54,8 +54,9 @@ class QHAdamW(Spec):
         (beta1, beta2), (nu1, nu2) = self.betas, self.nus
         return {
             "shrink": self.lr * self.weight_decay,
-            "from_g": self.lr * (1 - nu1),
-            "from_m": self.lr * nu1 / less_power(beta1, t),
+            "step": self.lr,
+            "from_g": 1 - nu1,
+            "from_m": nu1 / less_power(beta1, t),
             "from_gg": 1 - nu2,
             "from_v": nu2 / less_power(beta2, t),
             "beta1": beta1,

@@ -27,13 +27,12 @@ from ..spec import Spec, betas, choice, flag, like, real
 from ..vocabulary import less_power, log, sqrt, where
 
 
-def radam(p, g, m, v, shrink, decay, step, rectified, beta1, alpha1, beta2, alpha2, root, eps):
+def radam(p, g, m, v, decay, rectified, beta1, alpha1, beta2, alpha2, root, eps):
     g = g + decay * p
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
     u = where(rectified > 0, m / (sqrt(v) * root + eps), m)
-    p = p - (shrink * p + step * u)
-    return p, m, v
+    return u, m, v
 
 
 class RAdam(Spec):

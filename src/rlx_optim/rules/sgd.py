@@ -22,22 +22,22 @@ No state without momentum, 4 bytes a parameter with it; 20 bytes of traffic a pa
 from ..spec import REQUIRED, Spec, flag, like, real
 
 
-def plain(p, g, lr, decay):
-    p = p - lr * (g + decay * p)
-    return p
+def plain(p, g, decay):
+    u = g + decay * p
+    return u
 
 
-def heavy_ball(p, g, m, lr, decay, beta, alpha):
+def heavy_ball(p, g, m, decay, beta, alpha):
     m = beta * m + alpha * (g + decay * p)
-    p = p - lr * m
-    return p, m
+    u = m
+    return u, m
 
 
-def nesterov(p, g, m, lr, decay, beta, alpha):
+def nesterov(p, g, m, decay, beta, alpha):
     d = g + decay * p
     m = beta * m + alpha * d
-    p = p - lr * (d + beta * m)
-    return p, m
+    u = d + beta * m
+    return u, m
 
 
 class SGD(Spec):
@@ -77,7 +77,7 @@ class SGD(Spec):
 
     def scalars(self, t, counters):
         alpha = 1 - self.dampening * counters.get("started", 0)  # the first buffer is d itself, undampened
-        return {"lr": self.lr, "decay": self.weight_decay, "beta": self.momentum, "alpha": alpha, "started": 1}
+        return {"step": self.lr, "decay": self.weight_decay, "beta": self.momentum, "alpha": alpha, "started": 1}
 
     def update(self, E, x):
         return E.map(nesterov if self.nesterov else heavy_ball if self.averages else plain, x)

@@ -35,7 +35,7 @@ import math
 
 from .. import linalg
 from ..spec import Slot, Spec, betas, flag, integer, like, real
-from ..vocabulary import less_power, sqrt
+from ..vocabulary import less_power, maximum, sqrt, where
 
 
 def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
@@ -43,12 +43,6 @@ def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     v = beta2 * v + alpha2 * g * g
     u = m / (sqrt(v) + eps)
     return m, v, u
-
-
-def descend(p, u, step, shrink):
-    p = p - step * u
-    p = p - shrink * p  # decay after the step
-    return p
 
 
 TILT = 1e-8  # of L's largest entry: far above what rounding leaves in a null space, far below what L says
@@ -77,7 +71,6 @@ class SOAP(Spec):
     precondition_1d: bool = flag(False, fixed=True)
 
     matrix = True
-    moves = staticmethod(descend)
     branches = True
 
     def merged(self, shape):
@@ -117,8 +110,11 @@ class SOAP(Spec):
         beta1, beta2 = self.betas
         numbers = {"beta1": beta1, "alpha1": 1 - beta1, "beta2": beta2, "alpha2": 1 - beta2, "eps": self.eps}
         beta = beta2 if self.shampoo_beta is None else self.shampoo_beta
-        shrink = self.lr * self.weight_decay
-        return numbers | {"beta": beta, "alpha": 1 - beta, "lr": self.lr, "shrink": shrink}
+        n, moves = maximum(t - 1, 1), where(t > 1, 1.0, 0.0)  # the first call moves nothing
+        shrink = moves * self.lr * self.weight_decay
+        step = moves * self.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
+        # decay after the step: (1 − shrink)·(p − step·u) = p − (shrink·p + (1 − shrink)·step·u)
+        return numbers | {"beta": beta, "alpha": 1 - beta, "shrink": shrink, "step": (1 - shrink) * step}
 
     def work(self, shape):
         size, every = math.prod(shape), self.precondition_frequency
@@ -126,11 +122,11 @@ class SOAP(Spec):
         return size + sum(6 * size * n + (4 * size * n + 6 * n**3) // every for n in dims)
 
     def update(self, E, x):
-        (beta1, beta2), n = self.betas, x.t - 1  # n: steps that moved, this one included
+        n = x.t - 1  # steps that moved, this one included
         shape = x.p.shape[1:]
         axes = self.rotated(shape)
         stacked = (x.p.shape[0], *self.merged(shape))
-        P, G, m, v = (X.reshape(stacked) for X in (x.p, x.g, x.m, x.v))
+        G, m, v = (X.reshape(stacked) for X in (x.g, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in axes}
         L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:
@@ -144,21 +140,19 @@ class SOAP(Spec):
         def from_basis(q, U):
             return E.product(q, U)
 
-        def initialise(P, m, v, Q):
-            return P, m, v, {i: E.narrow(E.eigh(exact[i] + tilt(i))) for i in axes}
+        def initialise(m, v, Q):
+            return m, m, v, {i: E.narrow(E.eigh(exact[i] + tilt(i))) for i in axes}
 
         def tilt(i):
             """A faint diagonal that decides where L leaves the basis open; Q is still the identity."""
             places = E.real(E.counter(Q[i].shape[-1])) / Q[i].shape[-1]
             return E.wide(Q[i]) * places * E.norm(exact[i], math.inf) * TILT
 
-        def move(P, m, v, Q):
+        def move(m, v, Q):
             rotated = linalg.every(E, to_basis, Q, G)
             y = E.map(direction, x.set(g=rotated, m=m, v=v))
-            step = x.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
-            P = E.map(descend, x.set(p=P, u=linalg.every(E, from_basis, Q, y.u), step=step)).p
-            m, v, Q = E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
-            return P, m, v, Q
+            u = linalg.every(E, from_basis, Q, y.u)
+            return u, *E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
 
         def refresh(m, v, Q):
             new = {}
@@ -174,6 +168,6 @@ class SOAP(Spec):
         def same(*x):
             return x
 
-        P, m, v, Q = E.cond(x.t == 1, initialise, move, P, m, v, Q)
+        u, m, v, Q = E.cond(x.t == 1, initialise, move, m, v, Q)
         slots = {f"L{i}": L[i] for i in axes} | {f"Q{i}": Q[i] for i in axes}
-        return x.set(p=P.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)
+        return x.set(u=u.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)

@@ -26,13 +26,13 @@ state a parameter, 24 of traffic a parameter, and the estimate.
 import math
 
 from ..spec import Spec, betas, like, real
-from ..vocabulary import maximum, minimum
+from ..vocabulary import clamp, maximum
 
 
-def sophia(p, g, m, h, shrink, lr, beta1, alpha1, gamma, clip, eps):
+def sophia(g, m, h, beta1, alpha1, gamma, clip, eps):
     m = beta1 * m + alpha1 * g
-    p = p - (shrink * p + lr * minimum(maximum(m / maximum(gamma * h, eps), -clip), clip))
-    return p, m
+    u = clamp(m / maximum(gamma * h, eps), -clip, clip)
+    return u, m
 
 
 def observe(h, g, beta2, alpha2):
@@ -72,7 +72,7 @@ class Sophia(Spec):
         beta1, beta2 = self.betas
         return {
             "shrink": self.lr * self.weight_decay,
-            "lr": self.lr,
+            "step": self.lr,
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ... import threads
-from ...engine import ArrayEngine, Bundle, Rule, Values, signature
+from ...engine import ArrayEngine, Bundle, counted, without
+from ...language import REDUCTIONS, Rule, signature
+from ...program import Drop, Each, Pass, Values
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
@@ -23,16 +25,8 @@ WORTHWHILE = 16384  # elements from which a second thread pays
 AFFORDABLE = 512  # the largest dimension for which SOAP's bases are taken in float64; it doubles their cost
 
 
-class Handle:
-    """One buffer per tensor of a bundle, by address. `drop` names the axes of the parameter that the buffers lack."""
-
-    def __init__(self, plan: Plan, addresses: np.ndarray, drop: tuple[int, ...] = (), scaled: bool = False, owned: Any = None):
-        self.plan, self.addresses, self.drop, self.scaled = plan, addresses, drop, scaled
-        self.owned = owned  # keeps scratch alive
-
-
-class Pass:
-    """A kernel with its tables, ready to run on a set of tensors of given domain shapes."""
+class Kernel:
+    """A compiled rule with its tables, ready to run on a set of tensors of given domain shapes."""
 
     def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape]):
         self.layout = layout
@@ -40,13 +34,12 @@ class Pass:
         rows, starts = chunk_table(shapes, layout)
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
         self.starts = np.array(starts, np.int64)
-        self.sizes = np.array([math.prod(shape) for shape in shapes], np.float64)
-        self.elements = int(self.sizes.sum())
-        norms, columns = layout.count("norm", "rms"), layout.count("column_mean")
-        width = len(layout.takes) - layout.takes.count("number") + len(layout.gives) - layout.count("norm", "rms", "update")
+        self.elements = sum(math.prod(shape) for shape in shapes)
+        columns = len(layout.over_columns)
+        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed)
         self.addresses = np.zeros((len(shapes), width), np.int64)
         self.numbers = np.ones((len(shapes), layout.takes.count("number") + 1))
-        self.partial = np.zeros((len(self.chunks), norms))
+        self.partial = np.zeros((len(self.chunks), len(layout.over_tensors)))
         self.scratch = np.empty(int((self.chunks[:, 4]).sum()) * columns if columns else 0)
         self.bounds, self.pieces = np.zeros(0, np.int64), 0
         self.tables = [address(a) for a in (self.addresses, self.numbers, self.chunks)]
@@ -57,6 +50,9 @@ class Pass:
 
     def set_numbers(self, values: list[Any]) -> None:
         """Fill the table of numbers: each value a float, or an array with one per tensor."""
+        if self.row is not None and not any(isinstance(value, np.ndarray) and value.ndim for value in values):
+            self.row[:] = values
+            return
         for j, value in enumerate(values):
             self.numbers[:, j] = value
 
@@ -72,29 +68,31 @@ class Pass:
             self.pieces, self.bounds = count, even_bounds(self.chunks, self.layout, count)
         spread(self.kernel, *self.tables, address(self.bounds), count, *self.results, threads=count)
 
-    def norms(self) -> np.ndarray:
-        """Per tensor and reduction: the root of the sum of squares, summed in a fixed order."""
-        return np.sqrt(np.add.reduceat(self.partial, self.starts, axis=0))
+    def over_tensors(self) -> list[np.ndarray]:
+        """Per reduction one number per tensor, not finished: chunks added up (or the largest taken) in a fixed order."""
+        how = [each for _, each in self.layout.over_tensors]
+        return [
+            (np.maximum if each.largest else np.add).reduceat(self.partial[:, k], self.starts) for k, each in enumerate(how)
+        ]
 
     def fold_columns(self, out: list[list[np.ndarray]]) -> None:
-        """Finish column means: add up the chunks of each matrix, in order."""
-        for k, arrays in enumerate(out):
+        """Finish the reductions of columns: the chunks of each matrix together, in order."""
+        for k, ((_, how), arrays) in enumerate(zip(self.layout.over_columns, out, strict=True)):
+            join = np.maximum if how.largest else np.add
             total = self.scratch[:0]
             for tensor, first, last, rows, columns, offset in self.chunks.tolist():
                 sums = self.scratch[offset + k * columns : offset + (k + 1) * columns]
-                if first % rows == 0:
-                    total = sums
-                else:
-                    total += sums
+                total = sums if first % rows == 0 else join(total, sums, out=total)
                 if last % rows == 0:
                     begin = first // rows * columns
-                    arrays[tensor].reshape(-1)[begin : begin + columns] = total / rows
+                    done = total / rows if how.mean else total
+                    arrays[tensor].reshape(-1)[begin : begin + columns] = np.sqrt(done) if how.root else done
 
 
 def chunk_table(shapes: Sequence[Shape], layout: Layout) -> tuple[list[tuple[int, ...]], list[int]]:
     """Chunks of about GRAIN elements, and the first chunk of each tensor. A chunk of rows stays within one matrix."""
     table: list[tuple[int, ...]] = []
-    starts, scratch, columns_out = [], 0, layout.count("column_mean")
+    starts, scratch, columns_out = [], 0, len(layout.over_columns)
     for tensor, shape in enumerate(shapes):
         starts.append(len(table))
         if not layout.by_row:
@@ -119,66 +117,110 @@ def even_bounds(chunks: np.ndarray, layout: Layout, pieces: int) -> np.ndarray:
     return np.array([0, *np.maximum.accumulate(cuts), len(chunks)], np.int64)
 
 
-class Plan:
-    """What is kept for a bundle: handles of its buffers and the passes its update has made so far."""
+class Prepared:
+    """A pass of a bundle's program: its kernel, and where the kernel's addresses and numbers come from."""
 
-    def __init__(self, bundle: Bundle):
-        n = len(bundle.names)
-        self.shapes = bundle.shapes
-        self.handles: dict[str, Handle] = {}
-        for name, arrays in bundle.buffers.items():
-            own = name not in ("p", "g")
-            addresses = np.array([address(a) for a in arrays], np.int64) if own else np.zeros(n, np.int64)
-            drop = bundle.slots[name].drop if own else ()
-            self.handles[name] = Handle(self, addresses, drop, scaled=name == "g")
-        self.steps: dict[Rule, Step] = {}
-        self.taken: list[Step | None] = []  # by the update now running; None for what is not a pass
-        self.version = -1  # of the watch whose addresses these are
+    def __init__(self, plan: Plan, step: Pass, engine: Cpu):
+        self.step, self.shapes = step, plan.shapes
+        program, places = plan.program, {n: place for n, place in step.stores}
 
-    def refresh(self, watch: Any, bundle: Bundle) -> None:
-        """Take over the addresses of this call's arrays."""
-        if watch is not None and watch.version == self.version:
-            return
-        for name in ("p", "g"):
-            if name in self.handles:
-                if watch is None:
-                    self.handles[name].addresses[:] = [address(a) for a in bundle.buffers[name]]
-                else:
-                    found = watch.params if name == "p" else watch.grads
-                    self.handles[name].addresses[:] = found if len(bundle.index) == watch.n else found[bundle.index]
-        for step in self.steps.values():
-            step.refresh()
-        self.version = -1 if watch is None else watch.version
+        def kind(n: int) -> str:
+            if n not in program.drops:
+                return "number"
+            missing = set(program.drops[n]) - set(step.domain)
+            if not missing:
+                return "scaled" if n == program.inputs.get("g") else "full"
+            return "column" if missing == {-2} and -1 not in step.domain else "row"
 
-
-class Step:
-    """A pass of an update: where its addresses and numbers come from, and what it makes anew."""
-
-    def __init__(self, made: Pass, numbers: list[str], sources: list[tuple[int, Handle]], fresh: dict[str, Handle]):
-        self.made, self.numbers, self.sources, self.fresh = made, numbers, sources, fresh
-        self.reduces = made.layout.count("norm", "rms", "column_mean") > 0
+        held = {plan.buffer[n]: j for j, n in enumerate(step.takes) if plan.buffer.get(n)}  # the argument that a buffer is
+        reduced = {n: (result, how) for result, n, how in step.reduces}
+        gives: list[Any] = [reduced[n][1] if n in reduced else held.get(places[n], "store") for n in step.gives]
+        layout = Layout(tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision)
+        self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes])
+        self.sources = [plan.addresses[plan.buffer.get(n, n)] for n in step.takes if n in program.drops]
+        self.columns: list[list[np.ndarray]] = []
+        for k in layout.placed:
+            n = step.gives[k]
+            place: Any = reduced[n][0] if n in reduced else places[n]
+            if place not in plan.addresses:
+                plan.make_room(place, program.drops[place], engine.stored)
+            self.sources.append(plan.addresses[place])
+            if n in reduced and reduced[n][1].axis == -2:
+                self.columns.append(plan.scratch[place])
+        self.numbers = [n for n in step.takes if n not in program.drops]
+        self.over_tensors = [(reduced[step.gives[k]][0], how) for k, how in layout.over_tensors]
         self.refresh()
 
     def refresh(self) -> None:
-        for slot, handle in self.sources:
-            self.made.addresses[:, slot] = handle.addresses
+        for slot, addresses in enumerate(self.sources):
+            self.kernel.addresses[:, slot] = addresses
 
-    def repeat(self, plan: Plan, bundle: Bundle) -> Callable[[Mapping[str, Any], float], None]:
-        """The update as a function of its numbers, where it is this pass alone: no need to walk through it again."""
-        names, watch, run, row, table = self.numbers, bundle.watch, self.made.run, self.made.row, self.made.numbers
+    def run(self, found: dict[int, Any], scale: float, engine: Cpu) -> None:
+        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale])
+        self.kernel.run()
+        if self.columns:
+            self.kernel.fold_columns(self.columns)
+        if self.over_tensors:
+            raw = self.kernel.over_tensors()
+            for (result, how), sums in zip(self.over_tensors, raw, strict=True):
+                counts = [counted(shape, self.step.domain, how) for shape in self.shapes]
+                if how.everything:
+                    found[result] = engine.rooted(sums.max() if how.largest else sums.sum(), how, sum(counts))
+                else:
+                    found[result] = engine.rooted(sums, how, np.asarray(counts, np.float64))
 
-        def shot(numbers: Mapping[str, Any], scale: float) -> None:
-            if watch.version != plan.version:
-                plan.refresh(watch, bundle)
-            values = [numbers[name] for name in names]
-            values.append(scale)
-            if row is not None:
-                row[:] = values
+
+class Plan:
+    """What is kept for a bundle: the addresses of its buffers and of scratch, and the passes of its program, compiled."""
+
+    def __init__(self, bundle: Bundle, engine: Cpu):
+        assert bundle.program is not None
+        program = self.program = bundle.program
+        self.bundle, self.engine, self.shapes = bundle, engine, bundle.shapes
+        self.scratch: dict[int, list[np.ndarray]] = {}
+        self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
+        for name, arrays in bundle.buffers.items():
+            own = name not in ("p", "g")
+            self.addresses[name] = np.array([address(a) for a in arrays], np.int64) if own else np.zeros(len(self.shapes), np.int64)
+        self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
+        self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
+        self.version = -1  # of the watch whose addresses these are
+        self.steps: list[Prepared | Each] = []
+        for step in program.steps:
+            self.steps.append(Prepared(self, step, engine) if isinstance(step, Pass) else step)
+        self.inputs = [(name, n) for name, n in program.inputs.items() if n not in program.drops]
+
+    def make_room(self, number: int, drop: Drop, stored: np.dtype) -> None:
+        """Scratch for a value, one array per tensor."""
+        arrays = self.scratch[number] = [np.empty(without(shape, drop), stored) for shape in self.shapes]
+        self.addresses[number] = np.array([address(a) for a in arrays], np.int64)
+
+    def refresh(self) -> None:
+        """Take over the addresses of this call's arrays."""
+        bundle, watch = self.bundle, self.bundle.watch
+        for name in ("p", "g"):
+            if name in bundle.buffers:
+                if watch is None:
+                    self.addresses[name][:] = [address(a) for a in bundle.buffers[name]]
+                else:
+                    found = watch.params if name == "p" else watch.grads
+                    self.addresses[name][:] = found if len(bundle.index) == watch.n else found[bundle.index]
+        for step in self.steps:
+            if isinstance(step, Prepared):
+                step.refresh()
+        self.version = -1 if watch is None else watch.version
+
+    def run(self, numbers: Mapping[str, Any], scale: float) -> None:
+        watch = self.bundle.watch
+        if watch is None or watch.version != self.version:
+            self.refresh()
+        found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
+        for step in self.steps:
+            if isinstance(step, Prepared):
+                step.run(found, scale, self.engine)
             else:
-                table[:] = values
-            run()
-
-        return shot
+                with np.errstate(all="ignore"):
+                    self.engine.number(step, found)
 
 
 class Cpu(ArrayEngine):
@@ -203,24 +245,20 @@ class Cpu(ArrayEngine):
         arrays = [g for g in grads if g.size]
         if not arrays:
             return True
-        check = Pass(vanishing, Layout(("full",), ("norm",), self.stored.name), [g.shape for g in arrays])
+        check = Kernel(vanishing, Layout(("full",), (REDUCTIONS["norm"],), self.stored.name), [g.shape for g in arrays])
         check.addresses[:, 0] = [address(g) for g in arrays]
         check.run()
         return bool(np.isfinite(check.partial).all())
 
-    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
-        if bundle.spec.matrix:
+    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+        if bundle.program is None:
             with threads.blas():
-                return super().run(bundle, update)
-        plan = bundle.plan
-        if plan is None:
-            plan = bundle.plan = Plan(bundle)
-        plan.refresh(bundle.watch, bundle)
-        plan.taken = []
-        x = update(self, Values(plan.handles, **bundle.numbers, scale=bundle.scale, plan=plan))
-        if len(plan.taken) == 1 and plan.taken[0] is not None and not plan.taken[0].reduces and bundle.watch is not None:
-            bundle.shot = plan.taken[0].repeat(plan, bundle)
-        return x
+                return super().run(bundle)
+        if bundle.plan is None:
+            plan = bundle.plan = Plan(bundle, self)
+            bundle.runner = plan.run
+        bundle.plan.run(bundle.numbers, bundle.scale)
+        return {}
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
@@ -270,85 +308,21 @@ class Cpu(ArrayEngine):
         done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
         return done.mT if tall else done
 
-    # the compiled pass -----------------------------------------------------------------------------------------------
+    # the compiled pass ---------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        plan = x.get("plan")
-        if plan is None:
-            return self._map_stack(rule, x)
-        step = plan.steps.get(rule)
-        if step is None:
-            step = plan.steps[rule] = self._prepare(plan, rule, x, reduce)
-        plan.taken.append(step)
-        made = step.made
-        made.set_numbers([*[x[name] for name in step.numbers], x.scale])
-        made.run()
-        result: dict[str, Any] = dict(step.fresh)
-        if step.reduces:
-            _, gives = signature(rule)
-            norms = iter(made.norms().T)
-            for name, kind in zip(gives, made.layout.gives, strict=True):
-                if kind in ("norm", "rms"):
-                    norm = next(norms)
-                    result[name] = norm if kind == "norm" else norm / np.sqrt(made.sizes)
-            made.fold_columns([h.owned for n, h in step.fresh.items() if reduce.get(n) == "column_mean"])
-        return x.set(**result)
-
-    def each(self, function: Rule, x: Values) -> Values:
-        x.plan.taken.append(None)
-        with np.errstate(all="ignore"):
-            return super().each(function, x)
-
-    def _prepare(self, plan: Plan, rule: Rule, x: Values, reduce: dict[str, str]) -> Step:
-        """A pass for this rule over the plan's tensors."""
-        takes, gives = signature(rule)
-        handles = [x[name] for name in takes if isinstance(x[name], Handle)]
-        domain = tuple(d for d in handles[0].drop if all(d in h.drop for h in handles))
-
-        def kind(value: Any) -> str:
-            if not isinstance(value, Handle):
-                return "number"
-            missing = set(value.drop) - set(domain)
-            if not missing:
-                return "scaled" if value.scaled else "full"
-            return "column" if missing == {-2} and -1 not in domain else "row"
-
-        kinds = tuple(kind(x[name]) for name in takes)
-        outcome = tuple(reduce.get(name, "update" if name in takes else "store") for name in gives)
-        layout = Layout(kinds, outcome, self.stored.name, self.precision)
-        shapes = [without(shape, domain) for shape in plan.shapes]
-        made = Pass(rule, layout, shapes)
-        sources = [(slot, h) for slot, h in enumerate(handles)]
-        fresh: dict[str, Handle] = {}
-        slot = len(handles)
-        for name, how in zip(gives, layout.gives, strict=True):
-            if how in ("norm", "rms", "update"):
-                continue
-            drop = (*domain, -2) if how == "column_mean" else domain if how == "store" else (*domain, -2 if -1 in domain else -1)
-            arrays = [np.empty(without(shape, drop), self.stored) for shape in plan.shapes]
-            handle = fresh[name] = Handle(plan, np.array([address(a) for a in arrays], np.int64), drop, owned=arrays)
-            sources.append((slot, handle))
-            slot += 1
-        numbers = [name for name, each in zip(takes, kinds, strict=True) if each == "number"]
-        return Step(made, numbers, sources, fresh)
-
-    def _map_stack(self, rule: Rule, x: Values) -> Values:
-        """A rule on whole stacks: compiled too, into new arrays."""
+        """A rule on whole stacks: compiled too, into new arrays. What has one number per tensor, row or column is spread out."""
         takes, gives = signature(rule)
         values = [x[name] for name in takes]
-        arrays = [np.ascontiguousarray(v, self.dtype) for v in values if isinstance(v, np.ndarray) and v.ndim]
+        stacks = [v for v in values if isinstance(v, np.ndarray) and v.ndim]
+        shape = np.broadcast_shapes(*(v.shape for v in stacks))
+        arrays = [np.ascontiguousarray(np.broadcast_to(v, shape), self.dtype) for v in stacks]
         kinds = tuple("full" if isinstance(v, np.ndarray) and v.ndim else "number" for v in values)
-        made = Pass(rule, Layout(kinds, ("store",) * len(gives), self.precision, self.precision), [arrays[0].shape])
-        out = [np.empty(arrays[0].shape, self.dtype) for _ in gives]
+        made = Kernel(rule, Layout(kinds, ("store",) * len(gives), self.precision, self.precision), [shape])
+        out = [np.empty(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
         alone(made.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow
-        return x.set(**dict(zip(gives, out, strict=True)))
-
-
-def without(shape: Shape, drop: tuple[int, ...]) -> Shape:
-    """A shape less some of its last two axes."""
-    kept = range(-len(shape), 0)
-    return tuple(shape[axis] for axis in kept if axis not in drop)
+        return x.set(**self.reduced(dict(zip(gives, out, strict=True)), reduce))
 
 
 def vanishing(g):  # type: ignore[no-untyped-def]

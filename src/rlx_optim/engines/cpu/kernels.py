@@ -2,15 +2,16 @@
 
 A kernel is a C function over a table of addresses (tensor × array), a table of numbers (tensor × number) and a table of
 chunks. The source below is written to a file whose name holds a hash of its text, because numba caches by file; in it the rule
-stands as its author wrote it, and the vocabulary is imported from `native`.
+stands as its author wrote it but for its literals, and the vocabulary is imported from `native`.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
 import dataclasses
 import functools
 import hashlib
-import inspect
 import os
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import vocabulary
-from ...engine import Rule, signature
+from ...language import Reduction, Rule, checked
 from .cache import kept
 
 #: columns of the chunk table
@@ -33,101 +34,139 @@ class Layout:
 
     takes: per argument "full" (an array), "scaled" (the gradient: an array times the scale), "row" or "column" (one number per
     row or per column of the domain) or "number" (one per tensor).
-    gives: per result "update" (in place, into the argument of that name), "store" (into an array of its own), or the reduction:
-    "norm", "rms", "row_mean", "row_sum", "column_mean". An update is not a store to a second pointer, because the compiler's
-    overlap check would then always fail and the loop run one element at a time.
+    gives: per result "store" (into an array of its own), the number of the argument whose array it replaces, or its reduction. A
+    replacement is not a store to a second pointer, because the compiler's overlap check would then always fail and the loop run one
+    element at a time.
     element, arithmetic: "float32" or "float64", of the buffers and of the computation.
     """
 
     takes: tuple[str, ...]
-    gives: tuple[str, ...]
+    gives: tuple[str | int | Reduction, ...]
     element: str = "float32"
     arithmetic: str = "float32"
 
     @property
     def by_row(self) -> bool:
-        return any(kind in ("row", "column") for kind in self.takes) or any("_" in kind for kind in self.gives)
+        return any(kind in ("row", "column") for kind in self.takes) or any(how.axis is not None for _, how in self.reductions)
 
-    def count(self, *kinds: str) -> int:
-        return sum(kind in kinds for kind in self.gives)
+    @property
+    def reductions(self) -> list[tuple[int, Reduction]]:
+        """(result, how)."""
+        return [(k, how) for k, how in enumerate(self.gives) if isinstance(how, Reduction)]
+
+    @property
+    def over_tensors(self) -> list[tuple[int, Reduction]]:
+        return [(k, how) for k, how in self.reductions if how.axis is None]
+
+    @property
+    def over_columns(self) -> list[tuple[int, Reduction]]:
+        return [(k, how) for k, how in self.reductions if how.axis == -2]
+
+    @property
+    def placed(self) -> list[int]:
+        """Results that have an array of their own: stored ones, rows and columns."""
+        return [k for k, how in enumerate(self.gives) if how == "store" or (isinstance(how, Reduction) and how.axis is not None)]
+
+
+def _in_arithmetic(rule: Rule) -> str:
+    """A rule's text for numba: literals in the kernel's arithmetic, as a plain one would widen it."""
+
+    class Literals(ast.NodeTransformer):
+        def visit_Constant(self, node: ast.Constant) -> ast.AST:
+            return ast.Call(ast.Name("_F", ast.Load()), [node], []) if isinstance(node.value, (int, float)) else node
+
+    tree = Literals().visit(copy.deepcopy(checked(rule).tree))
+    tree.name = "_rule"
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _kept(into: str, value: str, how: Reduction) -> str:
+    """A statement that takes a value into a running reduction."""
+    value = f"float64({value})"
+    value = f"{value} * {value}" if how.squared else value
+    return f"{into} = {'maximum' if how.largest else 'loose_add'}({into}, {value})"
 
 
 def source(rule: Rule, layout: Layout) -> str:
-    """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own."""
-    takes, gives = signature(rule)
-    arrays = [name for name, kind in zip(takes, layout.takes, strict=True) if kind != "number"]
-    numbers = [name for name, kind in zip(takes, layout.takes, strict=True) if kind == "number"]
-    results = [f"y{k}" for k in range(len(gives))]
-    placed = [k for k, kind in enumerate(layout.gives) if kind not in ("norm", "rms", "update")]
-    width, size, by_row = len(arrays) + len(placed), 4 if layout.element == "float32" else 8, layout.by_row
-    words = ", ".join(word for word in vocabulary.RULE if word in rule.__code__.co_names)
-    norms = [k for k, kind in enumerate(layout.gives) if kind in ("norm", "rms")]
-    columns = [k for k, kind in enumerate(layout.gives) if kind == "column_mean"]
+    """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names that
+    it makes up begin with an underscore, which those of a rule never do."""
+    takes = checked(rule).takes
+    arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
+    numbers = [j for j, kind in enumerate(layout.takes) if kind == "number"]
+    placed, by_row = layout.placed, layout.by_row
+    width, size = len(arrays) + len(placed), 4 if layout.element == "float32" else 8
+    words = {word for word in vocabulary.RULE if word in rule.__code__.co_names} | {"maximum"}
 
     def where(slot: int, offset: str, n: str | None) -> str:
-        pointer = f"{layout.element}_at(address_of[{width} * t + {slot}] + {size} * ({offset}))"
+        pointer = f"{layout.element}_at(_address_of[{width} * _t + {slot}] + {size} * ({offset}))"
         return f"carray({pointer}, {n})" if n else f"{pointer}[0]"
 
-    setup, values = [], []  # what is fetched before the innermost loop; the rule's arguments inside it
-    start, n = ("r * columns", "columns") if by_row else ("first", "last - first")
-    for slot, (name, kind) in enumerate((a, k) for a, k in zip(takes, layout.takes, strict=True) if k != "number"):
-        if kind == "row":
-            setup.append(f"a_{name} = F({where(slot, 'r', None)})")
+    setup = []  # what is fetched before the innermost loop
+    start, n = ("_r * _columns", "_columns") if by_row else ("_first", "_last - _first")
+    for slot, j in enumerate(arrays):
+        if layout.takes[j] == "row":
+            setup.append(f"_a{j} = _F({where(slot, '_r', None)})")
         else:
-            setup.append(f"a_{name} = {where(slot, '(r // rows) * columns' if kind == 'column' else start, n)}")
-    for name, kind in zip(takes, layout.takes, strict=True):
-        values.append(
-            {"number": f"n_{name}", "row": f"a_{name}", "scaled": f"F(a_{name}[i]) * n_scale"}.get(kind, f"F(a_{name}[i])")
-        )
-    inner = [f"{', '.join(results)} = {rule.__name__}({', '.join(values)})"]
-    after = []
-    inner += [f"a_{name}[i] = y{k}" for k, (name, kind) in enumerate(zip(gives, layout.gives, strict=True)) if kind == "update"]
-    for k in placed:
-        slot, kind = len(arrays) + placed.index(k), layout.gives[k]
-        if kind == "store":
-            setup.append(f"b{k} = {where(slot, start, n)}")
-            inner.append(f"b{k}[i] = y{k}")
-        elif kind == "column_mean":
-            inner.append(f"c{k}[i] += y{k}")
+            setup.append(f"_a{j} = {where(slot, '(_r // _rows) * _columns' if layout.takes[j] == 'column' else start, n)}")
+    loads = {"number": "_n{}", "row": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
+    values = ", ".join(loads.get(kind, "_F(_a{}[_i])").format(j) for j, kind in enumerate(layout.takes))
+    results = ", ".join(f"_y{k}" for k in range(len(layout.gives)))
+    inner, after = [f"{results} = _rule({values})"], []
+    inner += [f"_a{j}[_i] = _y{k}" for k, j in enumerate(layout.gives) if isinstance(j, int)]
+    for slot, k in enumerate(placed, len(arrays)):
+        how = layout.gives[k]
+        if not isinstance(how, Reduction):
+            setup.append(f"_b{k} = {where(slot, start, n)}")
+            inner.append(f"_b{k}[_i] = _y{k}")
+        elif how.axis == -2:
+            inner.append(_kept(f"_c{k}[_i]", f"_y{k}", how))
         else:
-            setup.append(f"s{k} = 0.0")
-            inner.append(f"s{k} = loose_add(s{k}, float64(y{k}))")
-            store = f"carray({layout.element}_at(address_of[{width} * t + {slot}]), r + 1)[r]"
-            after.append(f"{store} = s{k}" + (" / columns" if kind == "row_mean" else ""))
-    inner += [line for k in norms for line in (f"z{k} = float64(y{k})", f"s{k} = loose_add(s{k}, z{k} * z{k})")]
+            setup.append(f"_s{k} = {_start(how)}")
+            inner.append(_kept(f"_s{k}", f"_y{k}", how))
+            done = f"_s{k} / _columns" if how.mean else f"_s{k}"
+            store = f"carray({layout.element}_at(_address_of[{width} * _t + {slot}]), _r + 1)[_r]"
+            after.append(f"{store} = {f'sqrt({done})' if how.root else done}")
+            words |= {"sqrt"} if how.root else set()
+    inner += [_kept(f"_s{k}", f"_y{k}", how) for k, how in layout.over_tensors]
 
-    lines = ["t = chunk[0]", "first = chunk[1]", "last = chunk[2]"]
-    lines += ["rows = chunk[3]", "columns = chunk[4]"] if by_row else []
-    lines += [f"n_{name} = F(number[{j}])" for j, name in enumerate([*numbers, "scale"])]
-    lines += [f"s{k} = 0.0" for k in norms]
-    for j, k in enumerate(columns):
-        lines.append(f"c{k} = carray(float64_at(scratch + 8 * (chunk[5] + {j} * columns)), columns)")
-        lines.append(f"c{k}[:] = 0.0")
-    loop = [*setup, f"for i in range({n}):", *(f"    {line}" for line in inner), *after]
-    lines += ["for r in range(first, last):", *(f"    {line}" for line in loop)] if by_row else loop
-    lines += [f"out[{j}] = s{k}" for j, k in enumerate(norms)]
+    lines = ["_t = _chunk[0]", "_first = _chunk[1]", "_last = _chunk[2]"]
+    lines += ["_rows = _chunk[3]", "_columns = _chunk[4]"] if by_row else []
+    lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
+    lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
+    for i, (k, how) in enumerate(layout.over_columns):
+        lines.append(f"_c{k} = carray(float64_at(_scratch + 8 * (_chunk[5] + {i} * _columns)), _columns)")
+        lines.append(f"_c{k}[:] = {_start(how)}")
+    loop = [*setup, f"for _i in range({n}):", *(f"    {line}" for line in inner), *after]
+    lines += ["for _r in range(_first, _last):", *(f"    {line}" for line in loop)] if by_row else loop
+    lines += [f"_out[{i}] = _s{k}" for i, (k, _) in enumerate(layout.over_tensors)]
 
     body = textwrap.indent("\n".join(lines), " " * 8)
-    native_names = "call, float32_at, float64_at, int64_at, loose_add" + (f", {words}" if words else "")
-    return f'''"""Generated from {rule.__module__}.{rule.__qualname__}; do not edit."""
+    native_names = ", ".join(["float32_at", "float64_at", "int64_at", "loose_add", *sorted(words)])
+    return f'''"""Generated from {rule.__module__}.{rule.__qualname__}({", ".join(takes)}); do not edit."""
+from math import inf
 from numba import carray, cfunc, float32, float64, int64, njit, void
 from rlx_optim.engines.cpu.native import {native_names}
 
-F = {layout.arithmetic}
+_F = {layout.arithmetic}
 
 
 @njit(error_model="numpy")
-{textwrap.dedent(inspect.getsource(rule))}
+{_in_arithmetic(rule)}
+
 
 @cfunc(void(int64, int64, int64, int64, int64, int64, int64), error_model="numpy", cache=__file__ is not None)
-def kernel(address, numbers, chunks, start, stop, partial, scratch):
-    address_of = int64_at(address)
-    for c in range(start, stop):
-        chunk = int64_at(chunks + {8 * len(CHUNK)} * c)
-        number = float64_at(numbers + {8 * (len(numbers) + 1)} * chunk[0])
-        out = float64_at(partial + {8 * len(norms)} * c)
+def kernel(_address, _numbers, _chunks, _start, _stop, _partial, _scratch):
+    _address_of = int64_at(_address)
+    for _c in range(_start, _stop):
+        _chunk = int64_at(_chunks + {8 * len(CHUNK)} * _c)
+        _number = float64_at(_numbers + {8 * (len(numbers) + 1)} * _chunk[0])
+        _out = float64_at(_partial + {8 * len(layout.over_tensors)} * _c)
 {body}
 '''
+
+
+def _start(how: Reduction) -> str:
+    return "-inf" if how.largest else "0.0"
 
 
 @functools.cache
@@ -135,7 +174,7 @@ def compiled(rule: Rule, layout: Layout) -> Any:
     """The kernel of a rule; `.address` is what callers need."""
     text = source(rule, layout)
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
-    name = f"rlx_{rule.__module__.rpartition('.')[2]}_{rule.__name__}_{digest}"
+    name = f"rlx_{rule.__name__[:40]}_{digest}"
     return kept(lambda folder: _made(name, text, folder))
 
 

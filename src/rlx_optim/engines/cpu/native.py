@@ -85,3 +85,23 @@ def minimum(a, b):
 @_word
 def maximum(a, b):
     return a if a > b or a != a else b
+
+
+@_word
+def clamp(x, low, high):
+    return minimum(maximum(x, low), high)
+
+
+@_word
+def exp(x):
+    return math.exp(x)
+
+
+@_word
+def log(x):
+    return math.log(x)
+
+
+@_word
+def abs(x):
+    return math.fabs(x)
