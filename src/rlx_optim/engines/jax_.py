@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linalg
 from ..engine import ArrayEngine, Rule, Tensors, bind_all
 
 Array = Any
@@ -95,7 +94,6 @@ class Jax(ArrayEngine):
 
     # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated).
     def eigh(self, L: Array) -> Array:
-        L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
         return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
 
     def qr(self, X: Array, near: Array) -> Array:
