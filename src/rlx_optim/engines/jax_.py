@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linalg
 from ..engine import ArrayEngine, Rule, Tensors, bind_all
 
 Array = Any
@@ -114,7 +113,6 @@ class Jax(ArrayEngine):
         return Zero() if type(value) is float and value == 0 else super().line_up(value, i, domain)
 
     def eigh(self, L: Array) -> Array:
-        L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
         return _eigenvectors(L)
 
     def qr(self, X: Array, near: Array) -> Array:
