@@ -17,7 +17,8 @@ jnp = jax.numpy
 
 import rlx_optim  # noqa: E402
 from rlx_optim import optax as ours  # noqa: E402
-from rlx_optim.engine import BOUND, ArrayEngine, signature  # noqa: E402
+from rlx_optim.engine import BOUND, ArrayEngine  # noqa: E402
+from rlx_optim.language import checked  # noqa: E402
 from rlx_optim.optax.foreign import to_optax  # noqa: E402
 
 FACTORIES = tuple(ours.FACTORIES)

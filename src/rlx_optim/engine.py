@@ -355,8 +355,8 @@ class ArrayEngine:
         return A @ B
 
     def qr(self, X: Array, near: Array) -> Array:
-        """The Q of X = QR, up to signs. In directions that X leaves open it may be any; `near` is an orthonormal matrix to take
-        them from."""
+        """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them);
+        `near` is an orthonormal matrix for engines whose way needs something there."""
         return self.xp.linalg.qr(X)[0]
 
     def solve(self, R: Array, X: Array) -> Array:

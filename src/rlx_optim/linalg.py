@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 TINY = 2.0**-126  # the smallest normal float32
+ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
 
 
 def along(E: Any, f: Callable[[Any], Any], X: Any, axis: int) -> Any:
@@ -52,36 +53,68 @@ def spectral_bound(E: Any, T: Any) -> Any:
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
 
-def orthonormal(E: Any, X: Any, near: Any) -> Any:
-    """The Q of X = QR, up to the signs of its columns, for X in float32. Where that is too few bits it is taken in float64, and a
-    little of `near`, about what X is rounded by, settles the directions that rounding would. None where even that fails."""
-    found = by_cholesky(E, X)
-    if found is None:
-        X, near = E.double(X), E.double(near)
-        largest = E.norm(E.sqrt((X * X).sum(-2)), math.inf)[..., None]
-        found = by_cholesky(E, X + near * (2.0**-19 * largest))
-    return found
+def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
+    """Eigenvectors of symmetric L, by descending eigenvalue. Of a null space: the unit vectors whose columns of L depend on those
+    before, less what the other eigenvectors span, made orthonormal one by one."""
+    L = L / E.floor(E.norm(L, math.inf), TINY)
+    Q, order = E.eigh(L), E.counter(L.shape[-1])[None]
+
+    def units() -> Any:
+        return permute(E, eye, last(E, dependent(E, E.qr(L, eye), L), order), 2)
+
+    return settled(E, Q, Q, minor(E, (Q * (L @ Q)).sum(-2)), units, order)
 
 
-def by_cholesky(E: Any, X: Any) -> Any:
-    """The Q of X = QR from Cholesky factors of Gram matrices: matrix products, where Householder's reflections wait for the
-    memory. Twice, since the first leaves an error of the condition number squared; the columns have length 1 before. None where
-    this fails."""
-    Y = X / E.floor(E.sqrt((X * X).sum(-2)), TINY)[..., None, :]
-    n = Y.shape[-1]
-    for again in (False, True):
-        G = Y.mT @ Y
-        if again:
-            off = E.norm(G) ** 2 - 2 * E.norm(Y) ** 2 + n  # ‖G − I‖²
-            if (off < 1e-10 * n * n).all():  # about what rounding leaves
-                return Y
-            if not (off < 0.25).all():  # NaN is not less
-                return None
-        R = E.cholesky(G)
-        if R is None:
-            return None
-        Y = E.solve(R, Y.mT).mT
-    return Y
+def orthonormal(E: Any, X: Any, near: Any, order: Any) -> Any:
+    """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
+    others span, made orthonormal one by one by ascending `order` (B, n)."""
+    X = X / E.floor(E.norm(X, math.inf), TINY)
+    Q = E.qr(X, near)
+    return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
+
+
+def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
+    """Q, or the Q of X where columns are `free`: those of `near` instead, after all others."""
+
+    def settle(Q: Any) -> Any:
+        other, behind = near(), last(E, free, order)
+        chosen = permute(E, E.where(free[:, None, :], other, X), behind, 2)
+        found = permute(E, E.qr(chosen, permute(E, other, behind, 2)), behind.argsort(-1), 2)
+        return E.where(free.any(-1)[:, None, None], found, Q)
+
+    return E.cond(free.any(), settle, lambda Q: Q, Q)
+
+
+def dependent(E: Any, Q: Any, X: Any) -> Any:
+    """Which columns of X = QR (B, n) depend on those before, but for rounding."""
+    sizes = abs((Q * X).sum(-2))  # the diagonal of R
+    bar, top = ROUNDING[sizes.dtype.itemsize], E.norm(sizes, math.inf)
+    free, doubtful = sizes <= bar * top, (sizes <= math.sqrt(bar) * top).any(-1)[:, None]
+
+    def examine(free: Any) -> Any:
+        places = E.counter(free.shape[-1])
+        eye = 0 * Q + (places[:, None] == places)
+        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(Q.mT @ X))
+        inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
+        return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
+
+    return E.cond(doubtful.any(), examine, lambda free: free, free)
+
+
+def minor(E: Any, sizes: Any) -> Any:
+    """Which of the sizes (B, n) may be rounding of the largest."""
+    return sizes <= ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf)
+
+
+def last(E: Any, chosen: Any, order: Any) -> Any:
+    """The order (B, n) that puts the chosen at the end, by ascending `order`, and leaves the others as they are."""
+    n = chosen.shape[-1]
+    return E.where(chosen, order + n, E.counter(n)).argsort(-1)
+
+
+def descending(E: Any, sizes: Any) -> Any:
+    """The order (B, n) of descending sizes; those that may be rounding come last, as they are."""
+    return E.where(minor(E, sizes), E.real(E.counter(sizes.shape[-1])), -sizes).argsort(-1)
 
 
 def orthogonalize(E: Any, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:

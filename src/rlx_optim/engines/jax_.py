@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import linalg
 from ..engine import ArrayEngine, bind_all
 from ..language import Rule
 
@@ -101,7 +100,6 @@ class Jax(ArrayEngine):
         return jnp.asarray(values, self.dtype)
 
     def eigh(self, L: Array) -> Array:
-        L = L / self.floor(self.norm(L, math.inf), linalg.TINY)  # so that a null space does not hang on the rounding of a factor
         return _eigenvectors(L)
 
     def qr(self, X: Array, near: Array) -> Array:

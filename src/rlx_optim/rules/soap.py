@@ -17,9 +17,9 @@ are ordered by the estimated eigenvalues diag(Qᵀ·L·Q), v is permuted to matc
 than max_precond_dim is not rotated. A tensor of several dimensions has an L and a Q for each; one of fewer than two is that
 rule with Q = I unless precondition_1d. merge_dims first folds neighbouring dimensions, from the left, while their product
 is at most max_precond_dim. L and Q are left alone by a gradient that is not finite (or whose Gram matrix is not). They are
-computed in float64 where the engine has it cheaply and rounded to what is stored: nearly equal eigenvalues are decided by
-rounding, so engines that round alike walk the same path. The first basis of the null space of a rank-deficient L is decided
-by a faint diagonal (where the arithmetic is fine enough to see it): else the last bit of a gradient would decide it.
+computed in float64 where the engine has it and rounded to what is stored: nearly equal eigenvalues are ordered by rounding, so
+engines that round alike walk the same path. Directions that L leaves open but for rounding are not left to it: in the first
+basis they are unit vectors, later those of the basis before, made orthonormal to the others.
 
 Conventions.
 - torch, optax: neither has it.
@@ -43,9 +43,6 @@ def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     v = beta2 * v + alpha2 * g * g
     u = m / (sqrt(v) + eps)
     return m, v, u
-
-
-TILT = 1e-8  # of L's largest entry: far above what rounding leaves in a null space, far below what L says
 
 
 class SOAP(Spec):
@@ -139,14 +136,8 @@ class SOAP(Spec):
 
         def from_basis(q, U):
             return E.product(q, U)
-
         def initialise(m, v, Q):
-            return m, m, v, {i: E.narrow(E.eigh(exact[i] + tilt(i))) for i in axes}
-
-        def tilt(i):
-            """A faint diagonal that decides where L leaves the basis open; Q is still the identity."""
-            places = E.real(E.counter(Q[i].shape[-1])) / Q[i].shape[-1]
-            return E.wide(Q[i]) * places * E.norm(exact[i], math.inf) * TILT
+            return m, m, v, {i: E.narrow(linalg.eigenbasis(E, exact[i], E.wide(Q[i]))) for i in axes}  # Q is the identity
 
         def move(m, v, Q):
             rotated = linalg.every(E, to_basis, Q, G)
@@ -158,10 +149,11 @@ class SOAP(Spec):
             new = {}
             for i in axes:
                 LQ = E.wide(L[i]) @ E.wide(Q[i])
-                order = (-(Q[i] * LQ).sum(-2)).argsort(-1)  # by the estimated eigenvalues diag(Q' L Q), descending
+                order = linalg.descending(E, (Q[i] * LQ).sum(-2))  # by the estimated eigenvalues diag(Q' L Q)
                 v = linalg.permute(E, v, order, i)
                 # L times the permuted Q is the permuted L Q
-                new[i] = E.narrow(E.qr(linalg.permute(E, LQ, order, 2), linalg.permute(E, E.wide(Q[i]), order, 2)))
+                LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, E.wide(Q[i])))
+                new[i] = E.narrow(linalg.orthonormal(E, LQ, near, order))
             whole = linalg.every(E, from_basis, Q, m)
             return linalg.every(E, to_basis, new, whole), v, new  # m follows the basis
 

@@ -22,7 +22,7 @@ from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
 WORTHWHILE = 16384  # elements from which a second thread pays
-AFFORDABLE = 512  # the largest dimension for which SOAP's bases are taken in float64; it doubles their cost
+LARGE = 512  # rows from which SciPy's QR is the faster one
 
 
 class Kernel:
@@ -261,7 +261,7 @@ class Cpu(ArrayEngine):
         return {}
 
     def wide(self, X: np.ndarray) -> np.ndarray:
-        return X.astype(np.float64) if max(X.shape[1:]) <= AFFORDABLE else X
+        return X.astype(np.float64)
 
     def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
         """Without a copy of X."""
@@ -274,9 +274,9 @@ class Cpu(ArrayEngine):
         return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
 
     def qr(self, X: np.ndarray, near: np.ndarray) -> np.ndarray:
-        if X.shape[-1] <= AFFORDABLE:
+        if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
-        from scipy.linalg import qr  # twice as fast as NumPy's on large matrices
+        from scipy.linalg import qr
 
         return np.stack([qr(x, mode="economic", check_finite=False)[0] for x in X])
 
