@@ -1,9 +1,9 @@
 """The engine protocol: what a place to run must offer, and what a rule may ask of it.
 
-The optimizer hands an engine *bundles*: tensors that are stepped together, their state, the program of their update and the numbers
-of this step. The engine executes the program and leaves the results in the bundle's buffers; how is its own business. `ArrayEngine`
-does it with any library that looks like NumPy; a new engine usually starts from that class and overrides `apply`, where the time
-goes. Matrix rules have no program: their `update` is called with the engine itself, and stacks.
+The optimizer hands an engine *bundles*: tensors that are stepped together, their state, the program of their update and the
+numbers of this step. The engine executes the program and leaves the results in the bundle's buffers; how is its own business.
+`ArrayEngine` does it with any library that looks like NumPy; a new engine usually starts from that class and overrides `apply`,
+where the time goes. Matrix rules have no program: their `update` is called with the engine itself, and stacks.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class Engine(Protocol):
     def allocate(self, slot: Slot) -> np.ndarray:
         """A state buffer."""
 
-    def run(self, bundle: Bundle) -> Mapping[str, Any]:
-        """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Gives the counters of a
-        matrix rule, by name, among others."""
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
+        """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Of a matrix rule it
+        gives the values at the end, by name, its counters among them; move=False leaves the direction u where p would be."""
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         """A quick check that later arrays are as good as these, which have been checked; None: check anew each time."""
@@ -161,10 +161,11 @@ class ArrayEngine:
         arrays: dict[str, Any] = {n: a[0][None] if len(a) == 1 else self.xp.stack(a) for n, a in self.loaded(bundle).items()}
         return Values(arrays, **bundle.numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
 
-    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
+            x: Mapping[str, Any]
             if bundle.program is None:
-                x: Mapping[str, Any] = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)))
+                x = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)), move)
                 results = {name: x[name] for name in bundle.written()}
             else:
                 x, program = {}, bundle.program
@@ -175,9 +176,9 @@ class ArrayEngine:
                     self.store(buffer, value)
         return x
 
-    def moved(self, spec: Spec, x: Values) -> Values:
-        """The values of a matrix rule after its commit."""
-        return self.map(mover(spec, x), x)
+    def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
+        """The values of a matrix rule after its commit; or with u in the place of p."""
+        return self.map(mover(spec, x), x) if move else x.set(p=x.u)
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         return None
@@ -207,7 +208,7 @@ class ArrayEngine:
     def executed(
         self, program: Program, shapes: Sequence[Shape], arrays: Mapping[str, Sequence[Array]], numbers: Mapping[str, Any]
     ) -> dict[int, Any]:
-        """Every value of a program by its number: of an array a list with one per tensor, of a number one for all or one per tensor."""
+        """Every value of a program by its number: of an array a list with one per tensor, of a number one for all or one each."""
         found: dict[int, Any] = {}
         for name, number in program.inputs.items():
             if name in arrays or name in numbers:
@@ -265,7 +266,7 @@ class ArrayEngine:
         return array.sum() if how.axis is None else array.sum(how.axis)
 
     def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
-        """Reductions by the number of their result: of rows and columns a list, of tensors one number each, of all of them one."""
+        """Reductions by the number of their result: of rows and columns a list, of tensors one each, of all tensors one."""
         out: dict[int, Any] = {}
         for (result, _, how), sums in zip(step.reduces, raw, strict=True):
             counts = [counted(shape, step.domain, how) for shape in shapes]
@@ -288,8 +289,8 @@ class ArrayEngine:
 
     # matrix updates: every array is a stack ---------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        """Run a rule on every coordinate of stacks; its returned names replace or join the values. One that is reduced is left with
-        axes of length 1, so that it lines up with the stack."""
+        """Run a rule on every coordinate of stacks; its returned names replace or join the values. One that is reduced is left
+        with axes of length 1, so that it lines up with the stack."""
         takes, gives = signature(rule)
         results = self.bound(rule)(*(x[name] for name in takes))
         return x.set(**self.reduced(dict(zip(gives, tupled(results, gives), strict=True)), reduce))

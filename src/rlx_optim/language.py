@@ -1,8 +1,8 @@
 """The language of rules: functions of one coordinate, and what becomes of their results.
 
-A rule is a plain Python function: arithmetic, comparisons inside `where`, the vocabulary, local names, returned names. It means the
-same on every engine, whether its arguments are numbers, arrays, lists of tensors or registers of a GPU. `checked` reads its text
-once and refuses what is outside, with the line and the way to say it. docs/language.md is the specification.
+A rule is a plain Python function: arithmetic, comparisons inside `where`, the vocabulary, local names, returned names. It means
+the same on every engine, whether its arguments are numbers, arrays, lists of tensors or registers of a GPU. `checked` reads its
+text once and refuses what is outside, with the line and the way to say it. docs/language.md is the specification.
 """
 
 from __future__ import annotations
@@ -49,9 +49,16 @@ _KINDS: dict[str, dict[str, bool]] = {
     "rms": {"squared": True, "mean": True, "root": True},
     "max": {"largest": True},
 }
-_SCOPES: dict[str, dict[str, Any]] = {"": {"axis": None}, "row_": {"axis": -1}, "column_": {"axis": -2}, "all_": {"axis": None, "everything": True}}
+_SCOPES: dict[str, dict[str, Any]] = {
+    "": {"axis": None},
+    "row_": {"axis": -1},
+    "column_": {"axis": -2},
+    "all_": {"axis": None, "everything": True},
+}
 #: by name: "sum", "mean", "norm", "rms", "max" of a tensor; "row_…" and "column_…" of each row and column; "all_…" of all tensors
-REDUCTIONS = {scope + kind: Reduction(scope + kind, **where, **how) for scope, where in _SCOPES.items() for kind, how in _KINDS.items()}
+REDUCTIONS = {
+    scope + kind: Reduction(scope + kind, **where, **how) for scope, where in _SCOPES.items() for kind, how in _KINDS.items()
+}
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------------
@@ -144,7 +151,9 @@ class _Reader:
     def read(self) -> Text:
         takes = self.takes()
         if self.rule.__closure__ is not None:
-            raise self.refused(self.tree, f"it takes {self.rule.__code__.co_freevars[0]!r} from around it; give it as an argument")
+            raise self.refused(
+                self.tree, f"it takes {self.rule.__code__.co_freevars[0]!r} from around it; give it as an argument"
+            )
         self.known = set(takes)
         body = self.tree.body
         if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -208,5 +217,9 @@ class _Reader:
                 self.expression(left)
                 self.expression(right)
             case _:
-                hint = HINTS[ast.BoolOp] if isinstance(node, ast.BoolOp) else "the first argument of where compares two values: a > b"
+                hint = (
+                    HINTS[ast.BoolOp]
+                    if isinstance(node, ast.BoolOp)
+                    else "the first argument of where compares two values: a > b"
+                )
                 raise self.refused(node, hint)

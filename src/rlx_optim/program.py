@@ -1,9 +1,9 @@
-"""Programs: an update as data. `trace` runs a spec's `update` and `commit` once, on names instead of arrays, and keeps what they do.
+"""Programs: an update as data. `trace` runs a spec's `update` and `commit` once, on names instead of arrays.
 
-A program is a tuple of steps. A `Pass` goes once over the coordinates of every tensor: it loads arrays, applies a rule (or several,
-made one) in registers, stores and reduces. An `Each` is a function of numbers, one per tensor. Values are known by number, so what is read and
-when is settled here: engines execute, they do not interpret names. What could mean different things on different engines (a value
-read after it was overwritten, a result that is dropped, an unknown reduction) is refused.
+A program is a tuple of steps. A `Pass` goes once over the coordinates of every tensor: it loads arrays, applies a rule (or
+several, made one) in registers, stores and reduces. An `Each` is a function of numbers, one per tensor. Values are known by
+number, so what is read and when is settled here: engines execute, they do not interpret names. What could mean different things
+on different engines (a value read after it was overwritten, a result that is dropped, an unknown reduction) is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Drop = tuple[int, ...]  # which of the parameter's last two axes an array lacks
 class Pass:
     """A rule, once over the coordinates of every tensor. domain: the axes that these coordinates lack.
 
-    takes and gives: the values that are the rule's arguments and results. arrays and numbers: what of `takes` is which. stores:
-    (value, place), the place a buffer's name, or the value's own number for scratch. reduces: (result, value, how).
+    takes and gives: the values that are the rule's arguments (arrays, then numbers, each once) and results. stores: (value,
+    place), the place a buffer's name, or the value's own number for scratch. reduces: (result, value, how).
     """
 
     rule: Rule
@@ -55,8 +55,8 @@ class Each:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """inputs: the number of each value there is at first, by name: "p", "g", the slots, the numbers. drops: of every array, by number.
-    buffers: where p and the slots end up, by name. given: what else the caller may ask for at the end, by name."""
+    """inputs: the number of each value there is at first, by name: "p", "g", the slots, the numbers. drops: of every array, by
+    number. buffers: the last values of p and the slots, by name. given: what else the caller may ask for at the end, by name."""
 
     steps: tuple[Pass | Each, ...]
     inputs: Mapping[str, int]
@@ -92,6 +92,11 @@ class Program:
         return found
 
 
+def measures(spec: Spec, shape: Shape) -> bool:
+    """Whether the step of such a tensor reduces it, so that a part of it does not know enough."""
+    return not spec.matrix and trace(spec, spec.slots(shape)).measures
+
+
 def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
     if how.axis is None:
         return 1
@@ -124,8 +129,8 @@ class Symbol:
 
     def _refuse(self, *_: Any) -> Any:
         raise LanguageError(
-            f"{self.owner.title}.update computes with {self.name!r} itself; computing belongs into a rule (E.map) or, for numbers, into "
-            "a function (E.each), and choices depend on structural hyperparameters alone"
+            f"{self.owner.title}.update computes with {self.name!r} itself; computing belongs into a rule (E.map) or, for "
+            "numbers, into a function (E.each), and choices depend on structural hyperparameters alone"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
@@ -168,7 +173,9 @@ class Recorder:
         if found is None:
             raise LanguageError(f"{where} takes {name!r}, which {self.title}.scalars gives as None with these settings")
         if not isinstance(found, Symbol):
-            raise LanguageError(f"{where} takes {name!r}, which is {found!r}; numbers come from `scalars`, so that they are checked")
+            raise LanguageError(
+                f"{where} takes {name!r}, which is {found!r}; numbers come from `scalars`, so that they are checked"
+            )
         if found.number != self.current.get(found.name, found.number):
             raise LanguageError(
                 f"{where} reads {name!r} as it was before a map wrote it; use the values that this map gave (x = E.map(…))"
@@ -223,7 +230,9 @@ class Recorder:
         takes, gives = signature_of_numbers(function)
         values = [self.argument(function, name, x) for name in takes]
         if wrong := [v.name for v in values if v.is_array]:
-            raise LanguageError(f"{function.__qualname__} takes {wrong[0]!r}, which is an array; a function of coordinates is run by E.map")
+            raise LanguageError(
+                f"{function.__qualname__} takes {wrong[0]!r}, which is an array; a function of coordinates is run by E.map"
+            )
         results = {name: self.symbol(name, None) for name in gives}
         self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values())))
         return x.set(**results)
@@ -232,12 +241,12 @@ class Recorder:
 def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Mapping[str, Any] | None = None) -> Program:
     """The program of a spec for tensors with these slots.
 
-    what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit alone, of
-    a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars` gives, where it
-    is known already.
+    what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit
+    alone, of a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars` gives,
+    where it is known already.
     """
     numbers = spec.scalars(1, spec.counters()) if numbers is None else numbers
-    key = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    key: Any = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
         _traced[key] = _trace(spec, slots, what, numbers)
@@ -254,10 +263,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    if what == "observe":
-        x = spec.observe(E, x)
-    else:
-        x = spec.commit(E, x if what == "move" else spec.update(E, x))
+    x = spec.observe(E, x) if what == "observe" else spec.commit(E, x if what == "move" else spec.update(E, x))
     if not isinstance(x, Values):
         raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
     if what in ("step", "move"):
@@ -310,7 +316,7 @@ def _joined(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pas
     stores = tuple((n, place) for place, n in places.items() if isinstance(place, str) or n in later)
     reduces = tuple(each for step in steps for each in step.reduces)
     takes, gives = (*arrays, *numbers), (*(n for n, _ in stores), *(n for _, n, _ in reduces))
-    if len(steps) == 1 and gives == steps[0].gives:
+    if len(steps) == 1 and (takes, gives) == (steps[0].takes, steps[0].gives):
         return dataclasses.replace(steps[0], stores=stores)
     rule = _chained([(step.rule, step.takes, step.gives) for step in steps], takes, gives, names)
     return Pass(rule, takes, gives, steps[0].domain, arrays, numbers, stores, reduces)
@@ -330,15 +336,15 @@ def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: 
         known[n] = fresh(names[n])
     lines = []
     for rule, into, out in calls:
-        text = checked(rule)
-        local = {name: known[n] for name, n in zip(text.takes, into, strict=True)}
-        for statement in text.tree.body:
+        read = checked(rule)
+        local = {name: known[n] for name, n in zip(read.takes, into, strict=True)}
+        for statement in read.tree.body:
             if isinstance(statement, ast.Assign):
                 value = ast.unparse(_Renamed(local).visit(copy.deepcopy(statement.value)))
                 (target,) = statement.targets
                 local[target.id] = fresh(target.id)  # type: ignore[attr-defined]
                 lines.append(f"    {local[target.id]} = {value}")  # type: ignore[attr-defined]
-        known |= {n: local[name] for name, n in zip(text.gives, out, strict=True)}
+        known |= {n: local[name] for name, n in zip(read.gives, out, strict=True)}
     results = []
     last = {names[n]: n for n in gives}  # a result keeps its own name, if it is the last to have it
     for n in gives:
@@ -354,6 +360,15 @@ def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: 
     exec(compile(text, file, "exec"), scope)
     made: Rule = scope[title]
     return made
+
+
+@functools.cache
+def reordered(rule: Rule, first: tuple[str, ...]) -> Rule:
+    """A rule that takes these arguments before the others."""
+    takes, gives = signature(rule)
+    names = dict(enumerate((*takes, *gives)))
+    into, out = tuple(range(len(takes))), tuple(range(len(takes), len(names)))
+    return _chained([(rule, into, out)], tuple(sorted(into, key=lambda n: names[n] not in first)), out, names)
 
 
 class _Renamed(ast.NodeTransformer):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .engine import Rule, signature
+from .program import measures, trace
 from .spec import Shape, Spec
 
 FLAGS = 4  # that go before those of the parameters in the ranks' agreement
@@ -37,11 +37,6 @@ def extent(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(length, start + each) - start
 
 
-def numbers_of(moves: Rule) -> list[str]:
-    """The numbers that the last map of a matrix rule takes: they travel with the update."""
-    return [name for name in signature(moves)[0] if name not in ("p", "u")]
-
-
 # ---- what a step sends ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Traffic:
@@ -62,21 +57,21 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
     wide = max(itemsize, 4)
     out = Traffic([0] * ranks, [], [0] * ranks, [0] * ranks)
     matrices = [(shape, spec) for shape, spec in entries if spec.matrix]
-    measured = [(shape, spec) for shape, spec in entries if spec.reduces and dim is not None]
+    measured = [(shape, spec) for shape, spec in entries if dim is not None and measures(spec, shape)]
     if matrices or measured:
         out.all_reduced.append(FLAGS + len(matrices) + len(measured))
     owners = share_out([spec.work(shape) for shape, spec in matrices], out.work)
     for (shape, spec), owner in zip(matrices, owners, strict=True):
         parts = [_part(shape, ranks, rank, dim) for rank in range(ranks)]
-        tail = WIDE * (1 + len(numbers_of(spec.moves)) + len(spec.counters()))  # type: ignore[arg-type]
+        tail = WIDE * (len(spec.committed) + len(spec.counters()))  # numbers that travel with the update
         out.sent[owner] += sum(part * wide + tail for rank, part in enumerate(parts) if rank != owner)
         out.state[owner] += wide * sum(math.prod(slot.shape) for slot in spec.slots(shape).values())
         for rank, part in enumerate(parts):
             out.sent[rank] += part * itemsize if dim is not None and rank != owner else 0
-    bundles: dict[Any, list[tuple[int, ...]]] = {}
+    bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
         key = (type(spec), tuple(spec.slots(shape)), spec.structure())
-        bundles.setdefault(key, []).append(spec.sums(shape, dim or 0))
+        bundles.setdefault(key, []).append(trace(spec, spec.slots(shape)).sums(shape, dim or 0))
     for sums in bundles.values():
         out.all_reduced += [WIDE * total for total in map(sum, zip(*sums, strict=True)) if total]
     return out

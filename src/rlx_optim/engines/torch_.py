@@ -20,6 +20,7 @@ from ..language import Reduction, Rule
 from ..program import Each, Pass, Program
 from ..spec import Shape, Slot, Spec
 
+
 class Many:
     """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`."""
 
@@ -59,8 +60,6 @@ class Many:
 class Numbers(list[float]):
     """One number per tensor, where they differ: what a scalar is to a single tensor."""
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _plain(number: Any) -> Any:
     return list(number) if isinstance(number, Numbers) else float(number)
@@ -79,12 +78,14 @@ def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne"):
-    setattr(Numbers, f"__{_name}__", _numbers(getattr(operator, _name)))
+def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: function(b, a)
+
+
+for _name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne", "neg", "and_", "or_"):
+    setattr(Numbers, f"__{_name.strip('_')}__", _numbers(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Numbers, f"__r{_name}__", _numbers(lambda a, b, do=getattr(operator, _name): do(b, a)))
-Numbers.__neg__ = _numbers(operator.neg)  # type: ignore[attr-defined]
-Numbers.__and__, Numbers.__or__ = _numbers(operator.and_), _numbers(operator.or_)  # type: ignore[attr-defined]
+    setattr(Numbers, f"__r{_name}__", _numbers(_turned(getattr(operator, _name))))
 
 
 def _compared(name: str) -> Callable[[Many, Any], Many]:
@@ -143,7 +144,7 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
         return _numbers(vocabulary.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
     n = len(lists[0].each)
     rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
-    like = (yes if isinstance(yes, Many) else no if isinstance(no, Many) else None)
+    like = yes if isinstance(yes, Many) else no if isinstance(no, Many) else None
     dtype = torch.get_default_dtype() if like is None else like.each[0].dtype
     return Many([_either_of(flag, y, z, dtype) for flag, y, z in rows])
 
@@ -262,9 +263,9 @@ class Torch(ArrayEngine):
     def finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
 
-    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         with torch.no_grad():
-            return super().run(bundle)
+            return super().run(bundle, move)
 
     # programs --------------------------------------------------------------------------------------------------------
     @property

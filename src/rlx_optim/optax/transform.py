@@ -205,7 +205,8 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     E = engine_in(dtype)
     x = Values(out, names=place.names, **numbers, t=t, seed=spec.values().get("seed"))
     x = traceable(type(spec).update)(spec, E, x)
-    return traceable(type(spec).commit)(spec, E, x)
+    committed: Values = traceable(type(spec).commit)(spec, E, x)
+    return committed
 
 
 def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:

@@ -136,6 +136,7 @@ class SOAP(Spec):
 
         def from_basis(q, U):
             return E.product(q, U)
+
         def initialise(m, v, Q):
             return m, m, v, {i: E.narrow(linalg.eigenbasis(E, exact[i], E.wide(Q[i]))) for i in axes}  # Q is the identity
 

@@ -10,6 +10,7 @@ import torch
 
 from .. import random
 from ..engine import Bundle
+from ..program import trace
 from .names import bare
 from .optimizer import RuleOptimizer
 from .stepping import is_spread, named
@@ -151,11 +152,12 @@ class CurvatureOptimizer(RuleOptimizer):
         self._check_seat(lane, seat)
         record = seat.records[0]
         spec: Any = spec_of[record.group]
-        given = estimate.detach().to(lane.dtype).contiguous()
+        given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
         buffers: Any = {"g": [lane.view(given)], "h": [record.state["h"]]}
         numbers = spec.scalars(record.t + 1, record.counters)
         if record.size:
-            lane.engine.run(Bundle(spec, [record.name], [record.shape], record.slots, buffers, numbers), spec.observe)
+            program = trace(spec, record.slots, "observe")
+            lane.engine.run(Bundle(spec, [record.name], [record.shape], record.slots, buffers, program, numbers))
         record.counters["estimates"] += 1
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
         lane.version = lane.versions()

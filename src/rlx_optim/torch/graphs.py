@@ -13,6 +13,7 @@ import torch
 
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
+from ..program import trace
 from ..spec import Spec
 from ..stepping import Part, Record
 from .lanes import Seat, TritonLane, written
@@ -81,8 +82,10 @@ class GraphLane(TritonLane):
             bundle.spec, bundle.scale = specs[part.records[0].group], scale
             bundle.numbers, counts = self.numbers_of(part, place)
             bundle.buffers |= {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
+            if bundle.program is None and not bundle.spec.matrix:
+                bundle.program = trace(bundle.spec, bundle.slots)
             try:
-                self.engine.run(bundle, bundle.spec.update)
+                self.engine.run(bundle)
             finally:
                 bundle.buffers |= {"p": (), "g": ()}
             for name, index, new in counts:

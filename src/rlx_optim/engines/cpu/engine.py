@@ -71,9 +71,7 @@ class Kernel:
     def over_tensors(self) -> list[np.ndarray]:
         """Per reduction one number per tensor, not finished: chunks added up (or the largest taken) in a fixed order."""
         how = [each for _, each in self.layout.over_tensors]
-        return [
-            (np.maximum if each.largest else np.add).reduceat(self.partial[:, k], self.starts) for k, each in enumerate(how)
-        ]
+        return [(np.maximum if each.largest else np.add).reduceat(self.partial[:, k], self.starts) for k, each in enumerate(how)]
 
     def fold_columns(self, out: list[list[np.ndarray]]) -> None:
         """Finish the reductions of columns: the chunks of each matrix together, in order."""
@@ -122,7 +120,7 @@ class Prepared:
 
     def __init__(self, plan: Plan, step: Pass, engine: Cpu):
         self.step, self.shapes = step, plan.shapes
-        program, places = plan.program, {n: place for n, place in step.stores}
+        program, places = plan.program, dict(step.stores)
 
         def kind(n: int) -> str:
             if n not in program.drops:
@@ -132,7 +130,12 @@ class Prepared:
                 return "scaled" if n == program.inputs.get("g") else "full"
             return "column" if missing == {-2} and -1 not in step.domain else "row"
 
-        held = {plan.buffer[n]: j for j, n in enumerate(step.takes) if plan.buffer.get(n)}  # the argument that a buffer is
+        held: dict[str | int, int] = {}  # the argument that a buffer is
+        for j, n in enumerate(step.takes):
+            if n in plan.buffer:
+                held[plan.buffer[n]] = j
+            plan.buffer[n]: j for j, n in enumerate(step.takes) if plan.buffer.get(n)
+        }  # the argument that a buffer is
         reduced = {n: (result, how) for result, n, how in step.reduces}
         gives: list[Any] = [reduced[n][1] if n in reduced else held.get(places[n], "store") for n in step.gives]
         layout = Layout(tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision)
@@ -181,7 +184,9 @@ class Plan:
         self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
         for name, arrays in bundle.buffers.items():
             own = name not in ("p", "g")
-            self.addresses[name] = np.array([address(a) for a in arrays], np.int64) if own else np.zeros(len(self.shapes), np.int64)
+            self.addresses[name] = (
+                np.array([address(a) for a in arrays], np.int64) if own else np.zeros(len(self.shapes), np.int64)
+            )
         self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
         self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
         self.version = -1  # of the watch whose addresses these are
@@ -250,10 +255,10 @@ class Cpu(ArrayEngine):
         check.run()
         return bool(np.isfinite(check.partial).all())
 
-    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         if bundle.program is None:
             with threads.blas():
-                return super().run(bundle)
+                return super().run(bundle, move)
         if bundle.plan is None:
             plan = bundle.plan = Plan(bundle, self)
             bundle.runner = plan.run

@@ -35,8 +35,8 @@ class Layout:
     takes: per argument "full" (an array), "scaled" (the gradient: an array times the scale), "row" or "column" (one number per
     row or per column of the domain) or "number" (one per tensor).
     gives: per result "store" (into an array of its own), the number of the argument whose array it replaces, or its reduction. A
-    replacement is not a store to a second pointer, because the compiler's overlap check would then always fail and the loop run one
-    element at a time.
+    replacement is not a store to a second pointer, because the compiler's overlap check would then always fail and the loop run
+    one element at a time.
     element, arithmetic: "float32" or "float64", of the buffers and of the computation.
     """
 
@@ -88,8 +88,8 @@ def _kept(into: str, value: str, how: Reduction) -> str:
 
 
 def source(rule: Rule, layout: Layout) -> str:
-    """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names that
-    it makes up begin with an underscore, which those of a rule never do."""
+    """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names
+    that it makes up begin with an underscore, which those of a rule never do."""
     takes = checked(rule).takes
     arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
     numbers = [j for j, kind in enumerate(layout.takes) if kind == "number"]

@@ -9,24 +9,22 @@ their tensors as a `Pile`, which is only stacked when somebody needs the stack.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ... import random
-from ...engine import Rule, Values, signature
+from ...engine import tupled
+from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...program import Each, Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
-from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, SQUARES, SUM, WIDE
+from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
 from .pile import Pile, dense
-from .tables import Pass, Placed, Plan, Sender, placed
+from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
-
-#: reductions by domain: what `map` may be asked for -> kind of sum, whether divided by the count, whether rooted
-WHOLE = {"norm": (SQUARES, False, True), "rms": (SQUARES, True, True)}
-LINES = {"row_mean": (ROWS, (-1,)), "column_mean": (COLUMNS, (-2,))}
-ALONG_ROWS = {"row_mean": (SUM, True, False), "row_sum": (SUM, False, False)}
 
 
 class Triton(Torch):
@@ -48,22 +46,24 @@ class Triton(Torch):
         lines = any(slot.drop for slot in bundle.slots.values())
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
 
-    def values(self, bundle: Any) -> Values:
-        plan, watch = bundle.plan, bundle.watch
-        if plan is None:
-            return super().values(bundle)
-        n = len(bundle.shapes)
-        arrays = {}
+    def placed(self, bundle: Any) -> dict[str, Placed]:
+        """Where the arrays of a bundle are."""
+        plan, watch, arrays = bundle.plan, bundle.watch, {}
         for name, each in bundle.buffers.items():
             slot = bundle.slots.get(name)
             if slot is None and watch is not None:
                 address, dtypes = plan.mine(name, watch, bundle.index)
+            elif slot is None:
+                address, dtypes = self._standing(each)
             else:
                 address, dtypes = plan.cached(name, lambda each=each: self._standing(each))
             arrays[name] = Placed(address, dtypes, slot.drop if slot else (), gradient=name == "g")
-        numbers = {**bundle.numbers, "scale": bundle.scale, "plan": plan, "flag": getattr(watch, "flag", None)}
-        if not bundle.spec.matrix:
-            return Values(arrays, **numbers)
+        return arrays
+
+    def values(self, bundle: Any) -> Values:
+        plan, n = bundle.plan, len(bundle.shapes)
+        arrays: dict[str, Any] = self.placed(bundle)
+        numbers = {**bundle.numbers, "scale": bundle.scale, "plan": plan, "flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
             if slot is None or not slot.factor:
@@ -78,122 +78,167 @@ class Triton(Torch):
     def _standing(each: Any) -> tuple[np.ndarray, tuple[torch.dtype, ...]]:
         return np.array([array.data_ptr() for array in each], np.int64), tuple([array.dtype for array in each])
 
-    def run(self, bundle: Any, update: Any) -> Values:
+    def run(self, bundle: Any, move: bool = True) -> Mapping[str, Any]:
         if not self.sweeps(bundle):
-            return super().run(bundle, update)
+            return super().run(bundle, move)
         if bundle.plan is None:
             bundle.plan = Plan(bundle, self.device)
         with torch.no_grad():
-            x = update(self, self.values(bundle))
+            if bundle.program is not None:
+                self._execute(bundle)
+                return {}
+            x = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)), move)
             for name in bundle.written():
                 if isinstance(x[name], torch.Tensor):  # what is not by address has been computed apart
                     torch._foreach_copy_(list(bundle.buffers[name]), list(x[name].reshape(-1, *bundle.buffers[name][0].shape)))
         return x
 
-    # maps --------------------------------------------------------------------------------------------------------------
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        plan = x.get("plan")
-        if plan is None:
-            return super().map(rule, x, **reduce)
-        takes, gives = signature(rule)
-        values = [x[name] for name in takes]
-        piles = [v for v in values if isinstance(v, Pile) or (torch.is_tensor(v) and v.ndim > 1)]
-        if piles:
-            return self._map_piles(plan, rule, x, takes, gives, piles)
-        names = [name for name, value in zip(takes, values, strict=True) if isinstance(value, Placed)]
-        numbers = values[len(names) :]
-        assert all(isinstance(value, Placed) for value in values[: len(names)]), f"{rule.__name__}: arrays come before numbers"
-        arrays = values[: len(names)]
-        drops = {array.drop for array in arrays}
-        if len(drops) > 1 or (drops == {()} and any(kind in LINES for kind in reduce.values())):
-            return self._tiles(plan, rule, x, names, arrays, numbers, gives, reduce)
-        return self._sweep(plan, rule, x, names, arrays, numbers, gives, reduce)
+    def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
+        return super().moved(spec, x) if move else x.set(p=dense(x.u))
 
-    def _sweep(self, plan: Plan, rule: Rule, x: Values, names: Any, arrays: Any, numbers: Any, gives: Any, reduce: Any) -> Values:
-        (drop,) = {array.drop for array in arrays}
-        kinds = ALONG_ROWS if drop == (-1,) else WHOLE
-        fresh = [name for name in gives if name not in reduce and name not in names]
-        made = {name: plan.strip(name, drop, self.dtype) for name in fresh}
-        stores = tuple((k, [*names, *fresh].index(name)) for k, name in enumerate(gives) if name not in reduce)
-        sums = tuple((k, kinds[reduce[name]][0]) for k, name in enumerate(gives) if name in reduce)
-        wanted = [kinds[reduce[name]] for name in gives if name in reduce]
-        found = self._launch(
-            plan, rule, x, [*arrays, *made.values()], len(arrays), numbers, drop, stores, sums, wanted, len(gives)
+    # programs ----------------------------------------------------------------------------------------------------------
+    def _execute(self, bundle: Any) -> None:
+        program, plan, scale = bundle.program, bundle.plan, bundle.scale
+        where, flag = self.placed(bundle), getattr(bundle.watch, "flag", None)
+        found: dict[int, Any] = {}
+        for name, n in program.inputs.items():
+            if name in where or name in bundle.numbers:
+                found[n] = where[name] if name in where else bundle.numbers[name]
+        for position, step in enumerate(program.steps):
+            if isinstance(step, Pass):
+                self._apply(plan, position, program, step, where, found, scale, flag)
+            else:
+                self.number(step, found)
+
+    def _apply(
+        self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
+    ) -> None:  # fmt: skip
+        """A pass: the arrays that it reads, then the ones that it only writes."""
+        values = [found[n] for n in step.takes]
+        arrays = [value for value in values if isinstance(value, Placed)]
+        numbers = [value for value in values if not isinstance(value, Placed)]  # a matrix's one number is no array here
+        reads, held = len(arrays), {id(value): j for j, value in enumerate(arrays)}
+        results = {n: k for k, n in enumerate(step.gives)}
+        stores = []
+        for n, place in step.stores:
+            target = where[place] if isinstance(place, str) else plan.strip(n, step.domain, self.dtype)
+            if id(target) not in held:
+                held[id(target)] = len(arrays)
+                arrays.append(target)
+            stores.append((results[n], held[id(target)]))
+            found[n] = target
+        order = [j for j, value in enumerate(values) if isinstance(value, Placed)]
+        order += [j for j, value in enumerate(values) if not isinstance(value, Placed)]
+        if order != list(range(len(values))):
+            raise AssertionError("arrays come before numbers")
+        drops = {array.drop for array in arrays}
+        lines = any(how.axis is not None for _, _, how in step.reduces)
+        tiled = len(drops) > 1 or (not step.domain and lines)
+        launch = self._tiles if tiled else self._sweep
+        launch(plan, position, step, arrays, reads, numbers, tuple(stores), results, found, scale, flag)
+
+    def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
+        """(result, over what, squared, largest) of each reduction."""
+        scope = {None: TENSOR, -1: ROWS, -2: COLUMNS}
+        return tuple([(results[n], scope[how.axis] if lines else TENSOR, how.squared, how.largest) for _, n, how in step.reduces])
+
+    def _sweep(
+        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, results: Any, found: Any,
+        scale: Any, flag: Any,
+    ) -> None:  # fmt: skip
+        sums = self._sums(step, results, lines=False)
+        kinds = [how for _, _, how in step.reduces]
+        given = self._launch(
+            plan, key, step.rule, arrays, reads, numbers, step.domain, stores, sums, kinds, len(step.gives), scale, flag
         )
-        reduced = dict(zip([name for name in gives if name in reduce], found, strict=True))
-        return x.set(**made, **reduced) if made or reduced else x
+        found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
 
     def _launch(
-        self, plan: Plan, rule: Rule, x: Values, arrays: Any, reads: int, numbers: Any, drop: Any, stores: Any, sums: Any,
-        wanted: Any, results: int,
+        self, plan: Plan, key: Any, rule: Rule, arrays: Any, reads: int, numbers: Any, drop: Any, stores: Any, sums: Any,
+        kinds: Any, results: int, scale: Any, flag: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Sweep, and fold the sums that the pass leaves: one number per tensor each."""
+        """Sweep, and fold the sums that the pass leaves: one number per tensor each, or one for all."""
         n = len(plan.shapes)
-        this = self._pass(plan, rule, arrays, n)
-        table, shared = self._numbers(plan, rule, [*numbers, x.scale], n)
+        this = self._pass(plan, key, arrays, n)
+        table, shared = self._numbers(plan, key, [*numbers, scale], n)
         gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
         bases = tuple([array.base for array in arrays])
         even = not any(base % 16 for base in bases)
-        found = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
+        made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
-            flag = address if x.flag is None else x.flag
+            told = address if flag is None else flag
             blocks = plan.blocks(drop, indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((blocks.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             kernels.sweep[(blocks.n,)](
-                address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, partial, flag, address.shape[1],
+                address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, partial, told, address.shape[1],
                 bound(rule), tuple([TYPES[t] for t in kind]), len(numbers), gradient, reads, stores, sums, results == 1,
-                aligned and even, x.flag is not None, table is None, TYPES[self.dtype], BLOCK, num_warps=4,
+                aligned and even, flag is not None, table is None, TYPES[self.dtype], BLOCK, num_warps=4,
             )  # fmt: skip
             if sums:
-                self._fold(plan, partial, blocks.first, plan.lengths(drop), wanted, indices, found)
-        return [] if found is None else list(found)
+                self._fold(plan, partial, blocks.first, plan.lengths(drop), kinds, indices, made)
+        return [] if made is None else [self._of_all(row, how, plan.lengths(drop)) for row, how in zip(made, kinds, strict=True)]
 
-    def _tiles(self, plan: Plan, rule: Rule, x: Values, names: Any, arrays: Any, numbers: Any, gives: Any, reduce: Any) -> Values:
+    def _of_all(self, row: torch.Tensor, how: Reduction, lengths: list[int]) -> torch.Tensor:
+        if not how.everything:
+            return row
+        return self.rooted(row.max() if how.largest else row.sum(), how, sum(lengths))
+
+    def _tiles(
+        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, results: Any, found: Any,
+        scale: Any, flag: Any,
+    ) -> None:  # fmt: skip
         n = len(plan.shapes)
-        this = self._pass(plan, rule, arrays, n)
-        stores = tuple((k, names.index(name)) for k, name in enumerate(gives) if name not in reduce)
-        asked = [(k, reduce[name], name) for k, name in enumerate(gives) if name in reduce]
-        sums = tuple((k, WHOLE[kind][0] if kind in WHOLE else LINES[kind][0]) for k, kind, _ in asked)
-        whole = [name for _, kind, name in asked if kind in WHOLE]
-        wanted = [WHOLE[kind] for _, kind, _ in asked if kind in WHOLE]
-        table, shared = self._numbers(plan, rule, [*numbers, x.scale], n)
+        this = self._pass(plan, key, arrays, n)
+        sums = self._sums(step, results, lines=True)
+        whole = [(result, how) for result, _, how in step.reduces if how.axis is None]
+        table, shared = self._numbers(plan, key, [*numbers, scale], n)
         gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
         bases = tuple([array.base for array in arrays])
         even = not any(base % 16 for base in bases)
         layout = tuple([{(): FULL, (-1,): ROW, (-2,): COLUMN}[array.drop] for array in arrays])
         even = even and plan.cached("even", lambda: all(c % 8 == 0 for _, c in plan.shapes))
-        strips = {name: plan.strip(name, LINES[kind][1], self.dtype) for _, kind, name in asked if kind in LINES}
-        found = torch.empty((len(whole), n), dtype=torch.float64, device=self.device) if whole else None
+        strips = {
+            result: (plan.strip(result, (how.axis,), self.dtype), how) for result, _, how in step.reduces if how.axis is not None
+        }
+        made = torch.empty((len(whole), n), dtype=torch.float64, device=self.device) if whole else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
-            flag = address if x.flag is None else x.flag
+            told = address if flag is None else flag
             grid = plan.grid(indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((grid.n, len(whole)), dtype=self.dtype, device=self.device) if whole else address
-            lines = [torch.empty(length, dtype=self.dtype, device=self.device) if strips else address for length in grid.lengths]
+            lines = {
+                result: torch.empty(grid.lengths[0 if how.axis == -1 else 1], dtype=self.dtype, device=self.device)
+                for result, (_, how) in strips.items()
+            }
             kernels.tiles[(grid.n,)](
                 address, bases, grid.height, grid.width, grid.tensor, grid.down, grid.across, grid.row_first, grid.column_first,
-                mine, shared, partial, *lines, flag, address.shape[1],
-                bound(rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, stores, sums, len(whole),
-                len(gives) == 1, aligned and even, x.flag is not None, table is None, TYPES[self.dtype], HIGH, WIDE, DEEP,
-                num_warps=4,
+                mine, shared, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
+                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, reads,
+                stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None, table is None,
+                TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4,
             )  # fmt: skip
             if whole:
-                self._fold(plan, partial, grid.first, plan.sizes, wanted, indices, found)
-            for strip in strips.values():
-                self._fold_lines(plan, grid, lines, strip, indices, plan.lengths((-1,) if strip.drop == (-2,) else (-2,)))
-        return x.set(**strips, **({} if found is None else dict(zip(whole, found, strict=True))))
+                self._fold(plan, partial, grid.first, plan.sizes, [how for _, how in whole], indices, made)
+            for result, (strip, how) in strips.items():
+                lengths = plan.lengths((-1,) if strip.drop == (-2,) else (-2,))
+                self._fold_lines(plan, grid, lines[result], strip, indices, lengths, how)
+        found |= {result: strip for result, (strip, _) in strips.items()}
+        if made is not None:
+            found |= {result: self._of_all(row, how, plan.sizes) for (result, how), row in zip(whole, made, strict=True)}
 
-    def _fold(self, plan: Plan, partial: Any, first: Any, lengths: Any, wanted: Any, indices: Any, found: Any) -> None:
+    def _fold(self, plan: Plan, partial: Any, first: Any, lengths: Any, kinds: Any, indices: Any, found: Any) -> None:
         n = len(first) - 1
-        out = found if indices is None else torch.empty((len(wanted), n), dtype=torch.float64, device=self.device)
+        out = found if indices is None else torch.empty((len(kinds), n), dtype=torch.float64, device=self.device)
         divisor = plan.divisor(lengths if indices is None else [lengths[i] for i in indices])
-        mean, root = (sum(flags[which] << k for k, flags in enumerate(wanted)) for which in (1, 2))
-        kernels.fold[(n, len(wanted))](partial, first, divisor, out, len(wanted), n, root, mean, 1024)
+        finish = tuple([(how.largest, how.mean and not how.everything, how.root and not how.everything) for how in kinds])
+        kernels.fold[(n,)](partial, first, divisor, out, len(kinds), n, finish, 1024)
         if indices is not None:
             found[:, self._index(plan, indices)] = out
 
-    def _fold_lines(self, plan: Plan, grid: Any, lines: Any, strip: Placed, indices: Any, lengths: Any) -> None:
+    def _fold_lines(
+        self, plan: Plan, grid: Any, lines: Any, strip: Placed, indices: Any, lengths: Any, how: Reduction
+    ) -> None:  # fmt: skip
         room, offsets = strip.held
         blocks = plan.blocks(strip.drop, indices)
         by_row = strip.drop == (-1,)
@@ -201,23 +246,23 @@ class Triton(Torch):
         divisor = plan.divisor(lengths if indices is None else [lengths[i] for i in indices])
         places = offsets if indices is None else offsets[self._index(plan, indices)]
         kernels.fold_lines[(blocks.n,)](
-            lines[0 if by_row else 1], first, count, blocks.sizes, places, divisor, room, blocks.tensor, blocks.index,
-            TYPES[self.dtype], BLOCK, num_warps=4,
+            lines, first, count, blocks.sizes, places, divisor, room, blocks.tensor, blocks.index,
+            (how.largest, how.mean, how.root), TYPES[self.dtype], BLOCK, num_warps=4,
         )  # fmt: skip
 
     def _index(self, plan: Plan, indices: tuple[int, ...]) -> torch.Tensor:
         return plan.cached(("index", indices), lambda: torch.tensor(indices, device=self.device))
 
     @staticmethod
-    def _pass(plan: Plan, rule: Rule, arrays: list[Placed], n: int) -> Pass:
+    def _pass(plan: Plan, key: Any, arrays: list[Placed], n: int) -> Table:
         types = [array.dtypes for array in arrays]
-        known = plan.passes.get(rule)
+        known = plan.passes.get(key)
         if known is None or len(known[0]) != len(types) or not all(map(operator.is_, known[0], types)):
-            known = plan.passes[rule] = (types, Pass(arrays, n))
+            known = plan.passes[key] = (types, Table(arrays, n))
         return known[1]
 
     # numbers -----------------------------------------------------------------------------------------------------------
-    def _numbers(self, plan: Plan, rule: Rule, values: list[Any], n: int) -> tuple[torch.Tensor | None, tuple[float, ...]]:
+    def _numbers(self, plan: Plan, key: Any, values: list[Any], n: int) -> tuple[torch.Tensor | None, tuple[float, ...]]:
         """A table on the device with a row per tensor; or, where all tensors share every number, just the numbers, which go with
         the launch (as float32: enough only for float32 arithmetic). Reductions are on the device already and stay there."""
         there = any(map(torch.is_tensor, values))
@@ -227,11 +272,11 @@ class Triton(Torch):
         for j, value in enumerate(values):
             if not torch.is_tensor(value):
                 host[:, j] = value
-        known = plan.numbers.get(rule)
+        known = plan.numbers.get(key)
         if known is None or self.sender.capturing() or not np.array_equal(known[0], host):
             known = (host, self.sender.send(host))
             if not self.sender.capturing():
-                plan.numbers[rule] = known
+                plan.numbers[key] = known
         table = known[1]
         if there:
             table = table.clone()
@@ -240,25 +285,30 @@ class Triton(Torch):
                     table[:, j] = value
         return table, (0.0,)
 
-    def each(self, function: Rule, x: Values) -> Values:
+    def number(self, step: Each, found: dict[int, Any]) -> None:
         """Numbers that are on the device stay there, and nothing waits for them."""
-        takes, gives = signature(function)
-        given = [
-            x[n] if torch.is_tensor(x[n]) or not np.ndim(x[n]) else self.sender.send(np.asarray(x[n], np.float64)) for n in takes
-        ]
-        result = self.bound(function)(*given)
-        return x.set(**dict(zip(gives, result if len(gives) > 1 else (result,), strict=True)))
+        given = [self._there(found[n]) for n in step.takes]
+        found.update(zip(step.gives, tupled(self.bound(step.function)(*given), step.gives), strict=True))
+
+    def _there(self, value: Any) -> Any:
+        return value if torch.is_tensor(value) or not np.ndim(value) else self.sender.send(np.asarray(value, np.float64))
 
     # matrices ------------------------------------------------------------------------------------------------------------
-    def _map_piles(self, plan: Plan, rule: Rule, x: Values, takes: Any, gives: Any, piles: Any) -> Values:
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are."""
+        plan = x.get("plan")
+        takes, gives = signature(rule)
+        piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
+        if plan is None or not piles or reduce:
+            x = x.set(**{name: dense(value) for name, value in x.items()})
+            return super().map(rule, x, **reduce)
         n = len(plan.shapes)
         arrays, names, numbers, keep = [], [], [], []
         for name in takes:
             value = x[name]
             if isinstance(value, Pile):
                 arrays.append(value.placed)
-            elif torch.is_tensor(value) and value.ndim > 1:
+            elif self._is_stack(value, plan):
                 keep.append(value := value.contiguous())
                 arrays.append(placed(value))
             else:
@@ -273,14 +323,38 @@ class Triton(Torch):
         reads, every = len(arrays), [*arrays, *apart.values()]
         where = {name: names.index(name) for name in gives if name not in out} | {name: reads + k for k, name in enumerate(out)}
         stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
-        sums = tuple([(k, SQUARES) for k, name in enumerate(gives) if name in out]) if "u" in out else ()
-        wanted = [WHOLE["norm"]] * len(sums)
-        found = self._launch(plan, rule, x, every, reads, numbers, (), stores, sums, wanted, len(gives))
+        sums = tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out else ()
+        kinds, key = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names))
+        found = self._launch(
+            plan,
+            key,
+            self._arrays_first(rule, names),
+            every,
+            reads,
+            numbers,
+            (),
+            stores,
+            sums,
+            kinds,
+            len(gives),
+            x.scale,
+            x.flag,
+        )
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:
             if name not in out:
                 x[name].written()
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
+
+    @staticmethod
+    def _is_stack(value: Any, plan: Any) -> bool:
+        """An array of the bundle's tensors; one number per tensor, whatever its axes, is none."""
+        return isinstance(value, Pile) or (torch.is_tensor(value) and value.ndim > 1 and value.numel() > len(plan.shapes))
+
+    @staticmethod
+    def _arrays_first(rule: Rule, arrays: list[str]) -> Rule:
+        takes, _ = signature(rule)
+        return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
 
     def orthogonalize(self, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:
         norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)

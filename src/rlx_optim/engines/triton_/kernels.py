@@ -19,8 +19,40 @@ BLOCK = 1024
 HIGH, WIDE, DEEP = 8, 256, 16
 #: how an array lies in a matrix: all of it, a number per row, a number per column
 FULL, ROW, COLUMN = 0, 1, 2
-#: what becomes of a result: its squares or itself summed over the tensor, or itself over rows or columns
-SQUARES, SUM, ROWS, COLUMNS = 0, 1, 2, 3
+#: what a result is reduced over; beside it stand whether its squares are taken, and whether the largest is kept and not the sum
+TENSOR, ROWS, COLUMNS = 0, 1, 2
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two; NaN if there is one."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def together(value, axis: tl.constexpr, LARGEST: tl.constexpr):
+    """The sum along an axis, or the largest."""
+    if LARGEST:
+        return tl.reduce(value, axis, larger)
+    else:
+        return tl.sum(value, axis)
+
+
+@triton.jit
+def joined(a, b, LARGEST: tl.constexpr):
+    if LARGEST:
+        return larger(a, b)
+    else:
+        return a + b
+
+
+@triton.jit
+def nothing(LARGEST: tl.constexpr):
+    """What changes no sum, or no largest."""
+    if LARGEST:
+        return float("-inf")
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -63,12 +95,12 @@ def one_block(
         else:
             tl.store(where[STORES[k][1]], result)
     for k in tl.static_range(len(SUMS)):
-        value = y[SUMS[k][0]]
-        if MASKED:
-            value = tl.where(live, value, 0.0)
-        if SUMS[k][1] == 0:
+        value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
+        if SUMS[k][2]:
             value = value * value
-        tl.store(out + k, tl.sum(value))
+        if MASKED:
+            value = tl.where(live, value, nothing(SUMS[k][3]))
+        tl.store(out + k, together(value, 0, SUMS[k][3]))
 
 
 @triton.jit
@@ -107,19 +139,19 @@ def sweep(
 
 @triton.jit
 def one_tile(
-    where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, COLSUM, out, rule: tl.constexpr, MASKED: tl.constexpr,
-    ELEMENTS: tl.constexpr, KINDS: tl.constexpr, GRADIENT: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
-    SINGLE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    ELEMENTS: tl.constexpr, KINDS: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr,
+    SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     c = columns + tl.arange(0, WIDE)
     totals = ()
     for k in tl.static_range(len(SUMS)):
-        totals = totals + (tl.zeros((WIDE,), F),)
+        totals = totals + (tl.full((WIDE,), nothing(SUMS[k][3]), F),)
     for step in range(DEEP):
         r = rows + step * HIGH + tl.arange(0, HIGH)
         live = (r < R)[:, None] & (c < C)[None, :]
         x = ()
-        for a in tl.static_range(len(ELEMENTS)):
+        for a in tl.static_range(READS):
             if KINDS[a] == 0:
                 pointer = where[a] + r[:, None] * C + c[None, :]
                 if MASKED:
@@ -145,35 +177,36 @@ def one_tile(
                 tl.store(pointer, result)
         new = ()
         for k in tl.static_range(len(SUMS)):
-            value = y[SUMS[k][0]]
-            if MASKED:
-                value = tl.where(live, value, 0.0)
-            if SUMS[k][1] == 0:
+            value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
+            if SUMS[k][2]:
                 value = value * value
-            if SUMS[k][1] == 2:
-                tl.store(ROWSUM + first + j * R + r, tl.sum(value, 1), mask=r < R)
+            if MASKED:
+                value = tl.where(live, value, nothing(SUMS[k][3]))
+            if SUMS[k][1] == 1:
+                tl.store(SUMS_OUT[k] + first + j * R + r, together(value, 1, SUMS[k][3]), mask=r < R)
                 new = new + (totals[k],)
             else:
-                new = new + (totals[k] + tl.sum(value, 0),)
+                new = new + (joined(totals[k], together(value, 0, SUMS[k][3]), SUMS[k][3]),)
         totals = new
     place = 0
     for k in tl.static_range(len(SUMS)):
-        if SUMS[k][1] == 3:
-            tl.store(COLSUM + i * C + c, totals[k], mask=c < C)
-        elif SUMS[k][1] < 2:
-            tl.store(out + place, tl.sum(totals[k]))
+        if SUMS[k][1] == 2:
+            tl.store(SUMS_OUT[k] + columnfirst + i * C + c, totals[k], mask=c < C)
+        elif SUMS[k][1] == 0:
+            tl.store(out + place, together(totals[k], 0, SUMS[k][3]))
             place += 1
 
 
 @triton.jit
 def tiles(
-    ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, PARTIAL, ROWSUM, COLSUM, FLAG, T,
+    ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, PARTIAL, SUMS_OUT, FLAG, T,
     rule: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr,
-    STORES: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
+    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of a matrix; arrays are FULL, ROW or COLUMN. Sums over the tensor (WHOLE of them) go to PARTIAL, those over rows
-    and columns to ROWSUM and COLSUM, one line per tile."""
+    and columns to SUMS_OUT of their own, one line per tile."""
     if FLAGGED:
         if tl.load(FLAG) != 0:
             return
@@ -194,45 +227,57 @@ def tiles(
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     rows, columns = i * (HIGH * DEEP), j * WIDE
     first = tl.load(ROWFIRST + t)
-    columnsum = COLSUM + tl.load(COLFIRST + t)
+    columnfirst = tl.load(COLFIRST + t)
     out = PARTIAL + b.to(tl.int64) * WHOLE
     if (rows + HIGH * DEEP <= R) & (columns + WIDE <= C):
         one_tile(
-            where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, columnsum, out, rule, False, ELEMENTS, KINDS, GRADIENT,
-            STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule, False, ELEMENTS, KINDS, GRADIENT,
+            READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
         )  # fmt: skip
     else:
         one_tile(
-            where, s, scale, rows, columns, R, C, first, i, j, ROWSUM, columnsum, out, rule, True, ELEMENTS, KINDS, GRADIENT,
-            STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule, True, ELEMENTS, KINDS, GRADIENT,
+            READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
         )  # fmt: skip
 
 
 @triton.jit
-def fold(PARTIAL, FIRST, DIVISOR, OUT, S, T, ROOT: tl.constexpr, MEAN: tl.constexpr, WIDTH: tl.constexpr):
-    """A tensor's partial sums, summed in order: program (tensor, which sum). ROOT, MEAN: bits, one per sum."""
-    t, k = tl.program_id(0), tl.program_id(1)
-    lo, hi = tl.load(FIRST + t), tl.load(FIRST + t + 1)
-    total = tl.zeros((WIDTH,), tl.float64)
-    while lo < hi:
-        at = lo + tl.arange(0, WIDTH)
-        total += tl.load(PARTIAL + at * S + k, mask=at < hi, other=0.0).to(tl.float64)
-        lo += WIDTH
-    result = tl.sum(total)
-    result = tl.where((MEAN >> k) & 1 == 1, result / tl.load(DIVISOR + t), result)
-    tl.store(OUT + k * T + t, tl.where((ROOT >> k) & 1 == 1, tl.sqrt(result), result))
+def fold(PARTIAL, FIRST, DIVISOR, OUT, S, T, KINDS: tl.constexpr, WIDTH: tl.constexpr):
+    """A tensor's partial sums, summed in order: program (tensor). KINDS: per sum whether the largest, whether a mean, whether its
+    root."""
+    t = tl.program_id(0)
+    for k in tl.static_range(len(KINDS)):
+        lo, hi = tl.load(FIRST + t), tl.load(FIRST + t + 1)
+        total = tl.full((WIDTH,), nothing(KINDS[k][0]), tl.float64)
+        while lo < hi:
+            at = lo + tl.arange(0, WIDTH)
+            part = tl.load(PARTIAL + at * S + k, mask=at < hi, other=nothing(KINDS[k][0])).to(tl.float64)
+            total = joined(total, part, KINDS[k][0])
+            lo += WIDTH
+        result = together(total, 0, KINDS[k][0])
+        if KINDS[k][1]:
+            result = result / tl.load(DIVISOR + t)
+        if KINDS[k][2]:
+            result = tl.sqrt(result)
+        tl.store(OUT + k * T + t, result)
 
 
 @triton.jit
-def fold_lines(SUMS, FIRST, LINES, SIZES, OUTFIRST, DIVISOR, OUT, TENSOR, INDEX, F: tl.constexpr, BLOCK: tl.constexpr):
-    """The lines that tiles left of rows (or columns), summed in order and divided: one block of a tensor's rows (columns)."""
+def fold_lines(
+    SUMS, FIRST, LINES, SIZES, OUTFIRST, DIVISOR, OUT, TENSOR, INDEX, KIND: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The lines that tiles left of rows (or columns), summed in order and finished: one block of a tensor's rows (columns)."""
     b = tl.program_id(0)
     t = tl.load(TENSOR + b)
     n, first, lines = tl.load(SIZES + t), tl.load(FIRST + t), tl.load(LINES + t)
     at = tl.load(INDEX + b).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), F)
+    total = tl.full((BLOCK,), nothing(KIND[0]), F)
     end = first + lines * n
     while first < end:
-        total += tl.load(SUMS + first + at, mask=at < n, other=0.0)
+        total = joined(total, tl.load(SUMS + first + at, mask=at < n, other=nothing(KIND[0])), KIND[0])
         first += n
-    tl.store(OUT + tl.load(OUTFIRST + t) + at, total / tl.load(DIVISOR + t).to(F), mask=at < n)
+    if KIND[1]:
+        total = total / tl.load(DIVISOR + t).to(F)
+    if KIND[2]:
+        total = tl.sqrt(total)
+    tl.store(OUT + tl.load(OUTFIRST + t) + at, total, mask=at < n)

@@ -129,7 +129,7 @@ class Plan:
         self.made: dict[Any, Any] = {}
         self.scratch: dict[Any, Placed] = {}
         self.numbers: dict[Any, tuple[np.ndarray, torch.Tensor]] = {}
-        self.passes: dict[Any, tuple[list[Any], Pass]] = {}
+        self.passes: dict[Any, tuple[list[Any], Table]] = {}
         self.shares: dict[str, tuple[Any, ...]] = {}
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
@@ -183,7 +183,7 @@ class Plan:
         return self.scratch[key]
 
 
-class Pass:
+class Table:
     """One rule over one bundle: tensors grouped by how they are stored, with the table of addresses of each group."""
 
     def __init__(self, arrays: list[Placed], count: int):

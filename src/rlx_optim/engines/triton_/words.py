@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...engine import Rule
+from ...language import Rule
+from ...vocabulary import RULE
 
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +48,31 @@ def t_maximum(a, b):
     return tl.where((a > b) | (a != a), a, b)
 
 
-WORDS = {"sqrt": t_sqrt, "rsqrt": t_rsqrt, "where": t_where, "sign": t_sign, "minimum": t_minimum, "maximum": t_maximum, "tl": tl}
+@triton.jit
+def t_clamp(x, low, high):
+    return t_minimum(t_maximum(x, low), high)
+
+
+@triton.jit
+def t_exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def t_log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def t_abs(x):
+    return tl.abs(x)
+
+
+WORDS = {
+    "sqrt": t_sqrt, "rsqrt": t_rsqrt, "where": t_where, "sign": t_sign, "minimum": t_minimum, "maximum": t_maximum,
+    "clamp": t_clamp, "exp": t_exp, "log": t_log, "abs": t_abs, "tl": tl,
+}  # fmt: skip
+assert set(WORDS) == {*RULE, "tl"}
 _bound: dict[Rule, Any] = {}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...program import measures
 from ...sharing import share_out
 from ...spec import Shape, Slot, Spec
 from ..lanes import ARITHMETIC
@@ -121,7 +122,7 @@ class Homes:
             return Owned(circle, self.owners[param], layout)
         if layout is None:
             return None
-        if spec.reduces and layout.shards and batch > 1:
+        if layout.shards and batch > 1 and measures(spec, piece_shape(param, batch)):
             raise ValueError(
                 f"{self.owner}: {name!r} is sharded, and its {batch} matrices would be cut anywhere; "
                 "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there"

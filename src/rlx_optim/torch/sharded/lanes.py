@@ -12,11 +12,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from ...engine import Bundle, Engine, Rule, Values
-from ...sharing import numbers_of
+from ...engine import Bundle, Engine
+from ...program import measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
 from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape, written
@@ -63,64 +62,47 @@ class ReducedLane(local(TorchLane)):  # type: ignore[misc]
 
 
 # ---- owners ---------------------------------------------------------------------------------------------------------------
-class Listener:
-    """An engine that does not move the parameter but gives the update in its place, and remembers the numbers it came with."""
-
-    def __init__(self, engine: Any, moves: Rule):
-        self.engine, self.moves = engine, moves
-        self.numbers: list[float] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        if rule is not self.moves:
-            return self.engine.map(rule, x, **reduce)
-        self.numbers = [float(x[name]) for name in numbers_of(rule)]
-        return x.set(p=x.u if isinstance(x.u, (np.ndarray, torch.Tensor)) else x.u.stack)  # the triton engine has piles
-
-
 class Updates:
-    """An engine that leaves updates where parameters would be; `found` has the numbers, by place, of those that move."""
+    """An engine that leaves directions where parameters would be; `found` has, by place, the numbers they are committed with."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.found: dict[int, list[float] | None] = {}
+        self.found: dict[int, list[float]] = {}
 
     def stack(self, shape: Shape) -> int:
         return self.engine.stack(shape)
 
-    def run(self, bundle: Bundle, update: Any) -> Values:
-        def heard(engine: Any, x: Values) -> Values:
-            listener = Listener(engine, bundle.spec.moves)  # type: ignore[arg-type]
-            x = update(listener, x)
-            self.found |= dict.fromkeys(bundle.index, listener.numbers)
-            return x
-
-        return self.engine.run(bundle, heard)
+    def run(self, bundle: Bundle) -> Mapping[str, Any]:
+        x = self.engine.run(bundle, move=False)
+        numbers = [float(x.get(name) or 0.0) for name in bundle.spec.committed]
+        self.found |= dict.fromkeys(bundle.index, numbers)
+        return x
 
 
 class Move(Spec):
-    """The last map of a matrix rule, on a shard: g is the update, the record's counters are its numbers."""
+    """The commit of a matrix rule, on a shard: g is the direction, the record's counters are its numbers."""
 
-    rule: ClassVar[Rule]
+    whose: ClassVar[Spec]
 
     def slots(self, shape: Shape) -> dict[str, Slot]:
         return {}
 
     def structure(self) -> tuple[Any, ...]:
-        return (self.rule,)
+        return (type(self.whose), self.whose.structure())
 
     def scalars(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
-        return dict(counters)
+        return dict.fromkeys(self.whose.committed, 0.0) | dict(counters)
 
     def update(self, E: Any, x: Any) -> Any:
-        return E.map(self.rule, x.set(u=x.g))
+        return x.set(u=x.g)
+
+    def commit(self, E: Any, x: Any) -> Any:
+        return self.whose.commit(E, x)
 
 
 @functools.cache
-def move(rule: Rule) -> Spec:
-    return type("Move", (Move,), {"rule": staticmethod(rule)})()
+def move(spec: Spec) -> Spec:
+    return type("Move", (Move,), {"whose": spec})()
 
 
 class Landing:
@@ -178,8 +160,7 @@ class OwnerLane(Lane):
     def _updated(
         self, seats: list[Seat], wholes: Mapping[int, torch.Tensor], specs: Sequence[Spec], scale: float
     ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]]]:
-        """The updates of what is computed here, and with each the numbers it is to be applied with: moved or not, those of the
-        last map, the counters."""
+        """The directions of what is computed here, and with each the numbers it is to be committed with, then the counters."""
         updates: dict[int, torch.Tensor] = {}
         sides: tuple[list[Any], list[Any]] = ([], [])
         first: dict[int, int] = {}
@@ -197,16 +178,14 @@ class OwnerLane(Lane):
             run_part(part, engine, specs, self.numbers, params, gradients, scale)  # type: ignore[arg-type]
         numbers = {}
         for i, k in first.items():
-            record, found = seats[i].records[0], engine.found.get(k)
-            still = [0.0] * (self._length(seats[i], specs) - 1 - len(record.counters))
-            numbers[i] = [float(found is not None), *(found or still), *record.counters.values()]
+            numbers[i] = [*engine.found[k], *seats[i].records[0].counters.values()]
         return updates, numbers
 
     @staticmethod
     def _length(seat: Seat, specs: Sequence[Spec]) -> int:
         """How many numbers travel with an update."""
         record = seat.records[0]
-        return 1 + len(numbers_of(specs[record.group].moves)) + len(record.counters)  # type: ignore[arg-type]
+        return len(specs[record.group].committed) + len(record.counters)
 
     def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
@@ -248,24 +227,20 @@ class OwnerLane(Lane):
         """Move the shards, and count the step where others have taken it."""
         if len(self.landing.seats) != len(self.seats):
             self.landing.seats = [Landing(seat) for seat in self.seats]  # type: ignore[misc]
-        moving, updates, cohorts = [], [], []
-        for i, part, (moved, *numbers) in zip(chosen, parts, told, strict=True):
+        cohorts = []
+        for i, numbers in zip(chosen, told, strict=True):
             seat, home = self.seats[i], self.homes[i]
             record, landed = seat.records[0], self.landing.seats[i].records[0]
-            names = numbers_of(specs[record.group].moves)  # type: ignore[arg-type]
+            names = specs[record.group].committed
             landed.counters = dict(zip(names, numbers, strict=False))
             if isinstance(home, Owned) and not home.mine:
                 for each in seat.records:
                     each.t += bool(each.size)
                     each.counters = dict(zip(each.counters, numbers[len(names) :], strict=True))
-            if moved:
-                moving.append(i)
-                updates.append(part)
-                cohorts.append((record.group, *numbers[: len(names)]))
-        moves: Any = [None if spec.moves is None else move(spec.moves) for spec in specs]
+            cohorts.append((record.group, *numbers[: len(names)]))
+        moves = [move(spec) for spec in specs]
         together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
-        if moving:
-            self.landing.step(moving, moves, together, updates, 1.0)
+        self.landing.step(chosen, moves, together, parts, 1.0)
 
 
 # ---- seats ----------------------------------------------------------------------------------------------------------------
@@ -337,7 +312,8 @@ def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:
         return local(make), "replicated: every rank steps it"
     if spec.matrix:
         return OwnerLane, "gathered whole: its placement is not one plain shard"
-    return (ReducedLane, "on shards, sums all-reduced") if spec.reduces else (local(make), "on shards")
+    measured = measures(spec, home.layout.shape)
+    return (ReducedLane, "on shards, sums all-reduced") if measured else (local(make), "on shards")
 
 
 def council(lanes: Sequence[Lane], watched: bool) -> Council | None:

@@ -7,61 +7,53 @@ all-reduces as the rule has dependent measurements, however many tensors there a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...engine import Bundle, Rule, Tensors, Values
+from ...engine import Bundle
 from ...engines.torch_ import Torch
+from ...language import Reduction
+from ...program import Pass, reduced_axis
+from ...spec import Shape
 from .layout import Circle, Layout
 
 
 class Reducing(Torch):
     """`bundle.watch` holds the layouts of a step's tensors, `bundle.index` says which of them are in the bundle."""
 
-    def run(self, bundle: Bundle, update: Callable[[Any, Values], Values]) -> Values:
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         self.layouts: list[Layout] = [bundle.watch[i] for i in bundle.index]
-        return super().run(bundle, update)
+        return super().run(bundle, move)
 
-    def reduced(self, array: torch.Tensor, kind: str) -> Any:
-        """The sum over what is here."""
-        if kind in ("norm", "rms"):
-            wide = array.double()
-            return (wide * wide).sum()
-        return array.sum(-2 if kind == "column_mean" else -1, dtype=torch.float64)
+    def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
+        """The sum over what is here, in float64."""
+        if how.largest and not array.numel():
+            return torch.full_like(array.double().sum(how.axis), -math.inf)
+        return super().summed(array.double(), how)
 
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        x = super().map(rule, x, **reduce)
-        if not reduce:
-            return x
-        sums = {name: list(x[name]) for name in reduce}
-        self._add_up([(layout, self._axis(x[name]), sums[name], i) for name in reduce for i, layout in enumerate(self.layouts)])
-        return x.set(**{name: self._finished(kind, x[name], sums[name]) for name, kind in reduce.items()})
-
-    @staticmethod
-    def _axis(value: Any) -> int | None:
-        """The axis of the parameter that was summed over last; None for all of them."""
-        return value.drop[-1] if isinstance(value, Tensors) else None
+    def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[torch.Tensor]]) -> dict[int, Any]:
+        sums = [list(each) for each in raw]
+        self._add_up([
+            (layout, None if how.axis is None else reduced_axis(step.domain, how), how.largest, each, i)
+            for (_, _, how), each in zip(step.reduces, sums, strict=True)
+            for i, layout in enumerate(self.layouts)
+        ])  # fmt: skip
+        found = super().finished(step, [layout.shape for layout in self.layouts], sums)
+        return {n: [t.to(self.dtype) for t in value] if isinstance(value, list) else value for n, value in found.items()}
 
     @staticmethod
-    def _add_up(entries: list[tuple[Layout, int | None, list[torch.Tensor], int]]) -> None:
+    def _add_up(entries: list[tuple[Layout, int | None, bool, list[torch.Tensor], int]]) -> None:
         """Make the sums of this rank those of all ranks that share what was summed over."""
-        shared: dict[str, tuple[Circle, list[tuple[list[torch.Tensor], int]]]] = {}
-        for layout, axis, sums, i in entries:
+        shared: dict[tuple[str, bool], tuple[Circle, list[tuple[list[torch.Tensor], int]]]] = {}
+        for layout, axis, largest, sums, i in entries:
             for (_, dim), circle in zip(layout.shards, layout.circles, strict=True):
                 if circle.size > 1 and axis in (None, dim - len(layout.shape)):
-                    shared.setdefault(circle.name, (circle, []))[1].append((sums, i))
-        for circle, members in shared.values():
+                    shared.setdefault((circle.name, largest), (circle, []))[1].append((sums, i))
+        for (_, largest), (circle, members) in shared.items():
             flat = torch.cat([sums[i].reshape(-1) for sums, i in members])
-            torch.distributed.all_reduce(flat, group=circle.group)
+            op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(flat, op, group=circle.group)
             for (sums, i), total in zip(members, flat.split([sums[i].numel() for sums, i in members]), strict=True):
                 sums[i] = total.reshape(sums[i].shape)
-
-    def _finished(self, kind: str, value: Any, sums: list[torch.Tensor]) -> Any:
-        shapes = [layout.shape for layout in self.layouts]
-        if kind in ("norm", "rms"):
-            counts = [math.prod(shape) if kind == "rms" else 1 for shape in shapes]
-            return torch.stack([(total / count).sqrt() for total, count in zip(sums, counts, strict=True)])
-        lengths = [1 if kind == "row_sum" else shape[value.drop[-1]] for shape in shapes]
-        return Tensors([(total / n).to(self.dtype) for total, n in zip(sums, lengths, strict=True)], value.drop)
