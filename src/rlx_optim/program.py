@@ -242,8 +242,8 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     """The program of a spec for tensors with these slots.
 
     what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit
-    alone, of a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars` gives,
-    where it is known already.
+    alone, of a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars`
+    gives, where it is known already.
     """
     numbers = spec.scalars(1, spec.counters()) if numbers is None else numbers
     key: Any = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)

@@ -134,8 +134,6 @@ class Prepared:
         for j, n in enumerate(step.takes):
             if n in plan.buffer:
                 held[plan.buffer[n]] = j
-            plan.buffer[n]: j for j, n in enumerate(step.takes) if plan.buffer.get(n)
-        }  # the argument that a buffer is
         reduced = {n: (result, how) for result, n, how in step.reduces}
         gives: list[Any] = [reduced[n][1] if n in reduced else held.get(places[n], "store") for n in step.gives]
         layout = Layout(tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision)
