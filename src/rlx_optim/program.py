@@ -263,7 +263,8 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    x = spec.observe(E, x) if what == "observe" else spec.commit(E, x if what == "move" else spec.update(E, x))
+    spy = _watched(spec, E.title)
+    x = spy.observe(E, x) if what == "observe" else spy.commit(E, x if what == "move" else spy.update(E, x))
     if not isinstance(x, Values):
         raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
     if what in ("step", "move"):
@@ -278,6 +279,41 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
     drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
     return Program(tuple(steps), known, drops, buffers, wanted, names)
+
+
+def _watched(spec: Spec, title: str) -> Spec:
+    """The spec, but one that refuses to be asked for a number: programs are made once for all values of it."""
+    kind = type(spec)
+    spied: set[str] = set()
+
+    class Spy(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            field = kind.fields.get(name)
+            if field is not None and not field.structural and "None" not in field.annotation:
+                spied.add(name)
+            return super().__getattribute__(name)
+
+    def made() -> Any:
+        spy = object.__new__(Spy)
+        spy.__dict__.update(spec.__dict__)
+        return spy
+
+    made().structure()
+    allowed = frozenset(spied)  # what the structure itself depends on
+
+    class Refusing(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            field = kind.fields.get(name)
+            if field is not None and not field.structural and "None" not in field.annotation and name not in allowed:
+                raise LanguageError(
+                    f"{title}.update reads {name}, a number that may differ from tensor to tensor and change from step to step; "
+                    "let `scalars` give it to a rule"
+                )
+            return super().__getattribute__(name)
+
+    refusing: Spec = object.__new__(Refusing)
+    refusing.__dict__.update(spec.__dict__)
+    return refusing
 
 
 def subtract(p, change):  # type: ignore[no-untyped-def]
