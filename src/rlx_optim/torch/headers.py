@@ -133,7 +133,7 @@ def layout() -> Layout | None:
     storage = t.untyped_storage()
     try:
         header = _find(_words(id(t), 4), t._cdata)
-        words = _words(t._cdata, 20)
+        words = _words(t._cdata, 22)
         first, offset = _find(words, 3, 7, 11, 13), _find(words, 3, 1001)
         held = _words(storage._cdata, 8)
         data, length = _find(held, storage.data_ptr()), _find(held, storage.nbytes())
