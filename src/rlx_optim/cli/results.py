@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from ..named import spec_class
+from ..registry import required, spec_class
 from ..threads import available, get_threads
 from . import Problem, load_average, physical_memory
 from .peers import PEERS, REMARKS, Peer, installed
@@ -90,13 +90,18 @@ class Report:
     interrupted: bool = False
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """Settings at which ours is measured: the defaults, where nothing is required."""
+    return {**required(spec_class(name)), **OURS.get(name, {})}
+
+
 def parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def traffic(name: str, shapes: Shapes) -> float | None:
     """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`."""
-    rule, fallback = spec_class(name)(**OURS.get(name, {})), spec_class(name).otherwise_default
+    rule, fallback = spec_class(name)(**settings_of(name)), spec_class(name).otherwise_default
     total = 0
     for shape in shapes.values():
         stepped_by = name if fallback is None or rule.takes(shape) is None else fallback.name
@@ -109,7 +114,7 @@ def traffic(name: str, shapes: Shapes) -> float | None:
 # ---- before anything runs -----------------------------------------------------------------------------------------------
 def present(name: str, request: Request) -> list[Peer]:
     """The peers that take part."""
-    return [peer for peer in PEERS[name] if peer.library in request.peers and installed(peer.library)]
+    return [peer for peer in PEERS.get(name, ()) if peer.library in request.peers and installed(peer.library)]
 
 
 def turns(request: Request) -> list[int]:
@@ -144,7 +149,7 @@ def notes(request: Request) -> list[str]:
     for name in request.optimizers:
         if present(name, request) and name in REMARKS:
             said.append(f"note: {name}: {REMARKS[name]}")
-        if request.peers and not any(peer.library in request.peers for peer in PEERS[name]):
+        if request.peers and not any(peer.library in request.peers for peer in PEERS.get(name, ())):
             said.append(f"note: {name}: none of {', '.join(request.peers)} has it")
     matrix = any(spec_class(name).matrix for name in request.optimizers)
     if matrix and get_threads() < available() and not any(map(os.environ.get, BLAS_THREADS)):
