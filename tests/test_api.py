@@ -14,11 +14,11 @@ from helpers import NAMES, SHAPES, copies, feed, make, problem, run, same_bits
 import rlx_optim
 from rlx_optim import schedules
 from rlx_optim.named import spec_class
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import FILES
 
 
 def test_names():
-    assert rlx_optim.list_optimizers() == NAMES == list(OPTIMIZERS)
+    assert rlx_optim.list_optimizers() == NAMES == list(FILES)
     assert len(NAMES) == 14
     for name in NAMES:
         assert type(make(name)).__name__.lower() == name

@@ -15,7 +15,7 @@ import rlx_optim
 from rlx_optim import CheckpointError
 from rlx_optim.checkpoint import latest, summary
 from rlx_optim.checkpoint.files import opened
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import spec_class
 
 SMALL = {"w": (6, 4), "wide": (3, 8), "b": (5,), "s": (), "c": (2, 3, 2)}
 EXTRA = {"sgd": {"momentum": 0.9, "dampening": 0.1}, "nadamw": {"convention": "torch"}, "adamw": {"amsgrad": True}}
@@ -432,7 +432,7 @@ class Torch:
         import rlx_optim.torch
 
         self.params = {k: self.torch.nn.Parameter(self.torch.from_numpy(v.copy())) for k, v in params.items()}
-        kind = getattr(rlx_optim.torch, OPTIMIZERS[name][1])
+        kind = getattr(rlx_optim.torch, spec_class(name).title)
         self.opt = kind([(prefix + k, p) for k, p in self.params.items()], engine=engine, **{**EXTRA.get(name, {}), **settings})
 
     def run(self, gradients):
@@ -594,7 +594,7 @@ class Optax:
         import rlx_optim.optax as front
 
         extra = {"learning_rate": 0.01, **EXTRA.get(name, {}), **settings}
-        factory = next(f for f, (rule, _, _) in front.FACTORIES.items() if rule == name)
+        factory = spec_class(name).optax.factory or name
         self.front, self.tx = front, getattr(front, factory)(**extra)
         self.params = {k: self.jax.numpy.asarray(v) for k, v in params.items()}
         self.state = self.tx.init(self.params)

@@ -15,10 +15,10 @@ from torch.nn.utils import parametrizations
 
 import rlx_optim
 import rlx_optim.torch as ours
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import OURS
 from rlx_optim.torch.engines import KNOWN
 
-TITLES = [title for _, title, _ in OPTIMIZERS.values()]
+TITLES = [kind.title for kind in OURS]
 PEERS = {title: title for title in ("SGD", "Adam", "AdamW", "RAdam", "Adafactor", "Muon")} | {"NAdamW": "NAdam"}
 RENAMED = {"d": "clip_threshold"}  # the same number under another name
 KEYWORDS = {"Adafactor": "beta1 scale_parameter convention", "Muon": "convention", "NAdamW": "convention", "RAdam": "convention"}

@@ -27,11 +27,10 @@ from helpers import copies, distance  # noqa: E402
 
 import rlx_optim  # noqa: E402
 from rlx_optim import optax as ours  # noqa: E402
-from rlx_optim.named import spec_class  # noqa: E402
 
 SUITE = json.loads((Path(__file__).parent / "optax_suite.json").read_text())
-FACTORIES = tuple(ours.FACTORIES)
-TITLES = {name: spec_class(rule).__name__ for name, (rule, _, _) in ours.FACTORIES.items()}
+FACTORIES = tuple(ours.known())
+TITLES = {name: kind.title for name, kind in ours.known().items()}
 MATRIX = ("soap", "kron_psgd", "muon")
 SHAPES = {"w": (24, 16), "b": (37,), "s": ()}
 MATRICES = {"tall": (24, 7), "wide": (6, 30), "b": (5,), "c": (4, 3, 3, 2)}

@@ -7,7 +7,7 @@ import pytest
 
 import rlx_optim
 from rlx_optim.named import spec_class
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import FILES
 
 BAR = 2e-4  # of the distance travelled: what the tests of the rules would notice
 STEPS = 12
@@ -334,7 +334,7 @@ def changed_parts(name, field, default):
     return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", FILES)
 def test_table_is_complete(name):
     """Every field is in the table, every entry of those that are tuples, every choice of those that are names."""
     for field, declared in spec_class(name).fields.items():

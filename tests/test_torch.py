@@ -262,7 +262,7 @@ def test_float64_is_stepped_in_float64(case, engine):
 
 # ---- engines -----------------------------------------------------------------------------------------------------------------
 def named_twin(name, groups=None):
-    defaults = {"adafactor": {**ours.DEFAULTS["adafactor"], "eps": (2.0**-23, 1e-3)}}.get(name.lower(), {})  # float32's
+    defaults = {"adafactor": {**ours.Adafactor.spec.torch.defaults, "eps": (2.0**-23, 1e-3)}}.get(name.lower(), {})  # float32's
     return rlx_optim.create(name, groups=groups, engine="cpu", **{**defaults, **ALL[name]})
 
 

@@ -7,8 +7,7 @@ A test compares the committed files with what this makes.
 import inspect
 from pathlib import Path
 
-from rlx_optim.named import spec_class
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import OURS
 from rlx_optim.spec import REQUIRED, Field, Otherwise
 
 PACKAGE = Path(__file__).parent.parent / "src" / "rlx_optim"
@@ -21,6 +20,7 @@ from .optimizer import NamedOptimizer
 from .spec import Spec
 
 def spec_class(name: str) -> type[Spec]: ...
+def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 """
@@ -37,6 +37,8 @@ from .optimizer import RuleOptimizer
 
 Route = Mapping[str, Literal['own', 'otherwise']] | Callable[[str, torch.Tensor], bool | None] | None
 Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+
+def create(name: str, params: Params, **settings: Any) -> RuleOptimizer: ...
 """
 OPTAX = """from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -47,6 +49,7 @@ import optax
 from ..optimizer import NamedOptimizer
 from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
+from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
 """
@@ -64,7 +67,6 @@ KEYWORDS = {
     "hessian_seed": "int",
     "process_group": "Any",
 }
-TORCH_ONLY = {"adafactor": {"eps": "tuple[float | None, float]"}}
 
 
 def scheduled(field: Field) -> str:
@@ -82,14 +84,13 @@ def class_stub(title: str, base: str, fields: list[str], leading: list[str], key
 
 
 def named_stub() -> str:
-    text = HEAD + NAMED
-    for name, (_, title, _) in OPTIMIZERS.items():
-        kind = spec_class(name)
+    text = HEAD + NAMED + f"\n__all__ = {[kind.title for kind in OURS]!r}\n"
+    for kind in OURS:
         fields = [f"{n}: {scheduled(f)}" + ("" if f.default is REQUIRED else f" = {f.default!r}") for n, f in kind.fields.items()]
         keywords = ["otherwise: NamedOptimizer | None = ..."] if kind.otherwise_default else []
         keywords += ["groups: Sequence[Mapping[str, Any]] | None = None", "engine: Any = 'auto'"]
         keywords += ["precision: Literal['float32', 'float64'] = 'float32'", NONFINITE]
-        text += class_stub(title, "CurvatureOptimizer" if kind.observes else "NamedOptimizer", fields, [], keywords)
+        text += class_stub(kind.title, "CurvatureOptimizer" if kind.observes else "NamedOptimizer", fields, [], keywords)
     return text
 
 
@@ -98,32 +99,36 @@ def torch_stub() -> str:
     import rlx_optim.torch
 
     text = HEAD + TORCH
-    for name, (_, title, _) in OPTIMIZERS.items():
-        kind, made = spec_class(name), getattr(rlx_optim.torch, title)
+    for kind in OURS:
+        made = rlx_optim.torch.made(kind)
         lines = []
         for p in list(inspect.signature(made.__init__).parameters.values())[2:]:  # after self and params
             annotation = KEYWORDS[p.name] if p.name not in kind.fields else kind.fields[p.name].annotation
-            annotation = {"lr": f"{annotation} | torch.Tensor", **TORCH_ONLY.get(name, {})}.get(p.name, annotation)
+            annotation = {"lr": f"{annotation} | torch.Tensor", **kind.torch.annotations}.get(p.name, annotation)
             default = "..." if isinstance(p.default, Otherwise) else repr(p.default)
             lines.append((p.kind is p.KEYWORD_ONLY, f"{p.name}: {annotation} = {default}"))
         base = "CurvatureOptimizer" if kind.observes else "RuleOptimizer"
         either, keywords = ([line for keyword, line in lines if keyword is which] for which in (False, True))
-        text += class_stub(title, base, either, ["params: Params"], keywords)
+        text += class_stub(kind.title, base, either, ["params: Params"], keywords)
     return text
 
 
 def optax_stub() -> str:
     from rlx_optim.optax import __all__
-    from rlx_optim.optax.factories import FACTORIES, signature
+    from rlx_optim.optax.factories import name_of, signature
 
     text = HEAD + OPTAX + f"\n__all__ = {__all__!r}\n"
-    for name in FACTORIES:
+    for kind in OURS:
         lines = []
-        for p in (parameters := signature(name)).parameters.values():
+        for p in (parameters := signature(kind)).parameters.values():
             if p.kind is p.KEYWORD_ONLY and "*" not in lines:
                 lines.append("*")
             lines.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
-        text += f"\ndef {name}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {parameters.return_annotation}: ...\n"
+        text += (
+            f"\ndef {name_of(kind)}(\n"
+            + "".join(f"    {line},\n" for line in lines)
+            + f") -> {parameters.return_annotation}: ...\n"
+        )
     return text
 
 

@@ -7,51 +7,24 @@
 Importing this package imports no engine, no numba, no torch and no jax.
 """
 
-from . import schedules
+from typing import TYPE_CHECKING, Any
+
+from . import named, registry, schedules
 from .checkpoint import CheckpointError, load, load_latest
 from .engines import list_engines
 from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm
-from .named import (
-    MARS,
-    SGD,
-    SOAP,
-    Adafactor,
-    Adam,
-    AdamW,
-    KronPSGD,
-    Lamb,
-    Lion,
-    Muon,
-    NAdamW,
-    QHAdamW,
-    RAdam,
-    Sophia,
-    create,
-    list_optimizers,
-)
+from .named import *  # noqa: F403
+from .named import create, list_optimizers
 from .optimizer import NamedOptimizer, Optimizer
+from .registry import register
 from .threads import get_threads, set_threads
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "MARS",
-    "SGD",
-    "SOAP",
-    "Adafactor",
-    "Adam",
-    "AdamW",
     "CheckpointError",
-    "KronPSGD",
-    "Lamb",
-    "Lion",
-    "Muon",
-    "NAdamW",
     "NamedOptimizer",
     "Optimizer",
-    "QHAdamW",
-    "RAdam",
-    "Sophia",
     "clip_scale",
     "create",
     "get_threads",
@@ -62,6 +35,16 @@ __all__ = [
     "list_optimizers",
     "load",
     "load_latest",
+    "register",
     "schedules",
     "set_threads",
 ]
+__all__ += named.__all__
+
+if not TYPE_CHECKING:  # for which there are ours alone
+
+    def __getattr__(title: str) -> Any:
+        return named.made(registry.titled(title, __name__))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *(kind.title for kind in registry.known().values())})

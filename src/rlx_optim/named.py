@@ -1,24 +1,19 @@
-"""The fourteen named-step optimizers, made from their specs. `named.pyi` beside it shows them to editors and type checkers."""
+"""The named-step optimizers, made from their specs. `named.pyi` beside it shows ours to editors and type checkers."""
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 from typing import Any
 
+from . import registry
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
-from .registry import ALIASES, OPTIMIZERS
+from .registry import spec_class as spec_class
 from .spec import REQUIRED, Spec
 
 _DEFAULT: Any = object()
-
-
-def spec_class(name: str) -> type[Spec]:
-    """The spec in `rules/` behind a registered name."""
-    file, attribute, _ = OPTIMIZERS[name]
-    found: type[Spec] = getattr(importlib.import_module(f".rules.{file}", __package__), attribute)
-    return found
+__all__ = [kind.title for kind in registry.OURS]
 
 
 def _signature(kind: type[Spec]) -> inspect.Signature:
@@ -31,10 +26,11 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     return inspect.Signature([*fields, *extra, *(parameter(n, d) for n, d in common.items())])
 
 
-def _make(name: str) -> type[NamedOptimizer]:
-    kind, (_, title, _) = spec_class(name), OPTIMIZERS[name]
+@functools.cache
+def made(kind: type[Spec]) -> type[NamedOptimizer]:
+    """The class of that rule."""
+    title, fallback = kind.title, kind.otherwise_default
     base = CurvatureOptimizer if kind.observes else NamedOptimizer
-    fallback = kind.otherwise_default
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(kind.fields):
@@ -48,25 +44,21 @@ def _make(name: str) -> type[NamedOptimizer]:
             kwargs["otherwise"] = create(fallback.name, **fallback.settings)
         base.__init__(self, **given, **kwargs)
 
-    doc = inspect.getdoc(importlib.import_module(kind.__module__))
     return type(title, (base,), {
-        "__init__": __init__, "__doc__": doc, "__module__": __name__, "__signature__": _signature(kind), "spec": kind,
+        "__init__": __init__, "__doc__": registry.documentation(kind), "__module__": __name__,
+        "__signature__": _signature(kind), "spec": kind,
     })  # fmt: skip
 
 
-for _name, (_, _title, _) in OPTIMIZERS.items():
-    globals()[_title] = _make(_name)
+def __getattr__(title: str) -> Any:
+    return made(registry.titled(title, __name__))
 
 
 def create(name: str, **settings: Any) -> NamedOptimizer:
     """An optimizer by name: create("adamw", lr=3e-4)."""
-    key = ALIASES.get(name.lower(), name.lower()) if isinstance(name, str) else name
-    if key not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}; known are {', '.join([*OPTIMIZERS, *ALIASES])}")
-    made: NamedOptimizer = globals()[OPTIMIZERS[key][1]](**settings)
-    return made
+    return made(spec_class(name))(**settings)
 
 
 def list_optimizers() -> list[str]:
     """The names that `create` knows."""
-    return list(OPTIMIZERS)
+    return list(registry.known())

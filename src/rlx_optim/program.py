@@ -264,9 +264,17 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
     spy = _watched(spec, E.title)
-    x = spy.observe(E, x) if what == "observe" else spy.commit(E, x if what == "move" else spy.update(E, x))
+    before = E.current["p"]
+    x = spy.observe(E, x) if what == "observe" else x if what == "move" else spy.update(E, x)
     if not isinstance(x, Values):
         raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
+    if what != "observe":
+        if E.current["p"] != before:
+            raise LanguageError(f"{E.title}.update writes p; let its rules give the direction u, by which the commit moves p")
+        for name, whose in (("u", "update"), ("step", "scalars")):
+            if not isinstance(x.get(name), Symbol):
+                raise LanguageError(f"{E.title}.{whose} gives no {name}; the commit takes shrink·p + step·u from p")
+        x = spy.commit(E, x)
     if what in ("step", "move"):
         x = E.map(subtract, x)
     for name, number in E.current.items():

@@ -1,19 +1,144 @@
-"""The fourteen, as data: name -> (file, class, one line)."""
+"""Which optimizers there are, by name: ours, those that were registered, those of installed packages.
 
-OPTIMIZERS: dict[str, tuple[str, str, str]] = {
-    "sgd": ("sgd", "SGD", "plain, heavy-ball or Nesterov momentum"),
-    "adam": ("adam", "Adam", "first over root of second moment, coupled decay"),
-    "adamw": ("adamw", "AdamW", "Adam with decoupled weight decay"),
-    "nadamw": ("nadamw", "NAdamW", "AdamW with Nesterov momentum, three conventions"),
-    "radam": ("radam", "RAdam", "Adam that rectifies its early steps, no warm-up"),
-    "qhadamw": ("qhadamw", "QHAdamW", "AdamW with quasi-hyperbolic moments"),
-    "lamb": ("lamb", "Lamb", "AdamW's direction scaled by each tensor's norm, for large batches"),
-    "adafactor": ("adafactor", "Adafactor", "factored second moment, almost no state"),
-    "lion": ("lion", "Lion", "sign of an interpolated momentum, half of Adam's state"),
-    "soap": ("soap", "SOAP", "Adam in the eigenbasis of Shampoo's preconditioner"),
-    "kronpsgd": ("kronpsgd", "KronPSGD", "momentum whitened by learned Kronecker factors"),
-    "muon": ("muon", "Muon", "orthogonalised momentum for hidden matrices"),
-    "sophia": ("sophia", "Sophia", "momentum over a diagonal Hessian estimate, clipped"),
-    "mars": ("mars", "MARS", "AdamW or Lion on a variance-reduced gradient"),
+    @rlx_optim.register
+    class AdEMAMix(Spec): ...
+
+    [project.entry-points."rlx_optim.optimizers"]        # in a package's pyproject.toml: a Spec, or a module that registers some
+    ademamix = "my_package.ademamix:AdEMAMix"
+
+Installed packages are asked when a name is not known otherwise, or all names are wanted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+import keyword
+import sys
+import types
+import warnings
+from typing import Any, TypeVar
+
+from .spec import REQUIRED, Spec
+
+GROUP = "rlx_optim.optimizers"
+#: ours: the file in `rules/` and the class in it
+FILES = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "nadamw": "NAdamW",
+    "radam": "RAdam",
+    "qhadamw": "QHAdamW",
+    "lamb": "Lamb",
+    "adafactor": "Adafactor",
+    "lion": "Lion",
+    "soap": "SOAP",
+    "kronpsgd": "KronPSGD",
+    "muon": "Muon",
+    "sophia": "Sophia",
+    "mars": "MARS",
 }
-ALIASES = {"kron": "kronpsgd"}
+#: what in the front ends' modules is something else, in lower case
+TAKEN = {
+    "optimizer", "namedoptimizer", "ruleoptimizer", "curvatureoptimizer", "rulestate", "checkpointerror", "create", "load_state",
+    "save_state", "routing_report", "checkpoint", "estimates", "factories", "foreign", "places", "transform",
+}  # fmt: skip
+_KINDS: dict[str, type[Spec]] = {}
+_asked = False  # whether installed packages were
+Kind = TypeVar("Kind", bound=type[Spec])
+
+
+def register(kind: Kind) -> Kind:
+    """Make an optimizer known to every front end, by the name its class says. Gives the class back: it may be a decorator."""
+    if not (isinstance(kind, type) and issubclass(kind, Spec)) or inspect.isabstract(kind):
+        raise TypeError(f"register takes a subclass of rlx_optim.rule.Spec with slots and update, got {kind!r}")
+    if _KINDS.get(kind.name) is kind:
+        return kind
+    if "lr" not in kind.fields:
+        raise ValueError(f"{kind.title}: a rule needs a hyperparameter lr, which schedules move")
+    factory = kind.optax.factory or kind.name
+    for word in (kind.name, *kind.aliases, factory):
+        if not (isinstance(word, str) and word.isidentifier() and word.islower() and not keyword.iskeyword(word)):
+            raise ValueError(f"{kind.title}: a name must be an identifier in lower case, got {word!r}")
+    if not kind.title.isidentifier() or kind.title.islower() or kind.title.startswith("_"):
+        raise ValueError(f"{kind.title}: a title must be a class's name, with a capital, got {kind.title!r}")
+    mine = dict.fromkeys((kind.name, *kind.aliases, factory, kind.title.lower()))
+    for other in _KINDS.values():
+        for word in mine.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
+            raise ValueError(
+                f"{kind.__module__}.{kind.__qualname__}: {word!r} is already {other.__module__}.{other.__qualname__}; "
+                "give the class another name"
+            )
+    if words := mine.keys() & TAKEN:
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is a word of rlx_optim; give it another name")
+    _KINDS[kind.name] = kind
+    return kind
+
+
+OURS = [register(getattr(importlib.import_module(f".rules.{file}", __package__), title)) for file, title in FILES.items()]
+
+
+def known() -> dict[str, type[Spec]]:
+    """Every optimizer by its name, those of installed packages included. A package that fails is warned about."""
+    global _asked
+    if not _asked:
+        _asked = True
+        for entry in importlib.metadata.entry_points(group=GROUP):
+            try:
+                found = entry.load()
+                if not isinstance(found, types.ModuleType):
+                    register(found)
+            except Exception as problem:
+                package = entry.dist.name if entry.dist is not None else "?"
+                warnings.warn(
+                    f"the optimizer {entry.name!r} ({entry.value}) of the package {package} cannot be loaded: "
+                    f"{type(problem).__name__}: {problem}",
+                    stacklevel=2,
+                )
+    return dict(_KINDS)
+
+
+def aliases() -> dict[str, str]:
+    """Other names of optimizers, and what they stand for."""
+    return {alias: kind.name for kind in known().values() for alias in kind.aliases}
+
+
+def registered(kind: type[Spec]) -> bool:
+    return _KINDS.get(kind.name) is kind
+
+
+def spec_class(name: str) -> type[Spec]:
+    """The spec of that name or alias, in any case."""
+    key = name.lower() if isinstance(name, str) else ""
+    if key in _KINDS:
+        return _KINDS[key]
+    kinds, others = known(), aliases()
+    if others.get(key, key) not in kinds:
+        near = "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(key, [*kinds, *others], 1))
+        raise ValueError(f"unknown optimizer {name!r}; known are {', '.join([*kinds, *others])}{near}")
+    return kinds[others.get(key, key)]
+
+
+def titled(title: str, module: str) -> type[Spec]:
+    """The spec whose classes have that name, where it is asked of a module."""
+    if not title.islower() and not title.startswith("_"):  # modules are in lower case, and no optimizer's title is
+        ours = {kind.title: kind for kind in _KINDS.values()}
+        if found := ours.get(title) or {kind.title: kind for kind in known().values()}.get(title):
+            return found
+    raise AttributeError(f"module {module!r} has no attribute {title!r}")
+
+
+def required(kind: type[Spec]) -> dict[str, float]:
+    """A number for every hyperparameter that has no default, where any will do."""
+    return {name: 0.01 for name, field in kind.fields.items() if field.default is REQUIRED}
+
+
+def documentation(kind: type[Spec]) -> str:
+    """Of the file, which is the optimizer's; of the class, where the file has none or has several."""
+    module: Any = sys.modules.get(kind.__module__)
+    beside = [each for each in vars(module or kind).values() if isinstance(each, type) and issubclass(each, Spec)]
+    alone = sum(each.__module__ == kind.__module__ for each in beside) == 1
+    return (inspect.getdoc(module) if alone else None) or inspect.cleandoc(kind.__doc__ or "")

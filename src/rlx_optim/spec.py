@@ -32,6 +32,11 @@ class Field:
     structural: bool = False
     fixed: bool = False
 
+    @property
+    def callable(self) -> bool:
+        """Whether a function is the value itself, and never a schedule."""
+        return self.annotation.startswith("Callable")
+
     def validated(self, owner: str, name: str, value: Any) -> Any:
         try:
             return self.check(value)
@@ -164,6 +169,64 @@ class Otherwise:
     settings: Mapping[str, Any]
 
 
+# ---- what differs in a front end ------------------------------------------------------------------------------------
+def same(value: Any) -> Any:
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A setting that others have in other words: our field, how to read their value and how to write ours."""
+
+    field: str
+    read: Callable[[Any], Any] = same
+    write: Callable[[Any], Any] = same
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    """What is otherwise in rlx_optim.torch, mostly as torch.optim's class has it.
+
+    like: that class's name. defaults: where they are not the fields'. shared: the last argument that both have; those after it
+    are keywords, so that a place means the same in both. settings: what that class calls them. slots: names in a state_dict,
+    where the meaning does not give them. decoupled: which weight decay this rule has, where that class can do both; assumed:
+    which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. counts: that class
+    counts its steps. in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a
+    field would not take.
+    """
+
+    like: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shared: str = ""
+    settings: Mapping[str, Foreign] = dataclasses.field(default_factory=dict)
+    slots: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    decoupled: bool | None = None
+    assumed: bool = False
+    telltale: str = ""
+    counts: bool = True
+    in_dtype: Callable[[Mapping[str, Any], float], Mapping[str, Any]] | None = None
+    annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optax:
+    """What is otherwise in rlx_optim.optax, mostly as optax has it. Its keywords are the fields, lr as learning_rate.
+
+    factory: its name, if it is not the rule's. defaults: by keyword, where they are not the fields'; an integer that is not
+    named here shapes the program, so that it cannot be traced. settings: keywords that are not called like their field.
+    spread: tuples whose numbers are keywords of their own (betas: b1, b2). positional: the keywords that come first and may go
+    without their names. without: fields that have no keyword. state: the parts of optax's state, our slots and their names there.
+    """
+
+    factory: str = ""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Foreign] = dataclasses.field(default_factory=dict)
+    spread: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"betas": "b"})
+    positional: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+    state: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+
+
 # ---- state ----------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -171,6 +234,9 @@ class Slot:
 
     `drop` says how the buffer lines up with the parameter in a rule: (-1,) is one number per row, (-2,) one per column.
     A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
+    `meaning` says what is kept, in words that rules share: "first moment", "second moment", "largest second moment", "row",
+    "column", "curvature", "last gradient", "factor", "basis". Its first words give the name in torch's state dicts
+    (`torch.names`); state goes over to another optimizer where all the words are the same.
     """
 
     shape: Shape
@@ -178,11 +244,12 @@ class Slot:
     eye: bool = False
     drop: tuple[int, ...] = ()
     factor: bool = False
+    meaning: str = ""
 
 
-def like(shape: Shape, *names: str) -> dict[str, Slot]:
-    """Slots of the parameter's own shape, from zero."""
-    return {name: Slot(shape) for name in names}
+def like(shape: Shape, **meanings: str) -> dict[str, Slot]:
+    """Slots of the parameter's own shape, from zero, with what they mean: like(shape, m="first moment")."""
+    return {name: Slot(shape, meaning=meaning) for name, meaning in meanings.items()}
 
 
 # ---- the commit -----------------------------------------------------------------------------------------------------
@@ -198,16 +265,27 @@ def stepping(u, step):  # type: ignore[no-untyped-def]
 
 # ---- the optimizer --------------------------------------------------------------------------------------------------
 class Spec(abc.ABC):
-    """A frozen set of hyperparameters and the update they parametrise. Subclasses are the files in `rules/`."""
+    """A frozen set of hyperparameters and the update they parametrise. Subclasses are the files in `rules/`, and others'."""
 
     fields: ClassVar[dict[str, Field]] = {}
+    #: the name of its classes in the front ends; the class's own unless said
+    title: ClassVar[str] = "Spec"
+    #: by which it is made and saved: in lower case; the title unless said
+    name: ClassVar[str] = "spec"
+    #: other names by which it may be made
+    aliases: ClassVar[tuple[str, ...]] = ()
+    #: what it is, in one line
+    summary: ClassVar[str] = ""
+    #: what differs in a front end
+    torch: ClassVar[Torch] = Torch()
+    optax: ClassVar[Optax] = Optax()
     #: the unit of `update` is a stack of tensors of equal shape, step count and hyperparameters
     matrix: ClassVar[bool] = False
     #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
-    #: it takes estimates of the Hessian's diagonal, through a second update `observe`
+    #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
     #: the numbers that its `commit` reads
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
@@ -217,12 +295,17 @@ class Spec(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        if words := own.keys() & vars(Spec).keys():
+            raise TypeError(f"{cls.__name__}: {min(words)} is a word of Spec and cannot be a hyperparameter")
+        cls.title = vars(cls).get("title", cls.__name__)
+        cls.name = vars(cls).get("name", cls.title.lower())
+        cls.aliases = vars(cls).get("aliases", ())
         cls.fields = {**cls.fields, **own}
         for name in own:
             delattr(cls, name)
 
     def __init__(self, **values: Any) -> None:
-        owner = type(self).__name__
+        owner = self.title
         unknown = set(values) - set(self.fields)
         if unknown:
             raise TypeError(
@@ -239,7 +322,7 @@ class Spec(abc.ABC):
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.values().items())})"
+        return f"{self.title}({', '.join(f'{k}={v!r}' for k, v in self.values().items())})"
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -254,7 +337,7 @@ class Spec(abc.ABC):
         return type(self)(**{**self.values(), **values})
 
     def refuse(self, message: str) -> ValueError:
-        return ValueError(f"{type(self).__name__}: {message}")
+        return ValueError(f"{self.title}: {message}")
 
     # What a rule's file says --------------------------------------------------------------------------------------
     def check(self) -> None:  # noqa: B027
@@ -269,8 +352,18 @@ class Spec(abc.ABC):
         """The state of a tensor of this shape."""
 
     def counters(self) -> dict[str, float]:
-        """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones."""
+        """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones. One called
+        `started` is 1 once the averages have begun: a state without it has none yet."""
         return {}
+
+    def corrections(self, t: int, counters: Mapping[str, float]) -> tuple[float, float]:
+        """By what the rule divides its first and its second moment at step t, the counters being those after it."""
+        betas = self.__dict__.get("betas")
+        return (1.0, 1.0) if betas is None else (1 - betas[0] ** t, 1 - betas[1] ** t)
+
+    def momentum_gain(self) -> float:
+        """How many times the average of the gradients its first moment is, in the long run."""
+        return 1.0
 
     def scalars(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
         """Every number the rule needs at step t, by the rule's argument names, in float64."""

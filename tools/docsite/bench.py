@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlx_optim.cli.info import described
 from rlx_optim.named import list_optimizers
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import spec_class
 
 from .text import table
 
@@ -63,7 +63,7 @@ def newest() -> dict[tuple[str, str], Measured]:
     for run in runs():
         if run["settings"].get("fresh_gradients"):
             continue
-        for name in OPTIMIZERS:
+        for name in list_optimizers():
             rows = [row for row in run["rows"] if row["optimizer"] == name]
             ours = [row for row in rows if row["implementation"] == "ours"]
             if not ours or len(rows) < counts.get((run["model"], name), 0):
@@ -132,7 +132,7 @@ def by_optimizer(model: str = "two-blocks") -> str:
             m = newest()[model, name]
             peer = f"{m.peer}, {duration(m.peer_ms)}" if m.peer_ms else "none measured"
             moved = figures(m.gb) if m.gb else "–"
-            rows.append([OPTIMIZERS[name][1], duration(m.ms), figures(m.ns), moved, peer, times(m.ratio)])
+            rows.append([spec_class(name).title, duration(m.ms), figures(m.ns), moved, peer, times(m.ratio)])
     return table(["optimizer", "a step", "ns a parameter", "GB/s", "best peer", "ours is"], rows, right=(1, 2, 3, 5))
 
 
@@ -185,7 +185,7 @@ def on_a_gpu(model: str) -> str:
         share = "" if ours["copy_fraction"] is None else f"{100 * ours['copy_fraction']:.0f} %"
         lines.append(
             [
-                OPTIMIZERS[name][1], f"{ours['ms_per_step']:.3g}", share, f"{ours['host_ms']:.2g}",
+                spec_class(name).title, f"{ours['ms_per_step']:.3g}", share, f"{ours['host_ms']:.2g}",
                 "" if captured is None else f"{captured['ms_per_step']:.3g}",
                 "" if eager is None else f"{eager['implementation']} {eager['ms_per_step']:.3g}",
                 "" if eager is None else f"{eager['ms_per_step'] / ours['ms_per_step']:.2f}×",

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from rlx_optim.cli.info import described
-from rlx_optim.named import list_optimizers, spec_class
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.named import list_optimizers
+from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 
 from . import bench
@@ -42,7 +42,7 @@ def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
     text = stacked(table(["argument", "symbol", "default", "what it is, and must be"], rows))
     if told["otherwise"]:
         settings = dict(told["otherwise"])
-        title = OPTIMIZERS[settings.pop("optimizer")][1]
+        title = spec_class(settings.pop("optimizer")).title
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         text += f"\n\nTensors that it does not take go to `otherwise`, by default `{title}({given})`."
     return text + (
@@ -83,7 +83,7 @@ def state(name: str) -> str:
 
 def usage(name: str, told: dict[str, Any]) -> str:
     """The same optimizer in three front ends."""
-    title, field = OPTIMIZERS[name][1], told["hyperparameters"]["lr"]
+    title, field = spec_class(name).title, told["hyperparameters"]["lr"]
     given = EXAMPLE.get(name) or f"lr={field['default']!r}".replace("e-0", "e-")
     factory = told["names"]["jax"].rpartition(".")[2]
     numpy_curvature = torch_curvature = jax_curvature = ""
@@ -130,7 +130,7 @@ def page(name: str) -> str:
     fields = told["hyperparameters"]
     formulas = part(told["formulas"], fields)
     conventions = part(told["conventions"], fields)
-    _, title, summary = OPTIMIZERS[name]
+    title, summary = spec_class(name).title, spec_class(name).summary
     heading = told["title"].partition(": ")[2].rstrip(".")
     measured = bench.measured(name)
     sections = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx_optim.named import list_optimizers
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import spec_class
 
 from .text import table
 
@@ -39,7 +39,7 @@ def by_optimizer(*kinds: str) -> str:
     cells = {(row["optimizer"], row["kind"], row["column"]): row for row in rows}
     names = [name for name in list_optimizers() if any(row["optimizer"] == name for row in rows)]
     head = ["optimizer", *(f"`{c}`" if kind == "engine" else {"torch": "torch.optim"}.get(c, c) for kind, c in columns)]
-    body = [[OPTIMIZERS[name][1], *(difference(cells.get((name, kind, c))) for kind, c in columns)] for name in names]
+    body = [[spec_class(name).title, *(difference(cells.get((name, kind, c))) for kind, c in columns)] for name in names]
     return table(head, body, right=tuple(range(1, len(head))))
 
 

@@ -17,7 +17,7 @@ import rlx_optim
 from rlx_optim.named import create, list_optimizers
 from rlx_optim.race.digits import MLP
 from rlx_optim.race.rates import SETTINGS as RACED
-from rlx_optim.registry import OPTIMIZERS
+from rlx_optim.registry import spec_class
 
 from . import bench
 
@@ -115,7 +115,7 @@ def at_work(name: str, theme: str) -> bytes:
     with drawing(colours, out, 2, 9, 3.6) as (loss, path):
         for each in shown:
             steps = np.arange(SMOOTH - 1, SMOOTH - 1 + len(curve(each)))
-            loss.semilogy(steps, curve(each), color=tint[each], lw=2 if each == name else 1.5, label=OPTIMIZERS[each][1])
+            loss.semilogy(steps, curve(each), color=tint[each], lw=2 if each == name else 1.5, label=spec_class(each).title)
         loss.set(xlabel="step", title="Handwritten digits: training loss")
         loss.grid(color=colours["faint"], lw=0.4, which="major")
         loss.legend()
@@ -123,7 +123,7 @@ def at_work(name: str, theme: str) -> bytes:
         path.contour(x, y, np.log(valley(x, y) + 0.05), levels=9, colors=colours["faint"], linewidths=0.7)
         for each in shown:
             lr, points = best_walk(each)
-            path.plot(*points.T, ".-", color=tint[each], ms=4, lw=1, label=f"{OPTIMIZERS[each][1]}, lr {lr:g}")
+            path.plot(*points.T, ".-", color=tint[each], ms=4, lw=1, label=f"{spec_class(each).title}, lr {lr:g}")
         path.plot(*START, "o", color=colours["ink"], ms=6)
         path.plot(*GOAL, "*", color=colours["ink"], ms=12)
         path.set(xlim=(LEFT, RIGHT), ylim=(BOTTOM, TOP), xticks=[], yticks=[])
@@ -138,7 +138,7 @@ def speed(model: str, theme: str) -> bytes:
     ratios = {name: (m.ratio, m.peer) for (of, name), m in bench.newest().items() if of == model and m.ratio}
     names = [name for name in reversed(list_optimizers()) if name in ratios]
     with drawing(colours, out, 1, 9, 0.8 + 0.28 * len(names)) as axes:
-        axes.barh([OPTIMIZERS[n][1] for n in names], [ratios[n][0] for n in names], 0.62, color=colours["own"])
+        axes.barh([spec_class(n).title for n in names], [ratios[n][0] for n in names], 0.62, color=colours["own"])
         for place, name in enumerate(names):
             ratio, peer = ratios[name]
             label = f"{bench.times(ratio)} {peer}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..registry import OPTIMIZERS
+from ..registry import known
 from ..spec import Shape
 from .format import CheckpointError, Tensor
 from .reader import strict_json, whole
@@ -179,8 +179,8 @@ def _values(table: Any, where: str) -> Values:
 
 def _member(table: Any, where: str) -> Member:
     name = get(table, "name", str, where)
-    if name not in OPTIMIZERS:
-        raise CheckpointError(f"{where} is {name!r:.80}, which is not known here; known are {', '.join(OPTIMIZERS)}")
+    if name not in known():
+        raise CheckpointError(f"it is of {name!r:.80}, which is not registered; import the package that defines it")
     groups = [_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", list, where))]
     return Member(name, _values(table, where), groups)
 

@@ -11,14 +11,12 @@ import numpy as np
 
 from .. import named
 from ..optimizer import NamedOptimizer
-from ..registry import OPTIMIZERS
+from ..registry import registered, spec_class
 from ..settings import Settings
 from ..spec import Slot, Spec
 from ..stepping import Record
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Member, Parameter, Snapshot, Values, possible
-
-REGISTERED = {title: name for name, (_, title, _) in OPTIMIZERS.items()}
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
@@ -47,8 +45,8 @@ def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tenso
 
 
 def _member(opt: NamedOptimizer) -> Member:
-    if type(opt).__name__ not in REGISTERED:
-        raise ValueError(f"{opt._owner}: only the fourteen can be saved; known are {', '.join(OPTIMIZERS)}")
+    if not registered(opt.spec) or named.made(opt.spec) is not type(opt):
+        raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
 
     def values(given: Mapping[str, Any], spec: Spec) -> Values:
@@ -58,7 +56,7 @@ def _member(opt: NamedOptimizer) -> Member:
         Group(values({**settings.given, **g.overrides}, spec), g.match, g.otherwise, list(g.overrides))
         for g, spec in zip(settings.groups, specs, strict=False)
     ]
-    return Member(REGISTERED[type(opt).__name__], values(settings.given, specs[-1]), groups)
+    return Member(opt.spec.name, values(settings.given, specs[-1]), groups)
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple
         given = given.get("otherwise", {})
     if last and "otherwise" in given:
         raise TypeError("load: the checkpoint has no such otherwise")
-    how, title = "load(path, " + "otherwise=dict(" * depth + "{}" + ")" * depth + ")", OPTIMIZERS[member.optimizer][1]
+    how, title = "load(path, " + "otherwise=dict(" * depth + "{}" + ")" * depth + ")", spec_class(member.optimizer).title
     own = {k: v for k, v in given.items() if k not in ("groups", "otherwise")}
     demand(title, member.values.callables, member.values, own, how.format("NAME=…"))
     per_group: dict[str, dict[str, Any]] = {k: dict(v) for k, v in given.get("groups", {}).items()}
@@ -137,7 +135,7 @@ def _made(
         | {name: group.values.hyperparameters[name] for name in group.overrides} | per_group[i]
         for i, group in enumerate(member.groups)
     ]  # fmt: skip
-    kind: type[NamedOptimizer] = getattr(named, OPTIMIZERS[member.optimizer][1])
+    kind = named.made(spec_class(member.optimizer))
     if otherwise is None and any(group.otherwise for group in member.groups):
         raise CheckpointError(f"a group of {kind.__name__} goes to otherwise, and there is none")
     try:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import random
-from ..named import spec_class
 from ..optimizer import NONFINITE
+from ..registry import spec_class
 from ..spec import Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
 
@@ -164,7 +164,7 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
     if left := (set(p.tensors) - set(slots)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p.piece)
         if left := left - set(slots) - set(known):
-            raise CheckpointError(f"{what} has state {min(left)!r}, which {type(spec).__name__} does not know")
+            raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for slot, each in p.tensors.items():
         if each.shape != p.stored(slots[slot]):
             raise CheckpointError(f"{what}: its {slot!r} has shape {each.shape}, needed is {p.stored(slots[slot])}")

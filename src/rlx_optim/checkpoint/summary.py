@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..registry import OPTIMIZERS
+from ..registry import spec_class
 from ..routing import sized
 from .format import Tensor
 from .snapshot import Member, Snapshot, Values
@@ -17,7 +17,7 @@ HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
 
 
 def title(member: Member) -> str:
-    return OPTIMIZERS[member.optimizer][1]
+    return spec_class(member.optimizer).title
 
 
 def description(snapshot: Snapshot) -> list[str]:

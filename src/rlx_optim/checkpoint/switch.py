@@ -17,21 +17,12 @@ import numpy as np
 
 from .. import named
 from ..optimizer import NamedOptimizer
-from ..registry import OPTIMIZERS
 from ..routing import table
 from ..spec import Spec
 from ..stepping import Record
 
-#: slots with a meaning that others share: "m" a first moment of the gradient, "v" a second, "vmax" its maximum
-MOMENTS = ("m", "v", "vmax")
-BOTH = ("adam", "adamw", "nadamw", "radam", "qhadamw", "lamb")  # both moments, and a step count that corrects them
-FIRST = ("sgd", "lion", "muon", "sophia")  # a first moment alone; the count plays no part
-GIVES = (*BOTH, *FIRST, "kronpsgd")  # those whose m is a first moment of the gradient itself
-WHY_NOT = {
-    "soap": "m and v are in SOAP's rotated basis",
-    "mars": "MARS averages corrected, clipped gradients",
-    "adafactor": "Adafactor averages changes, not gradients",
-}
+#: what optimizers with these words mean by them is the same to all
+FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment"
 
 
 def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
@@ -57,83 +48,88 @@ def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> Name
 
 def _carry(source: NamedOptimizer, old: Record, target: NamedOptimizer, new: Record) -> tuple[str, str]:
     """Fill a fresh record from an old one; what was carried over and what was not, in words."""
-    giver, taker = type(source).__name__.lower(), type(target).__name__.lower()
     before, after = source._specs()[old.group], target._specs()[new.group]
-    same = giver == taker and all(old.state.get(slot, np.empty(0)).shape == buffer.shape for slot, buffer in new.state.items())
-    if same and (taker not in BOTH or before.values()["betas"] == after.values()["betas"]) and _gain(before) == _gain(after):
-        slots, reason = dict.fromkeys(new.state, 1.0), "no such state"
+    same = source.spec is target.spec and all(
+        old.state.get(slot, np.empty(0)).shape == buffer.shape for slot, buffer in new.state.items()
+    )
+    alike = SECOND not in _meanings(after, new) or _corrections(before, old.t) == _corrections(after, old.t)
+    if same and alike and before.momentum_gain() == after.momentum_gain():
+        slots, reason = {slot: (slot, 1.0) for slot in new.state}, "no such state"
         new.counters |= {k: v for k, v in old.counters.items() if k in new.counters}
     else:
-        slots, reason = _shared(giver, before, taker, after, old, new)
-    counted = bool(slots) or taker in FIRST
+        slots, reason = _shared(before, after, old, new)
+    counted = bool(slots) or _timeless(after)
     if counted:
         new.t = old.t
         new.counters = _counters(after, new, bool(slots))
-    for slot, factor in slots.items():
-        new.state[slot][...] = old.state[slot] if factor == 1 else old.state[slot] * np.float32(factor)
-    scaled = [f"{slot} (×{factor:g})" if factor != 1 else slot for slot, factor in slots.items()]
+    for slot, (its, factor) in slots.items():
+        new.state[slot][...] = old.state[its] if factor == 1 else old.state[its] * np.float32(factor)
+    scaled = [f"{slot} (×{factor:g})" if factor != 1 else slot for slot, (_, factor) in slots.items()]
     kept = [*scaled, *([f"step count {old.t}"] if counted else [])]
-    lost = [slot for slot in old.state if slot not in slots] + ([] if counted or not old.t else [f"step count {old.t}"])
+    gone = old.state.keys() - {its for its, _ in slots.values()}
+    lost = [slot for slot in old.state if slot in gone] + ([] if counted or not old.t else [f"step count {old.t}"])
     return ", ".join(kept) or "nothing", f"{', '.join(lost)}: {reason}" if lost else "nothing"
 
 
-def _shared(giver: str, before: Spec, taker: str, after: Spec, old: Record, new: Record) -> tuple[dict[str, float], str]:
-    """The slots two different optimizers share, each with its factor; and why there are no more."""
-    title = OPTIMIZERS[taker][1]
-    if taker not in BOTH + FIRST:
-        return {}, f"{title} has to start afresh"
-    if giver not in GIVES:
-        return {}, WHY_NOT[giver]
-    if taker in BOTH and not {"m", "v"} <= old.state.keys():
-        return {}, f"{title} needs both moments for its bias correction, and there is no v"
-    both = [slot for slot in MOMENTS if slot in old.state and slot in new.state]
-    factors = _factors(before, after, old, taker)
-    if not both or not old.t or not all(math.isfinite(factors[slot]) and factors[slot] for slot in both):
-        return {}, f"{title} has no such state here"
-    return {slot: factors[slot] for slot in both}, f"{title} has no such state"
+def _meanings(spec: Spec, record: Record) -> dict[str, str]:
+    """What is kept -> the first slot of that meaning."""
+    found: dict[str, str] = {}
+    for name, slot in spec.slots(record.shape).items():
+        if name in record.state:
+            found.setdefault(slot.meaning, name)
+    return found
 
 
-def _factors(before: Spec, after: Spec, old: Record, taker: str) -> dict[str, float]:
+def _timeless(spec: Spec) -> bool:
+    """Whether the step count plays no part in the rule."""
+    first = spec.counters()
+    return not spec.branches and spec.scalars(1, first) == spec.scalars(2, first)
+
+
+def _shared(before: Spec, after: Spec, old: Record, new: Record) -> tuple[dict[str, tuple[str, float]], str]:
+    """The slots of one optimizer that mean the same to another: new name -> old name and a factor; and why there are no more."""
+    has, wants = _meanings(before, old), _meanings(after, new)
+    if FIRST not in wants or any(slot.factor for slot in after.slots(old.shape).values()):
+        return {}, f"{after.title} has to start afresh"
+    if FIRST not in has:
+        return {}, f"to {before.title} they are {' and '.join(has)}" if has else "there is none"
+    if SECOND in wants and SECOND not in has:
+        return {}, f"{after.title} needs both moments for its bias correction, and there is no second"
+    factors = _factors(before, after, old.t, SECOND in wants)
+    both = {wants[each]: (has[each], factors[each]) for each in factors if each in has and each in wants}
+    if not old.t or not all(math.isfinite(factor) and factor for _, factor in both.values()):
+        return {}, f"{after.title} has no such state here"
+    return both, f"{after.title} has no such state"
+
+
+def _factors(before: Spec, after: Spec, t: int, corrected: bool) -> dict[str, float]:
     """By what to multiply the moments so that they mean the same."""
-    first, second = 1.0, 1.0
-    if taker in BOTH:
-        was, will = _corrections(before, old.t), _corrections(after, old.t)
-        first, second = will[0] / was[0], will[1] / was[1]
-    gain = _gain(before)
-    return {"m": first * _gain(after) / gain if gain else math.inf, "v": second, "vmax": second}
+    was, will = (_corrections(spec, t) if corrected else (1.0, 1.0) for spec in (before, after))
+    gain = before.momentum_gain()
+    first = after.momentum_gain() / gain if gain else math.inf
+    first *= will[0] / was[0] if was[0] else math.inf
+    second = will[1] / was[1] if was[1] else math.inf
+    return {FIRST: first, SECOND: second, LARGEST: second}
 
 
 def _corrections(spec: Spec, t: int) -> tuple[float, float]:
-    """The bias corrections of both moments at step t."""
-    values: Any = spec.values()
-    if values.get("bias_correction") is False:
-        return 1.0, 1.0
-    beta1, beta2 = values["betas"]
-    product = _mu_product(spec, t) if "mu_product" in spec.counters() else beta1**t
-    return 1 - product, 1 - beta2**t
-
-
-def _gain(spec: Spec) -> float:
-    """How many times the average of the gradients a first moment is."""
-    values: Any = spec.values()
-    if "dampening" in values:  # SGD: momentum·m + (1 − dampening)·g
-        return (1 - values["dampening"]) / (1 - values["momentum"]) if values["momentum"] < 1 else math.inf
-    return 1 / (1 - values["momentum"]) if values.get("convention") == "rlx" and "ns_steps" in values else 1.0
+    return spec.corrections(t, _replayed(spec, t))
 
 
 @functools.cache
-def _mu_product(spec: Spec, t: int) -> float:
-    """NAdamW's, after t steps with these settings."""
-    product = 1.0
-    for n in range(1, t + 1):
-        product = spec.scalars(n, {"mu_product": product})["mu_product"]
-    return product
+def _replayed(spec: Spec, t: int) -> Mapping[str, float]:
+    """The counters after t steps with these settings, as far as `scalars` moves them."""
+    counters: dict[str, float] = spec.counters()
+    for n in range(1, t + 1) if counters else ():
+        moved = spec.scalars(n, counters)
+        after = {k: moved.get(k, v) for k, v in counters.items()}
+        if after == counters:
+            break
+        counters = after
+    return counters
 
 
-def _counters(spec: Spec, new: Record, started: bool) -> dict[str, float]:
-    """A rule's counters after t steps: as they were, or as far as they follow from t."""
-    known: dict[str, float] = {"started": int(started)}
-    if "mu_product" in new.counters:
-        known["mu_product"] = _mu_product(spec, new.t)
-    fresh = spec.counters()
-    return {k: known[k] if v == fresh[k] and k in known else v for k, v in new.counters.items()}
+def _counters(spec: Spec, new: Record, carried: bool) -> dict[str, float]:
+    """A rule's counters after t steps: as they were, or as far as they follow from t. Averages not carried over begin anew."""
+    fresh, after = spec.counters(), {**_replayed(spec, new.t)} | ({} if carried else {"started": 0})
+    return {k: after.get(k, v) if v == fresh[k] else v for k, v in new.counters.items()}

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from ..named import list_optimizers
-from ..registry import ALIASES
+from ..registry import aliases
 from . import Problem, check_place, choose, cuda, progress, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
@@ -176,7 +176,7 @@ def command(
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
 ) -> None:
     """Time our steps and those of every installed peer, interleaved, beside a memory copy."""
-    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     libraries = [] if peers == "none" else choose("peer", peers, LIBRARIES)
     check_place("--json", json_file, (".json",))
     check_place("--plot", plot_file, PLOTS)

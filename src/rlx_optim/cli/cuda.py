@@ -17,7 +17,7 @@ from typing import Any
 from ..named import spec_class
 from . import Problem
 from .peers import HOW, Contender, Peer, load, optax_contender, running
-from .results import OURS, Request, Shapes, parameters, present
+from .results import Request, Shapes, parameters, present, settings_of
 
 Tensors = dict[str, Any]
 
@@ -80,12 +80,11 @@ def hidden(tensor: Any) -> bool:
 def ours(name: str, params: Tensors, grads: Tensors, captured: bool = False) -> Contender:
     front = importlib.import_module("rlx_optim.torch")
     tensors, kind = own(params, grads), spec_class(name)
-    settings = dict(OURS.get(name, {}))
-    if name == "adafactor":  # as in the named API
-        settings |= {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}
-    if name == "muon":
+    settings = settings_of(name)
+    settings = {k: kind.fields[k].default for k in kind.torch.defaults} | settings  # as in the named API
+    if not kind.everywhere:
         settings["route"] = functools.partial(_route, frozenset(k for k, tensor in tensors.items() if hidden(tensor)))
-    made = getattr(front, kind.__name__)(list(tensors.items()), capturable=captured, **settings)
+    made = front.made(kind)(list(tensors.items()), capturable=captured, **settings)
     label = "ours, in a CUDA graph" if captured else "ours"
     return runs(label, [made], list(tensors.values()), captured)
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from ..engines import list_engines
 from . import machine, show_table, write_json
-from .walks import ENGINES, SETTINGS, bar_of, distance, problem, walk
+from .walks import ENGINES, bar_of, distance, problem, settings_of, walk
 
 CHECKED = ("adamw", "lamb", "muon")  # an elementwise rule, one that reduces, one that multiplies matrices
 STEPS, TENSORS = 4, ("wide", "vector")  # small: most of the time goes into imports and compilers
@@ -34,8 +34,8 @@ def check(engine: str) -> dict[str, Any]:
         todo = problem(STEPS, TENSORS)
         errors = {}
         for name in CHECKED:
-            want = walk("reference", name, SETTINGS.get(name, {}), todo)
-            errors[name] = distance(walk(engine, name, SETTINGS.get(name, {}), todo), want, todo.start)
+            want = walk("reference", name, settings_of(name), todo)
+            errors[name] = distance(walk(engine, name, settings_of(name), todo), want, todo.start)
     except Exception as error:  # whatever a broken library raises is what the user wants to read
         return told | {"status": "broken", "why": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
     wrong = {name: error for name, error in errors.items() if not error <= bar_of(name)}

@@ -5,7 +5,6 @@ rlx-optim info muon
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import sys
@@ -13,21 +12,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..named import list_optimizers, spec_class
-from ..registry import ALIASES, OPTIMIZERS
+from ..named import list_optimizers
+from ..registry import aliases, documentation, spec_class
 from ..spec import REQUIRED
 from . import Problem, one, write_json
 from .listing import entry
 
 #: how a part of a rule's docstring begins -> what it is
 PARTS = {"Idea": "idea", "Formulas": "formulas", "Conventions": "conventions", "When, and what it costs": "when"}
-OPTAX = {"kronpsgd": "kron_psgd"}  # where the name in rlx_optim.optax is another
 
 
 def parts_of(name: str) -> dict[str, str]:
     """The docstring of a rule in its parts, and its title; a paragraph that begins none of them belongs to the one before."""
-    doc = inspect.getdoc(importlib.import_module(spec_class(name).__module__)) or ""
-    title, *paragraphs = doc.split("\n\n")
+    title, *paragraphs = documentation(spec_class(name)).split("\n\n")
     parts, part = {"title": title}, "title"
     for paragraph in paragraphs:
         head = next((head for head in PARTS if paragraph.startswith(head)), None)
@@ -64,7 +61,7 @@ def flowing(text: str) -> str:
 
 def described(name: str) -> dict[str, Any]:
     """Everything that is known of an optimizer."""
-    kind, (_, title, _) = spec_class(name), OPTIMIZERS[name]
+    kind = spec_class(name)
     words = meanings(name)
     fields = {
         field: {
@@ -77,7 +74,7 @@ def described(name: str) -> dict[str, Any]:
         for field, f in kind.fields.items()
     }
     fallback = kind.otherwise_default
-    own = {"numpy": title, "torch": f"torch.{title}", "jax": f"optax.{OPTAX.get(name, name)}"}
+    own = {"numpy": kind.title, "torch": f"torch.{kind.title}", "jax": f"optax.{kind.optax.factory or name}"}
     return {
         **entry(name),
         **parts_of(name),
@@ -96,12 +93,13 @@ def show(told: dict[str, Any]) -> None:
     console = Console(highlight=False)
 
     def section(title: str, text: str) -> None:
-        console.print(f"\n[bold]{title}[/]")
-        console.print(flowing(text), markup=False)
+        if text:
+            console.print(f"\n[bold]{title}[/]")
+            console.print(flowing(text), markup=False)
 
     console.print(f"[bold]{told['title'].replace('[', chr(92) + '[')}[/]")
-    section("Idea", told["idea"])
-    section("Formulas", told["formulas"])
+    section("Idea", told.get("idea", ""))
+    section("Formulas", told.get("formulas", ""))
     console.print("\n[bold]Hyperparameters[/]")
     table = Table(Column("name", no_wrap=True), "default", "what it is, and must be")
     for name, field in told["hyperparameters"].items():
@@ -111,12 +109,12 @@ def show(told: dict[str, Any]) -> None:
     console.print(table)
     if told["otherwise"]:
         settings = dict(told["otherwise"])
-        rule = OPTIMIZERS[settings.pop("optimizer")][1]
+        rule = spec_class(settings.pop("optimizer")).title
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         console.print(f"What it does not take goes to otherwise = {rule}({given}).", markup=False)
     section("State", "\n".join(f"- {slot}: {text}" for slot, text in told["state"].items()) or "- none")
-    section("Conventions", told["conventions"])
-    section("When, and what it costs", told["when"])
+    section("Conventions", told.get("conventions", ""))
+    section("When, and what it costs", told.get("when", ""))
     console.print(f"\n[bold]Names[/]\n{'   '.join(told['names'].values())}")
 
 
@@ -127,5 +125,5 @@ def command(
     """Explain one optimizer: idea, formulas, defaults, when to use it, what it costs."""
     if sys.flags.optimize > 1:
         raise Problem("info reads docstrings, and python -OO takes them away; run it without -OO")
-    told = described(one("optimizer", name, list_optimizers(), ALIASES))
+    told = described(one("optimizer", name, list_optimizers(), aliases()))
     write_json(told) if as_json else show(told)

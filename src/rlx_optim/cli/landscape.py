@@ -15,7 +15,7 @@ import typer
 from ..engines import list_engines
 from ..named import list_optimizers
 from ..race import landscape
-from ..registry import ALIASES
+from ..registry import aliases
 from . import Problem, check_place, choose, machine, one, progress, show_table, write_json
 from .bench import digits
 
@@ -36,7 +36,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths as JSON instead of a table.")] = False,
 ) -> None:
     """Draw the optimizers' paths on Rosenbrock, Beale and Rastrigin as one page."""
-    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     where = one("engine", engine, ("auto", *list_engines()))
     page = out or Path(f"landscape-{datetime.datetime.now():%Y%m%d-%H%M%S}.html")
     check_place("--out", page, (".html",))

@@ -7,36 +7,35 @@ from typing import Annotated, Any
 
 import typer
 
-from ..named import create, spec_class
-from ..registry import ALIASES, OPTIMIZERS
+from ..named import create
+from ..program import measures
+from ..registry import documentation, known, spec_class
 from . import show_table, write_json
 from .bench import digits
 from .memory import slots_of
-from .results import BYTES, OURS
+from .results import bytes_of, settings_of
 
-REDUCING = ("lamb", "adafactor", "mars")  # they need norms or means of a whole tensor before they can step it
 MATRIX = (1024, 1024)  # what bytes of state are counted for
 
 
 def kind_of(name: str) -> str:
     """How a rule looks at a tensor."""
-    if spec_class(name).matrix:
-        return "matrix"
-    return "reduces" if name in REDUCING else "elementwise"
+    spec = spec_class(name)(**settings_of(name))
+    return "matrix" if spec.matrix else "reduces" if measures(spec, MATRIX) else "elementwise"
 
 
 def entry(name: str) -> dict[str, Any]:
     """What can be said of an optimizer in one line. State is that of a weight matrix at the settings of the benchmarks."""
-    _, title, summary = OPTIMIZERS[name]
-    bytes_ = sum(slot.bytes for slot in slots_of(create(name, **OURS.get(name, {})), {"w": MATRIX}))
+    kind = spec_class(name)
+    bytes_ = sum(slot.bytes for slot in slots_of(create(name, **settings_of(name)), {"w": MATRIX}))
     return {
         "name": name,
-        "class": title,
-        "summary": summary,
+        "class": kind.title,
+        "summary": kind.summary or documentation(kind).partition("\n")[0],
         "kind": kind_of(name),
         "state_bytes_per_parameter": bytes_ / math.prod(MATRIX),
-        "traffic_bytes_per_parameter": BYTES.get(name),
-        "aliases": [alias for alias, of in ALIASES.items() if of == name],
+        "traffic_bytes_per_parameter": bytes_of(kind(**settings_of(name)), MATRIX),
+        "aliases": list(kind.aliases),
     }
 
 
@@ -44,7 +43,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the optimizers."""
-    entries = [entry(name) for name in OPTIMIZERS]
+    entries = [entry(name) for name in known()]
     if as_json:
         write_json(entries)
         return

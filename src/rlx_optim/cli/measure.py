@@ -20,7 +20,7 @@ from ..named import create
 from ..threads import get_threads, set_threads
 from . import cuda, machine
 from .peers import Arrays, Contender, contender
-from .results import OURS, Report, Request, Shapes, Timing, notes, parameters, present, rows
+from .results import Report, Request, Shapes, Timing, notes, parameters, present, rows, settings_of
 
 Tick = Callable[[str], None]
 
@@ -38,7 +38,7 @@ def draw(shapes: Shapes) -> tuple[Arrays, Arrays]:
 
 def ours(name: str, params: Arrays, grads: Arrays, single: bool = False) -> Contender:
     """Our optimizer on copies of the parameters: all tensors in one pass, or each by `step`."""
-    made = create(name, engine="cpu", **OURS.get(name, {}))
+    made = create(name, engine="cpu", **settings_of(name))
     params, grads = {k: p.copy() for k, p in params.items()}, dict(grads)
     if isinstance(made, CurvatureOptimizer):
         for k, g in grads.items():

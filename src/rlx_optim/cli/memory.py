@@ -20,10 +20,10 @@ import typer
 
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
-from ..registry import ALIASES
+from ..registry import aliases
 from . import Problem, choose, show_table, write_json
 from .bench import MODELS, shapes_of
-from .results import OURS, Shapes, parameters
+from .results import Shapes, parameters, settings_of
 
 ITEM = 4  # bytes of a float32
 
@@ -94,7 +94,7 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
 
 def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
     try:
-        return create(name, **{**OURS.get(name, {}), **settings})
+        return create(name, **{**settings_of(name), **settings})
     except (TypeError, ValueError) as problem:
         raise Problem(f"--set: {problem}") from None
 
@@ -129,7 +129,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the bytes of state that an optimizer needs for a model."""
-    chosen = choose("optimizer", optimizer, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
     tensors, settings = read_shapes(shapes), read_settings(set_ or [])
     report: dict[str, Any] = {}
     for name in chosen:

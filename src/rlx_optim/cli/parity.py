@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from ..named import list_optimizers
-from ..registry import ALIASES
+from ..registry import aliases
 from . import Problem, check_place, choose, machine, progress, show_table, write_json
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch
 from .peers import LIBRARIES, installed
-from .walks import BAR, ENGINES, MATRIX_BAR, SETTINGS, STEPS, bar_of, distance, problem, walk
+from .walks import BAR, ENGINES, MATRIX_BAR, STEPS, bar_of, distance, problem, settings_of, walk
 
 NOTHING = "none"
 WRONG = ("differs", "failed")
@@ -43,7 +43,7 @@ def measured(name: str, against: str, bar: float, walked: Callable[[], float], r
 
 
 def engine_row(name: str, engine: str) -> dict[str, Any]:
-    todo, settings = problem(), SETTINGS.get(name, {})
+    todo, settings = problem(), settings_of(name)
 
     def walked() -> float:
         return distance(walk(engine, name, settings, todo), walk("reference", name, settings, todo), todo.start)
@@ -113,7 +113,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare every optimizer on every installed engine with the reference, and with its peers."""
-    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     places = [] if engines == NOTHING else choose("engine", engines, list(ENGINES)[1:])
     libraries = [] if peers == NOTHING else choose("peer", peers, LIBRARIES)
     if not places and not libraries:

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from ..named import list_optimizers, spec_class
-from ..registry import ALIASES
+from ..named import list_optimizers
+from ..registry import aliases, required, spec_class
 from ..sharing import extent, traffic
-from ..spec import REQUIRED, Shape, Spec
+from ..spec import Shape, Spec
 from . import Problem, choose, show_table, unknown
 
 SIZES = {"float32": 4, "bfloat16": 2}
@@ -78,7 +78,7 @@ class Row:
 
 def spec_of(name: str) -> Spec:
     kind = spec_class(name)
-    return kind(**{field: 0.01 for field, each in kind.fields.items() if each.default is REQUIRED})
+    return kind(**required(kind))
 
 
 def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
@@ -149,7 +149,7 @@ def command(
     counts = [part.strip().replace("_", "") for part in ranks.split(",")]
     if not all(count.isdecimal() and 0 < int(count) <= 100_000 for count in counts):
         raise Problem(f"--ranks must be whole numbers from 1 to 100000, comma-separated, got {ranks!r}")
-    chosen = choose("optimizer", optimizer, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
     rows = [planned(model, name, int(count), SIZES[dtype]) for name in chosen for count in counts]
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

@@ -19,7 +19,7 @@ import typer
 from ..named import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
-from ..registry import ALIASES
+from ..registry import aliases
 from . import Problem, choose, machine, one, show_table, write_json
 from .bench import digits
 from .memory import readable
@@ -119,7 +119,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Train one model with every optimizer and write a report that opens in a browser."""
-    chosen = choose("optimizer", optimizers, list_optimizers(), ALIASES)
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     name = one("model", model, list(MODELS))
     if library := missing(name):
         raise Problem(f'model {name} needs {library}: pip install "rlx-optim[{library}]"; digits-mlp and logreg do not')

@@ -9,7 +9,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from ..named import spec_class
+from ..program import trace
+from ..registry import required, spec_class
+from ..spec import Shape, Spec
 from ..threads import available, get_threads
 from . import Problem, load_average, physical_memory
 from .peers import PEERS, REMARKS, Peer, installed
@@ -23,11 +25,6 @@ OURS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3, "momentum": 0.9},
     "kronpsgd": {"preconditioner_update_probability": 0.1},  # an update every 10 steps, as in SOAP
 }
-#: bytes that a rule must read and write for each parameter; matrix rules are bound by something else
-BYTES = {
-    "sgd": 20, "lion": 20, "sophia": 24, "adafactor": 24, "lamb": 40, "mars": 44,
-    "adam": 28, "adamw": 28, "nadamw": 28, "radam": 28, "qhadamw": 28,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,26 +87,37 @@ class Report:
     interrupted: bool = False
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """Settings at which ours is measured: the defaults, where nothing is required."""
+    return {**required(spec_class(name)), **OURS.get(name, {})}
+
+
 def parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def bytes_of(spec: Spec, shape: Shape) -> int | None:
+    """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else."""
+    return None if spec.matrix else 4 * trace(spec, spec.slots(shape)).traffic()
+
+
 def traffic(name: str, shapes: Shapes) -> float | None:
     """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`."""
-    rule, fallback = spec_class(name)(**OURS.get(name, {})), spec_class(name).otherwise_default
+    rule, fallback = spec_class(name)(**settings_of(name)), spec_class(name).otherwise_default
+    other = None if fallback is None else spec_class(fallback.name)(**fallback.settings)
     total = 0
     for shape in shapes.values():
-        stepped_by = name if fallback is None or rule.takes(shape) is None else fallback.name
-        if stepped_by not in BYTES:
+        each = bytes_of(rule if other is None or rule.takes(shape) is None else other, shape)
+        if each is None:
             return None
-        total += BYTES[stepped_by] * math.prod(shape)
+        total += each * math.prod(shape)
     return total / parameters(shapes)
 
 
 # ---- before anything runs -----------------------------------------------------------------------------------------------
 def present(name: str, request: Request) -> list[Peer]:
     """The peers that take part."""
-    return [peer for peer in PEERS[name] if peer.library in request.peers and installed(peer.library)]
+    return [peer for peer in PEERS.get(name, ()) if peer.library in request.peers and installed(peer.library)]
 
 
 def turns(request: Request) -> list[int]:
@@ -144,7 +152,7 @@ def notes(request: Request) -> list[str]:
     for name in request.optimizers:
         if present(name, request) and name in REMARKS:
             said.append(f"note: {name}: {REMARKS[name]}")
-        if request.peers and not any(peer.library in request.peers for peer in PEERS[name]):
+        if request.peers and not any(peer.library in request.peers for peer in PEERS.get(name, ())):
             said.append(f"note: {name}: none of {', '.join(request.peers)} has it")
     matrix = any(spec_class(name).matrix for name in request.optimizers)
     if matrix and get_threads() < available() and not any(map(os.environ.get, BLAS_THREADS)):

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..curvature import CurvatureOptimizer
 from ..engines import no_compiler
-from ..named import create, spec_class
+from ..named import create
+from ..registry import required, spec_class
 
 Arrays = dict[str, np.ndarray]
 Settings = dict[str, Any]
@@ -35,6 +36,10 @@ SETTINGS: dict[str, Settings] = {
 }
 EVERY = 10  # steps between Sophia's estimates
 MATRIX_BAR, BAR = 1e-3, 2e-5  # how far from the reference is still right, for rules that multiply matrices and for the others
+
+
+def settings_of(name: str) -> Settings:
+    return SETTINGS.get(name) or dict(required(spec_class(name)))
 
 
 def bar_of(name: str) -> float:
@@ -87,7 +92,7 @@ def torch_(name: str, settings: Settings, todo: Problem, engine: str = "torch", 
     torch, front = importlib.import_module("torch"), importlib.import_module("rlx_optim.torch")
     params = {k: torch.nn.Parameter(torch.tensor(p, device=device)) for k, p in todo.start.items()}
     hessian = {k: torch.tensor(h, device=device) for k, h in todo.hessian.items()}
-    opt = getattr(front, spec_class(name).__name__)(list(params.items()), engine=engine, **settings)
+    opt = front.create(name, list(params.items()), engine=engine, **settings)
     for grads in todo.gradients:
         if spec_class(name).observes:
             opt.update_hessian(lambda: sum((hessian[k] * p * p).sum() / 2 for k, p in params.items()), every=EVERY)
@@ -99,13 +104,13 @@ def torch_(name: str, settings: Settings, todo: Problem, engine: str = "torch", 
 
 def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    from ..optax.estimates import with_estimates
     from ..optax.places import Member
-    from ..optax.sophia import with_estimates
     from ..optax.transform import Transform, transformation
 
     kind, fallback = spec_class(name), spec_class(name).otherwise_default
-    other = None if fallback is None else Member(fallback.name, spec_class(fallback.name), fallback.settings)
-    rule = Transform(Member(name, kind, kind(**settings).values()), other)
+    other = None if fallback is None else Member(spec_class(fallback.name), fallback.settings)
+    rule = Transform(Member(kind, kind(**settings).values()), other)
     tx: Any = transformation(rule, with_estimates(rule, EVERY, 0)) if kind.observes else transformation(rule)
     extra: Any = {"obj_fn": lambda p: sum((h * p[k] * p[k]).sum() / 2 for k, h in todo.hessian.items())} if kind.observes else {}
 

@@ -9,15 +9,22 @@
 Keyword names and defaults follow optax where optax has the optimizer. The rules are those of `rlx_optim.rules`, traced.
 """
 
+from typing import Any
+
+from .. import registry
 from .checkpoint import load_state, save_state
-from .factories import FACTORIES, made, routing_report
+from .factories import create, known, made, name_of, routing_report
 from .transform import RuleState
 
-__all__ = ["RuleState", "load_state", "routing_report", "save_state"]
-__all__ += list(FACTORIES)
+__all__ = ["RuleState", "create", "load_state", "routing_report", "save_state"]
+__all__ += [name_of(kind) for kind in registry.OURS]
 
-globals().update({name: made(name) for name in FACTORIES})
+
+def __getattr__(factory: str) -> Any:
+    if factory.startswith("_") or factory not in known():
+        raise AttributeError(f"module {__name__!r} has no attribute {factory!r}")
+    return made(known()[factory])
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(dict.fromkeys([*__all__, *known()]))

@@ -8,10 +8,11 @@ import optax
 from ..optimizer import NamedOptimizer
 from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
+from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
 
-__all__ = ['RuleState', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars']
+__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -52,8 +53,8 @@ def nadamw(
     eps: optax.ScalarOrSchedule = 1e-08,
     *,
     weight_decay: optax.ScalarOrSchedule = 0.0001,
-    convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
     momentum_decay: optax.ScalarOrSchedule = 0.004,
+    convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -99,9 +100,9 @@ def adafactor(
     decay_rate: jax.typing.ArrayLike = 0.8,
     eps: jax.typing.ArrayLike = 1e-30,
     clipping_threshold: optax.ScalarOrSchedule | None = 1.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     momentum: optax.ScalarOrSchedule | None = None,
     multiply_by_parameter_scale: bool = True,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
     convention: Literal['paper', 'torch', 'rlx'] = 'paper',
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
@@ -152,12 +153,12 @@ def kron_psgd(
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     beta: optax.ScalarOrSchedule = 0.95,
     nesterov: bool = True,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
-    ns_steps: int | None = None,
     ns_coeffs: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
     eps: optax.ScalarOrSchedule = 1e-07,
+    ns_steps: int | None = None,
     convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
     mask: Any | Callable[[Any], Any] | None = None,
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
@@ -171,9 +172,9 @@ def sophia(
     b2: jax.typing.ArrayLike = 0.99,
     eps: optax.ScalarOrSchedule = 1e-08,
     *,
-    weight_decay: optax.ScalarOrSchedule = 0.0001,
     gamma: optax.ScalarOrSchedule = 0.01,
     clip_threshold: optax.ScalarOrSchedule | None = 1.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0001,
     update_interval: int | jax.Array = 10,
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,

@@ -18,7 +18,7 @@ from ..admission import listed
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
-from ..registry import OPTIMIZERS
+from ..registry import spec_class
 from ..spec import Spec
 from . import places
 from .places import Place
@@ -155,7 +155,7 @@ def _restored(transform: Transform, snapshot: Snapshot, params: Tree) -> RuleSta
 def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> None:
     rule, here, name = snapshot.members[p.member].optimizer, place.member.rule, place.name
     if rule != here:
-        titles = OPTIMIZERS[rule][1], OPTIMIZERS[here][1]
+        titles = spec_class(rule).title, spec_class(here).title
         raise CheckpointError(
             f"{name!r} is stepped by {titles[0]} there and by {titles[1]} here; the transformation decides that"
         )
@@ -203,7 +203,7 @@ def _compare(transform: Transform, snapshot: Snapshot, where: list[Place], count
             if value != there[name] and not callable(value):
                 told.setdefault((place.member.rule, name), f"{name} of {place.name!r} was {there[name]!r} and is {value!r} now")
     if told:
-        title = OPTIMIZERS[transform.own.rule][1]
+        title = transform.own.kind.title
         warnings.warn(
             f"{title}: the transformation's settings are not the checkpoint's: {'; '.join(told.values())}", stacklevel=4
         )

@@ -16,23 +16,13 @@ import numpy as np
 import optax
 
 from ..checkpoint.format import CheckpointError
-from ..registry import OPTIMIZERS
+from ..registry import known
 from ..spec import Shape
 from .checkpoint import opened, transform_of
 from .places import Place
 from .transform import RuleState, Transform, arithmetic
 
 Tree = Any
-ADAM = {"ScaleByAdamState": {"m": "mu", "v": "nu"}}
-#: rule -> part of optax's state -> our slot -> its name there
-PARTS: dict[str, dict[str, dict[str, str]]] = {
-    **dict.fromkeys(("adam", "adamw", "nadamw", "radam", "lamb"), ADAM),
-    "sgd": {"TraceState": {"m": "trace"}},
-    "lion": {"ScaleByLionState": {"m": "mu"}},
-    "muon": {"MuonState": {"m": "mu"}},
-    "sophia": {"SophiaState": {"m": "mu", "h": "nu"}},
-    "adafactor": {"FactoredState": {"row": "v_row", "col": "v_col", "v": "v"}, "EmaState": {"m": "ema"}},
-}
 
 
 def parts_of(state: Any) -> Iterator[Any]:
@@ -74,12 +64,12 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
 
 def _theirs(place: Place, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
     """What optax keeps for one leaf, by our names."""
-    rule = place.member.rule
-    if rule not in PARTS:
-        raise CheckpointError(f"optax has no {OPTIMIZERS[rule][1]}")
+    kind = place.member.kind
+    if not kind.optax.state:
+        raise CheckpointError(f"optax has no {kind.title}")
     return {
-        slot: tree.flatten_up_to(getattr(found[kind], field))[i]
-        for kind, names in PARTS[rule].items() if kind in found
+        slot: tree.flatten_up_to(getattr(found[part], field))[i]
+        for part, names in kind.optax.state.items() if part in found
         for slot, field in names.items()
     }  # fmt: skip
 
@@ -92,7 +82,7 @@ def _slot(name: str, place: Place, theirs: Mapping[str, Any]) -> np.ndarray:
         name = {"row": "col", "col": "row"}[name] if _swapped(place.name, shape) else name
     value = theirs.get(name)
     if value is None or isinstance(value, optax.MaskedNode):
-        raise CheckpointError(f"optax's state has no {name!r} for {place.name!r}, which {OPTIMIZERS[place.member.rule][1]} needs")
+        raise CheckpointError(f"optax's state has no {name!r} for {place.name!r}, which {place.member.kind.title} needs")
     return np.asarray(value)
 
 
@@ -108,7 +98,7 @@ def _swapped(name: str, shape: Shape) -> bool:
 def to_optax(tx: optax.GradientTransformation, state: RuleState, params: Tree, template: Any) -> Any:
     """optax's state, made from ours in the form of `template`, what optax's own init gave for these parameters."""
     transform, _ = opened(tx, state)
-    kinds = {kind for each in PARTS.values() for kind in each}
+    kinds = {kind for each in known().values() for kind in each.optax.state}
     counted = {type(part).__name__ for part in parts_of(template) if "count" in fields(part)}
 
     def stop(part: Any) -> bool:
@@ -127,7 +117,7 @@ def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> 
     _, tree, places = transform.laid_out(params)
     kind = type(part).__name__
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
-    table = {place.member.rule: PARTS.get(place.member.rule, {}).get(kind, {}) for place in places}
+    table = {place.member.rule: place.member.kind.optax.state.get(kind, {}) for place in places}
     new = {}
     for field in dict.fromkeys(field for names in table.values() for field in names.values()):
         entries = tree.flatten_up_to(getattr(part, field))
@@ -140,7 +130,7 @@ def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> 
 
 def _entry(field: str, names: Mapping[str, str], place: Place, ours: Mapping[str, Any], old: Any) -> Any:
     slot = next((slot for slot, its in names.items() if its == field), None)
-    shape, title = np.shape(old), OPTIMIZERS[place.member.rule][1]
+    shape, title = np.shape(old), place.member.kind.title
     if slot in ("row", "col") and slot in place.slots and shape != (1,) and _swapped(place.name, place.shape):
         slot = {"row": "col", "col": "row"}[slot]
     if slot in place.slots and np.shape(ours[slot]) == shape:

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..spec import Shape, Slot, Spec
 
-STATIC = ("seed", "ns_steps")  # what cannot be traced, beside what shapes the state
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, numbers.Number)  # what a leaf may be
 EMBEDDING = re.compile(r"(^|[._])(emb|embed|embeddings?|wte|wpe)([._]|$)", re.IGNORECASE)
 # a whole part of the path ("multi_head_attention" is none), "output" at the top only: deeper it is a hidden matrix
@@ -30,18 +29,29 @@ HEAD = re.compile(
 class Member:
     """One rule of a transformation, with values that may be schedules (of the step count) or traced numbers."""
 
-    rule: str
     kind: type[Spec]
     values: Mapping[str, Any]
 
+    @property
+    def rule(self) -> str:
+        return self.kind.name
+
     def spec(self, count: Any, dtype: Any = None, **changes: Any) -> Spec:
-        now = {k: v(count) if callable(v) and k != "probe" else v for k, v in {**self.values, **changes}.items()}
+        now = {
+            k: v(count) if callable(v) and not self.kind.fields[k].callable else v for k, v in {**self.values, **changes}.items()
+        }
         return unchecked(self.kind, now if dtype is None else {k: converted(v, dtype) for k, v in now.items()})
 
     @functools.cached_property
     def steady(self) -> Spec:
         """For shapes and structure, which no schedule changes."""
         return self.spec(jnp.zeros((), jnp.int32))
+
+
+def is_static(kind: type[Spec], name: str) -> bool:
+    """Whether a field cannot be traced: it shapes the state, or it is an integer, unless the rule's file says how it is given."""
+    field = kind.fields[name]
+    return field.fixed or (field.annotation == "int" and name not in kind.optax.defaults)
 
 
 def is_traced(value: Any) -> bool:
@@ -60,9 +70,9 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
     spec = object.__new__(kind)
     for name, field in kind.fields.items():
         value = values.get(name, field.default)
-        if is_traced(value) and (field.fixed or name in STATIC):
-            raise TypeError(f"{kind.__name__}: {name} cannot be traced; with inject_hyperparams, name it in static_args")
-        spec.__dict__[name] = value if is_traced(value) else field.validated(kind.__name__, name, value)
+        if is_traced(value) and is_static(kind, name):
+            raise TypeError(f"{kind.title}: {name} cannot be traced; with inject_hyperparams, name it in static_args")
+        spec.__dict__[name] = value if is_traced(value) else field.validated(kind.title, name, value)
     if not any(map(is_traced, spec.__dict__.values())):
         spec.check()
     return spec

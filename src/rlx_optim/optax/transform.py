@@ -49,7 +49,7 @@ class Transform:
     """init and update for one rule, or for one rule and its `otherwise`."""
 
     def __init__(self, own: Member, other: Member | None, mask: Any = None, route: Any = None, stacked: Any = None):
-        self.owner = own.kind.__name__
+        self.owner = own.kind.title
         if route is not None and not callable(route):
             raise TypeError(f"{self.owner}: route must be a function of (path, parameter), got {route!r}")
         if stacked is not None and not isinstance(stacked, Mapping):
@@ -113,7 +113,7 @@ class Transform:
 
     def routing_report(self, params: Tree) -> str:
         """A table: parameter, shape, rule, why."""
-        return report([(p.name, p.shape, p.member.kind.__name__, p.why) for p in self.laid_out(params)[2]])
+        return report([(p.name, p.shape, p.member.kind.title, p.why) for p in self.laid_out(params)[2]])
 
     # ---- optax's pair ----------------------------------------------------------------------------------------------------
     def init(self, params: Tree) -> RuleState:

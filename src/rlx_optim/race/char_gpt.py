@@ -104,7 +104,7 @@ def build(model: nn.Module, optimizer: str, settings: Settings, engine: str) -> 
         given["otherwise"] = create("adamw", **given["otherwise"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which matrix goes where is known here
-        return getattr(front, spec_class(optimizer).__name__)(model, engine=engine, **given)
+        return front.create(optimizer, model, engine=engine, **given)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..named import spec_class
+
 SGD = {"momentum": 0.9, "nesterov": True}
 HEAD = {"groups": [{"match": "head.*", "use": "otherwise"}]}
 DECAY = {"weight_decay": 0.1}
@@ -62,3 +64,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "mars": {"lr": 3e-3, "otherwise": {"lr": 3e-3}},
     },
 }
+
+
+def settings_of(model: str, optimizer: str) -> dict[str, Any]:
+    """The committed settings, or its own learning rate where none are."""
+    rate = spec_class(optimizer).fields["lr"].default
+    return SETTINGS[model].get(optimizer) or {"lr": rate if isinstance(rate, float) else 1e-3}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import Model, Run, Settings
-from .rates import SETTINGS
+from .rates import SETTINGS, settings_of
 
 #: name -> "module:object", and the library it needs
 MODELS = {
@@ -76,11 +76,12 @@ class Race:
         return self.steps * len(self.optimizers) * (self.seeds + (len(GRID) if self.tune else 0))
 
     def missed(self) -> list[str]:
-        """Who did not reach the goal, where there is one and the race was a full one."""
+        """Who, of those with committed settings, did not reach the goal, where there is one and the race was a full one."""
         goal = self.model.goal
         if goal is None or self.interrupted or self.steps < self.model.steps:
             return []
-        return [e.optimizer for e in self.entries if len(e.metric("accuracy")) < len(e.runs) or min(e.metric("accuracy")) < goal]
+        tuned = [entry for entry in self.entries if entry.optimizer in SETTINGS[self.model.name]]
+        return [e.optimizer for e in tuned if len(e.metric("accuracy")) < len(e.runs) or min(e.metric("accuracy")) < goal]
 
 
 Begin = Callable[[str], None]
@@ -91,7 +92,7 @@ def run(race: Race, begin: Begin, tick: Tick) -> None:
     """Run everything; Ctrl-C ends it with the runs that are done. `begin` hears what runs, `tick` the loss of each step."""
     try:
         for name in race.optimizers:
-            entry = Entry(name, SETTINGS[race.model.name][name])
+            entry = Entry(name, settings_of(race.model.name, name))
             if race.tune:
                 tune(race, entry, begin, tick)
             race.entries.append(entry)

@@ -36,8 +36,9 @@ Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p 
 """
 
 import math
+import operator
 
-from ..spec import Slot, Spec, choice, flag, like, real, reals
+from ..spec import Foreign, Optax, Slot, Spec, Torch, choice, flag, like, real, reals
 from ..vocabulary import maximum, minimum, rsqrt, sqrt
 
 HUGE = 3e38  # below float32's largest: keeps 0 · (1/√0) at 0 where eps[0] is 0
@@ -107,6 +108,14 @@ def scaled_step(size, pace, base, unscaled, eps2, clip, weight_decay, fixed_deca
     return shrink, step
 
 
+def in_dtype(group, epsilon):
+    """None in eps is torch's word for the epsilon of the dtype; the other conventions, which add eps to squares, take 1e-30."""
+    eps = group["eps"]
+    if not isinstance(eps, (tuple, list)) or len(eps) != 2 or eps[0] is not None:
+        return group
+    return {**group, "eps": (epsilon if group["convention"] == "torch" else 1e-30, eps[1])}
+
+
 class Adafactor(Spec):
     """lr: the step, relative to the rms of p where scale_parameter; None takes min(0.01, 1/√t).
     beta2_decay: the power of t by which new squares join the averages.
@@ -117,6 +126,29 @@ class Adafactor(Spec):
     scale_parameter: multiply the step by the rms of p.
     convention: the paper's rule, torch's or the Rust crate's.
     """
+
+    name = "adafactor"
+    summary = "factored second moment, almost no state"
+    torch = Torch(
+        "Adafactor",
+        {"lr": 1e-2, "eps": (None, 1e-3), "convention": "torch"},
+        shared="weight_decay",
+        settings={"d": Foreign("clip_threshold", float, float)},
+        slots={"v": "variance", "m": "exp_avg"},
+        telltale="beta2_decay",
+        in_dtype=in_dtype,
+        annotations={"eps": "tuple[float | None, float]"},
+    )
+    optax = Optax(
+        settings={
+            "decay_rate": Foreign("beta2_decay", operator.neg, operator.neg),
+            "eps": Foreign("eps", lambda eps: (eps, 1e-3), operator.itemgetter(0)),
+            "clipping_threshold": Foreign("clip_threshold"),
+            "momentum": Foreign("beta1"),
+            "multiply_by_parameter_scale": Foreign("scale_parameter"),
+        },
+        state={"FactoredState": {"row": "v_row", "col": "v_col", "v": "v"}, "EmaState": {"m": "ema"}},
+    )
 
     lr: float | None = real(None, optional=True)
     beta2_decay: float = real(-0.8, low=-math.inf, high=0.0)
@@ -145,10 +177,11 @@ class Adafactor(Spec):
         v: V, elementwise; for tensors that are not factored.
         m: the average of steps; only with beta1.
         """
-        momentum = {} if self.beta1 is None else like(shape, "m")
+        momentum = {} if self.beta1 is None else like(shape, m="average of steps")
         if not self.factored(shape):
-            return like(shape, "v") | momentum
-        rows, cols = Slot(shape[:-1], drop=(-1,)), Slot(shape[:-2] + shape[-1:], drop=(-2,))
+            return like(shape, v="second moment and eps") | momentum
+        rows = Slot(shape[:-1], drop=(-1,), meaning="row")
+        cols = Slot(shape[:-2] + shape[-1:], drop=(-2,), meaning="column")
         return {"row": rows, "col": cols} | momentum
 
     def scalars(self, t, counters):

@@ -22,7 +22,7 @@ When, and what it costs. Where an existing recipe says Adam; with weight decay p
 8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, betas, flag, like, real
+from ..spec import Optax, Spec, Torch, betas, flag, like, real
 from ..vocabulary import less_power, maximum, sqrt
 
 
@@ -51,6 +51,11 @@ class Adam(Spec):
     amsgrad: divide by the largest v so far.
     """
 
+    name = "adam"
+    summary = "first over root of second moment, coupled decay"
+    torch = Torch("Adam", decoupled=False)
+    optax = Optax(state={"ScaleByAdamState": {"m": "mu", "v": "nu"}})
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -62,7 +67,8 @@ class Adam(Spec):
         v: the average of their squares.
         vmax: the largest v so far; only with amsgrad.
         """
-        return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
+        largest = like(shape, vmax="largest second moment") if self.amsgrad else {}
+        return like(shape, m="first moment", v="second moment") | largest
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

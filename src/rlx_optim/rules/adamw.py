@@ -20,7 +20,7 @@ When, and what it costs. The default choice for transformers. 8 bytes of state a
 28 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, betas, flag, like, real
+from ..spec import Optax, Spec, Torch, betas, flag, like, real
 from ..vocabulary import less_power, maximum, sqrt
 
 
@@ -47,6 +47,11 @@ class AdamW(Spec):
     amsgrad: divide by the largest v so far.
     """
 
+    name = "adamw"
+    summary = "Adam with decoupled weight decay"
+    torch = Torch("AdamW", decoupled=True, assumed=True)
+    optax = Optax(defaults={"weight_decay": 1e-4}, state={"ScaleByAdamState": {"m": "mu", "v": "nu"}})
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -58,7 +63,8 @@ class AdamW(Spec):
         v: the average of their squares.
         vmax: the largest v so far; only with amsgrad.
         """
-        return like(shape, "m", "v", *(["vmax"] if self.amsgrad else []))
+        largest = like(shape, vmax="largest second moment") if self.amsgrad else {}
+        return like(shape, m="first moment", v="second moment") | largest
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

@@ -35,7 +35,7 @@ a triangular solve and two Gram matrices.
 import math
 
 from .. import linalg
-from ..spec import Slot, Spec, choice, flag, function, integer, like, real
+from ..spec import Foreign, Optax, Slot, Spec, Torch, choice, flag, function, integer, like, real
 from ..vocabulary import exp, less_power
 
 
@@ -59,6 +59,12 @@ class KronPSGD(Spec):
     seed: of the noise.
     probe: a function of name, t and shape that gives the noise in place of the generator.
     """
+
+    name = "kronpsgd"
+    summary = "momentum whitened by learned Kronecker factors"
+    aliases = ("kron",)
+    torch = Torch(slots={"m": "momentum_buffer"})
+    optax = Optax("kron_psgd", settings={"b1": Foreign("beta1")}, without=("probe",))
 
     lr: float = real(1e-3)
     beta1: float = real(0.9, high=1.0, open_high=True)
@@ -91,10 +97,10 @@ class KronPSGD(Spec):
         dims = shape or (1,)
         scale, diagonal = self.precond_init_scale ** (1 / len(dims)), self.diagonal(dims)
         factors = {
-            f"q{i}": Slot((n,) if i - 1 in diagonal else (n, n), scale, eye=i - 1 not in diagonal, factor=True)
+            f"q{i}": Slot((n,) if i - 1 in diagonal else (n, n), scale, eye=i - 1 not in diagonal, factor=True, meaning="factor")
             for i, n in enumerate(dims, 1)
         }
-        return like(shape, "m") | factors
+        return like(shape, m="first moment") | factors
 
     def counters(self):
         """counter: steps since the last update of the factors."""

@@ -26,7 +26,7 @@ measures (p, g, m, v read, m, v written: 24 bytes), the second recomputes u from
 
 import math
 
-from ..spec import Spec, betas, flag, like, real
+from ..spec import Optax, Spec, betas, flag, like, real
 from ..vocabulary import less_power, minimum, sqrt, where
 
 
@@ -57,6 +57,10 @@ class Lamb(Spec):
     trust_clip: the largest ratio of norms; None sets no limit.
     """
 
+    name = "lamb"
+    summary = "AdamW's direction scaled by each tensor's norm, for large batches"
+    optax = Optax(defaults={"weight_decay": 0.0}, state={"ScaleByAdamState": {"m": "mu", "v": "nu"}})
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-6)
@@ -71,7 +75,10 @@ class Lamb(Spec):
         """m: the average of gradients.
         v: the average of their squares.
         """
-        return like(shape, "m", "v")
+        return like(shape, m="first moment", v="second moment")
+
+    def corrections(self, t, counters):
+        return super().corrections(t, counters) if self.bias_correction else (1.0, 1.0)
 
     def scalars(self, t, counters):
         (beta1, beta2), corrected = self.betas, self.bias_correction

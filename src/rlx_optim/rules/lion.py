@@ -17,7 +17,7 @@ When, and what it costs. Large batches and tight memory: use 3 to 10 times less 
 AdamW. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, betas, like, real
+from ..spec import Optax, Spec, betas, like, real
 from ..vocabulary import sign
 
 
@@ -33,13 +33,17 @@ class Lion(Spec):
     weight_decay: times lr, the share of p that is taken away each step.
     """
 
+    name = "lion"
+    summary = "sign of an interpolated momentum, half of Adam's state"
+    optax = Optax(defaults={"weight_decay": 1e-3}, state={"ScaleByLionState": {"m": "mu"}})
+
     lr: float = real(1e-4)
     betas: tuple[float, float] = betas(0.9, 0.99)
     weight_decay: float = real(0.0)
 
     def slots(self, shape):
         """m: the average of gradients."""
-        return like(shape, "m")
+        return like(shape, m="first moment")
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

@@ -63,6 +63,9 @@ class MARS(Spec):
     variant: AdamW's step or Lion's.
     """
 
+    name = "mars"
+    summary = "AdamW or Lion on a variance-reduced gradient"
+
     lr: float = real(3e-3)
     betas: tuple[float, float] = betas(0.95, 0.99)
     eps: float = real(1e-8)
@@ -81,7 +84,8 @@ class MARS(Spec):
         prev: the gradient of the step before.
         v: the average of their squares; only in "adamw".
         """
-        return like(shape, "m", "prev", *(["v"] if self.variant == "adamw" else []))
+        second = like(shape, v="second moment of corrected gradients") if self.variant == "adamw" else {}
+        return like(shape, m="first moment of corrected gradients", prev="last gradient") | second
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

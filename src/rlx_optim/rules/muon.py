@@ -33,7 +33,7 @@ state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations 
 
 import math
 
-from ..spec import Otherwise, Spec, choice, flag, integer, like, real, reals
+from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, reals
 
 
 def nesterov(g, m, beta, alpha):
@@ -66,6 +66,26 @@ class Muon(Spec):
     convention: how the step is scaled by the matrix's shape.
     """
 
+    name = "muon"
+    summary = "orthogonalised momentum for hidden matrices"
+    torch = Torch(
+        "Muon",
+        shared="ns_steps",
+        settings={
+            "adjust_lr_fn": Foreign(
+                "convention",
+                {"match_rms_adamw": "moonlight", "original": "keller", None: "keller"}.get,
+                {"moonlight": "match_rms_adamw", "keller": "original"}.get,
+            )
+        },
+        slots={"m": "momentum_buffer"},
+        telltale="ns_steps",
+        counts=False,
+    )
+    optax = Optax(
+        settings={"beta": Foreign("momentum"), "ns_coeffs": Foreign("ns_coefficients")}, state={"MuonState": {"m": "mu"}}
+    )
+
     lr: float = real(0.02)
     weight_decay: float = real(0.0)
     momentum: float = real(0.95, high=1.0, open_high=True)
@@ -84,7 +104,10 @@ class Muon(Spec):
 
     def slots(self, shape):
         """m: the average of gradients."""
-        return like(shape, "m")
+        return like(shape, m="first moment")
+
+    def momentum_gain(self):
+        return 1 / (1 - self.momentum) if self.convention == "rlx" else 1.0
 
     def scalars(self, t, counters):
         alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum

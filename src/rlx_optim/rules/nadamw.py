@@ -23,7 +23,7 @@ When, and what it costs. Often a little ahead of AdamW at the same cost (it won 
 8 bytes of state a parameter, 28 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, betas, choice, like, real
+from ..spec import Optax, Spec, Torch, betas, choice, like, real
 from ..vocabulary import less_power, sqrt
 
 
@@ -43,6 +43,11 @@ class NAdamW(Spec):
     convention: which of the three rules.
     """
 
+    name = "nadamw"
+    summary = "AdamW with Nesterov momentum, three conventions"
+    torch = Torch("NAdam", shared="momentum_decay", decoupled=True, telltale="momentum_decay")
+    optax = Optax(defaults={"weight_decay": 1e-4}, state={"ScaleByAdamState": {"m": "mu", "v": "nu"}})
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
     eps: float = real(1e-8)
@@ -54,11 +59,15 @@ class NAdamW(Spec):
         """m: the average of gradients.
         v: the average of their squares.
         """
-        return like(shape, "m", "v")
+        return like(shape, m="first moment", v="second moment")
 
     def counters(self):
         """mu_product: Π, the product of all momenta so far; only in "torch"."""
         return {"mu_product": 1.0} if self.convention == "torch" else {}
+
+    def corrections(self, t, counters):
+        first, second = super().corrections(t, counters)
+        return 1 - counters["mu_product"] if counters else first, second
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

@@ -19,7 +19,7 @@ Conventions.
 When, and what it costs. Where AdamW is unstable at long averages. 8 bytes of state a parameter, 28 of traffic.
 """
 
-from ..spec import Spec, betas, like, real, reals
+from ..spec import Optax, Spec, betas, like, real, reals
 from ..vocabulary import less_power, sqrt
 
 
@@ -38,6 +38,10 @@ class QHAdamW(Spec):
     weight_decay: times lr, the share of p that is taken away each step.
     """
 
+    name = "qhadamw"
+    summary = "AdamW with quasi-hyperbolic moments"
+    optax = Optax(spread={"betas": "b", "nus": "nu"})
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.995, 0.999)
     nus: tuple[float, float] = reals((0.7, 1.0), high=1.0)
@@ -48,7 +52,7 @@ class QHAdamW(Spec):
         """m: the average of gradients.
         v: the average of their squares.
         """
-        return like(shape, "m", "v")
+        return like(shape, m="first moment", v="second moment")
 
     def scalars(self, t, counters):
         (beta1, beta2), (nu1, nu2) = self.betas, self.nus

@@ -23,7 +23,7 @@ Conventions.
 When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of state a parameter, 28 of traffic.
 """
 
-from ..spec import Spec, betas, choice, flag, like, real
+from ..spec import Optax, Spec, Torch, betas, choice, flag, like, real
 from ..vocabulary import less_power, log, sqrt, where
 
 
@@ -43,6 +43,11 @@ class RAdam(Spec):
     decoupled_weight_decay: take it away beside the step, times lr, as AdamW does.
     convention: from which ρ_t on to rectify, and where eps stands.
     """
+
+    name = "radam"
+    summary = "Adam that rectifies its early steps, no warm-up"
+    torch = Torch("RAdam", shared="decoupled_weight_decay")
+    optax = Optax(defaults={"convention": "paper"}, state={"ScaleByAdamState": {"m": "mu", "v": "nu"}})
 
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
@@ -73,7 +78,7 @@ class RAdam(Spec):
         """m: the average of gradients.
         v: the average of their squares.
         """
-        return like(shape, "m", "v")
+        return like(shape, m="first moment", v="second moment")
 
     def update(self, E, x):
         return E.map(radam, x)

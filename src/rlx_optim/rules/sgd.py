@@ -19,7 +19,9 @@ When, and what it costs. Convolutional networks with a tuned learning-rate sched
 No state without momentum, 4 bytes a parameter with it; 20 bytes of traffic a parameter (12 without momentum).
 """
 
-from ..spec import REQUIRED, Spec, flag, like, real
+import math
+
+from ..spec import REQUIRED, Optax, Spec, Torch, flag, like, real
 
 
 def plain(p, g, decay):
@@ -48,6 +50,11 @@ class SGD(Spec):
     nesterov: step by the gradient plus the momentum that the next step would see; needs momentum and no dampening.
     """
 
+    name = "sgd"
+    summary = "plain, heavy-ball or Nesterov momentum"
+    torch = Torch("SGD", {"lr": 1e-3}, slots={"m": "momentum_buffer"}, telltale="dampening", counts=False)
+    optax = Optax(defaults={"momentum": None}, positional=("momentum", "nesterov"), state={"TraceState": {"m": "trace"}})
+
     lr: float = real(REQUIRED)
     momentum: float = real(0.0)
     dampening: float = real(0.0, high=1.0)
@@ -69,7 +76,10 @@ class SGD(Spec):
 
     def slots(self, shape):
         """m: the average of gradients; only with momentum."""
-        return like(shape, "m") if self.averages else {}
+        return like(shape, m="first moment") if self.averages else {}
+
+    def momentum_gain(self):
+        return (1 - self.dampening) / (1 - self.momentum) if self.momentum < 1 else math.inf
 
     def counters(self):
         """started: 1 once the average has begun."""

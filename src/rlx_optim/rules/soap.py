@@ -34,7 +34,7 @@ a QR of each L every precondition_frequency steps.
 import math
 
 from .. import linalg
-from ..spec import Slot, Spec, betas, flag, integer, like, real
+from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
 from ..vocabulary import less_power, maximum, sqrt, where
 
 
@@ -56,6 +56,11 @@ class SOAP(Spec):
     merge_dims: fold neighbouring dimensions first.
     precondition_1d: rotate vectors as well.
     """
+
+    name = "soap"
+    summary = "Adam in the eigenbasis of Shampoo's preconditioner"
+    torch = Torch(telltale="precondition_frequency")
+    optax = Optax(defaults={"precondition_frequency": 10})
 
     lr: float = real(3e-3)
     betas: tuple[float, float] = betas(0.95, 0.95)
@@ -99,9 +104,10 @@ class SOAP(Spec):
         """
         merged = self.merged(shape)
         square = {axis: (merged[axis - 1],) * 2 for axis in self.rotated(shape)}
-        factors = {f"L{axis}": Slot(s, factor=True) for axis, s in square.items()}
-        bases = {f"Q{axis}": Slot(s, eye=True, fill=1.0, factor=True) for axis, s in square.items()}
-        return like(shape, "m", "v") | factors | bases
+        factors = {f"L{axis}": Slot(s, factor=True, meaning="factor") for axis, s in square.items()}
+        bases = {f"Q{axis}": Slot(s, eye=True, fill=1.0, factor=True, meaning="basis") for axis, s in square.items()}
+        moments = like(shape, m="first moment in the basis", v="second moment in the basis")
+        return moments | factors | bases
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas

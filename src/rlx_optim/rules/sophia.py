@@ -25,7 +25,7 @@ state a parameter, 24 of traffic a parameter, and the estimate.
 
 import math
 
-from ..spec import Spec, betas, like, real
+from ..spec import Foreign, Optax, Spec, betas, like, real
 from ..vocabulary import clamp, maximum
 
 
@@ -49,6 +49,15 @@ class Sophia(Spec):
     weight_decay: times lr, the share of p that is taken away each step.
     """
 
+    name = "sophia"
+    summary = "momentum over a diagonal Hessian estimate, clipped"
+    optax = Optax(
+        defaults={"eps": 1e-8, "weight_decay": 1e-4},
+        settings={"clip_threshold": Foreign("clip")},
+        positional=("b1", "b2", "eps"),
+        state={"SophiaState": {"m": "mu", "h": "nu"}},
+    )
+
     lr: float = real(1e-3)
     betas: tuple[float, float] = betas(0.965, 0.99)
     gamma: float = real(0.01)
@@ -62,7 +71,7 @@ class Sophia(Spec):
         """m: the average of gradients.
         h: the average of the estimates.
         """
-        return like(shape, "m", "h")
+        return like(shape, m="first moment", h="curvature")
 
     def counters(self):
         """estimates: how many estimates the tensor has had."""

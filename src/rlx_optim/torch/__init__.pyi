@@ -13,6 +13,8 @@ from .optimizer import RuleOptimizer
 Route = Mapping[str, Literal['own', 'otherwise']] | Callable[[str, torch.Tensor], bool | None] | None
 Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
+def create(name: str, params: Params, **settings: Any) -> RuleOptimizer: ...
+
 class SGD(RuleOptimizer):
     def __init__(
         self,

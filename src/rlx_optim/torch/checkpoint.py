@@ -16,11 +16,10 @@ from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
-from ..named import spec_class
-from ..registry import OPTIMIZERS
-from ..spec import Shape, Spec
+from ..registry import spec_class
+from ..spec import Shape, Slot, Spec
 from .lanes import ARITHMETIC, inner_shape
-from .names import SLOTS, bare, in_dtype, outside
+from .names import bare, in_dtype, outside
 from .optimizer import RuleOptimizer
 from .state import counter, furnish, piece_shape, room, shape_in_state
 from .stepping import plain
@@ -73,11 +72,10 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
         group, state = opt.param_groups[index], opt.state[param]
         batch = opt._pieces(name, param)
         home = opt._home(name, param, specs[index], batch)
-        furnish(state, group["rule"], specs[index], param, batch, home)
+        furnish(state, specs[index], param, batch, home)
         parameters[name] = _parameter(
             name,
-            where[index, _kind(group, param)],
-            group["rule"],
+            where[index, _kind(opt, group, param)],
             specs[index],
             param,
             state,
@@ -89,21 +87,20 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch")
 
 
-def _kind(group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
+def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
     """The dtype whose settings a parameter has: its own where the group's follow the dtype, else float32."""
-    return torch.float32 if in_dtype(group, param.dtype) is group else param.dtype
+    return torch.float32 if in_dtype(opt._rules[group["rule"]], group, param.dtype) is group else param.dtype
 
 
 def _members(opt: RuleOptimizer) -> tuple[list[Member], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
     """The rules with their groups, and for each of torch's groups and kinds of parameters in it the place there."""
-    kinds = [{_kind(group, p): None for p in group["params"]} or {torch.float32: None} for group in opt.param_groups]
+    kinds = [{_kind(opt, group, p): None for p in group["params"]} or {torch.float32: None} for group in opt.param_groups]
     members = []
     where: dict[tuple[int, torch.dtype], tuple[int, int | None]] = {}
-    for place, rule in enumerate(opt._rules):
-        fields = opt._rules[rule].fields
+    for place, (rule, its) in enumerate(opt._rules.items()):
         mine = [(i, kind) for i, group in enumerate(opt.param_groups) if group["rule"] == rule for kind in kinds[i]]
-        values = [_values(fields, in_dtype(opt.param_groups[i], kind)) for i, kind in mine]
-        values = values or [_values(fields, in_dtype(opt._defaults_of(rule), torch.float32))]
+        values = [_values(its.fields, in_dtype(its, opt.param_groups[i], kind)) for i, kind in mine]
+        values = values or [_values(its.fields, in_dtype(its, opt._defaults_of(rule), torch.float32))]
         first = values[0].hyperparameters
         groups = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
         members.append(Member(rule, values[0], groups))
@@ -120,7 +117,6 @@ def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
 def _parameter(
     name: str,
     where: tuple[int, int | None],
-    rule: str,
     spec: Spec,
     param: torch.Tensor,
     state: Any,
@@ -133,11 +129,12 @@ def _parameter(
     counters = spec.counters()
     p = Parameter(*where, shape, int(state["step"]), {}, {}, dtype, batch, piece, why)
     slots = spec.slots(piece)
-    if set(state) - {"step", "batch", *counters, *(outside(rule, slot) for slot in slots)}:  # left by a changed setting, perhaps
+    if set(state) - {"step", "batch", *counters, *outside(spec, slots).values()}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, piece)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
-    for slot, each in slots.items():
-        if (key := outside(rule, slot)) in state:
+    for slot, key in outside(spec, slots).items():
+        if key in state:
+            each = slots[slot]
             whole = None if home is None else functools.partial(home.get, state[key], shape_in_state(each, param, batch))
             p.tensors[slot] = wrapped(state[key], p.stored(each), f"{key!r} of {name!r}", whole)
     return p
@@ -165,7 +162,7 @@ def load_into(
             states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             home = opt._home(name, known[name][1], snapshot.spec(p), p.pieces)
-            _fill(states[known[name][1]], snapshot.members[p.member].optimizer, p, home)
+            _fill(states[known[name][1]], snapshot.spec(p), p, home)
         opt.state.update(states)
         opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
@@ -188,8 +185,9 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
 
 
 def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any], strict: bool) -> None:
-    own, title = snapshot.members[0].optimizer, OPTIMIZERS[snapshot.members[0].optimizer][1]
+    own = snapshot.members[0].optimizer
     if own != opt.rule:
+        title = spec_class(own).title
         raise CheckpointError(f"it is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
     if len(snapshot.members) > 2:
         raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
@@ -232,7 +230,7 @@ def _given_again(
         again = {k: here[k] for k in values.callables if callable(here.get(k))}  # KronPSGD's probe
         again |= {k: v for k, v in given[p.member].items() if k in values.callables}
         how = "load(path, NAME=…)" if p.member == 0 else "load(path, otherwise=dict(NAME=…))"
-        demand(OPTIMIZERS[member.optimizer][1], values.callables, values, again, how)
+        demand(spec_class(member.optimizer).title, values.callables, values, again, how)
         found[p.member, p.group] = {**values.hyperparameters, **again}
         try:
             member.specs[p.group].replace(**found[p.member, p.group])
@@ -241,9 +239,8 @@ def _given_again(
     for member, mine in zip(snapshot.members, given, strict=False):
         marked = {k for each in (None, *range(len(member.groups))) for k in member.values_of(each).callables}
         if unknown := set(mine) - marked:
-            raise TypeError(
-                f"load: {OPTIMIZERS[member.optimizer][1]} has no {min(unknown)!r} that was a callable when it was saved"
-            )
+            title = spec_class(member.optimizer).title
+            raise TypeError(f"load: {title} has no {min(unknown)!r} that was a callable when it was saved")
     return found
 
 
@@ -272,17 +269,19 @@ def _content(
     if place is None:
         return content
     member = snapshot.members[place[0]]
-    fields = spec_class(group["rule"]).fields
-    content = {k: v for k, v in content.items() if k not in fields}
+    kind = spec_class(group["rule"])
+    content = {k: v for k, v in content.items() if k not in kind.fields}
     extra = member.values_of(place[1]).extra
     for key, value in extra.items():
         _check_extra(key, value, group.get(key), (*member.specs[place[1]].fields, "params", "param_names", "rule"))
     lr, rate = group["lr"], values[place]["lr"]
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
     content |= values[place] | moved | extra | {"rule": member.optimizer}
-    if member.optimizer == group["rule"] == "adafactor":  # its None stays where it means the file's number
-        unsaid = {**content, "eps": group["eps"]}
-        return unsaid if all(in_dtype(unsaid, p.dtype)["eps"] == content["eps"] for p in content["params"]) else content
+    if member.optimizer == group["rule"] and kind.torch.in_dtype:  # a None that follows the dtype stays where it means the file's
+        follows = {k: group[k] for k, v in in_dtype(kind, group, torch.float32).items() if v is not group[k]}
+        unsaid = {**content, **follows}
+        meant = [in_dtype(kind, unsaid, p.dtype) for p in content["params"]]
+        return unsaid if all(each[k] == content[k] for each in meant for k in follows) else content
     return content
 
 
@@ -297,25 +296,34 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
 def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
     """State for a parameter, to be filled: buffers that fit are used again."""
     rule, spec = snapshot.members[p.member].optimizer, snapshot.spec(p)
-    slots = spec.slots(p.piece) if p.tensors.keys() <= spec.slots(p.piece).keys() else possible(spec, p.piece)[0]
+    slots = _kept(spec, p)
+    names = outside(spec, slots)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
     state: dict[str, Any] = {"step": counter(p.step, torch.float32)} | ({"batch": p.pieces} if p.pieces > 1 else {})
     home = opt._home(None, param, spec, p.pieces)
     for name in p.tensors:
-        key, slot = outside(rule, name), slots[name]
+        key, slot = names[name], slots[name]
         old, shape, wanted = before.get(key), shape_in_state(slot, param, p.pieces), (ARITHMETIC[param.dtype], param.device)
         fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == wanted and old.is_contiguous()
         fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
         state[key] = old if fits else room(slot, param, p.pieces, home)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    ours = {"step", "batch", *SLOTS[was].values(), *earlier.slots(p.piece), *earlier.counters()}
+    others, counters = possible(earlier, p.piece)
+    ours = {"step", "batch", *outside(earlier, others).values(), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
+def _kept(spec: Spec, p: Parameter) -> dict[str, Slot]:
+    """The slots that are in use, or were before a setting changed."""
+    slots = spec.slots(p.piece)
+    return slots if p.tensors.keys() <= slots.keys() else possible(spec, p.piece)[0]
+
+
 @torch.no_grad()
-def _fill(state: dict[str, Any], rule: str, p: Parameter, home: Any) -> None:
+def _fill(state: dict[str, Any], spec: Spec, p: Parameter, home: Any) -> None:
+    names = outside(spec, _kept(spec, p))
     for slot, each in p.tensors.items():
-        buffer, value = state[outside(rule, slot)], torch.from_numpy(each.read())
+        buffer, value = state[names[slot]], torch.from_numpy(each.read())
         if home is None:
             buffer.copy_(value.reshape(buffer.shape))
         else:

@@ -19,33 +19,14 @@ import torch
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
-from ..named import spec_class
-from ..registry import ALIASES, OPTIMIZERS
+from ..registry import OURS, known, spec_class
 from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
 from .names import bare, foreign, in_dtype, outside, translated
 from .stepping import plain
 
-#: a setting that only this optimizer's groups have, in the order in which to look
-TELLTALE = {
-    "precondition_frequency": "soap",
-    "beta2_decay": "adafactor",
-    "ns_steps": "muon",
-    "momentum_decay": "nadamw",
-    "dampening": "sgd",
-}
-#: what to call them in torch.optim
-CLASSES = {
-    "sgd": "SGD",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "nadamw": "NAdam",
-    "radam": "RAdam",
-    "adafactor": "Adafactor",
-    "muon": "Muon",
-}
-UNCOUNTED = ("sgd", "muon")  # torch.optim keeps no step count for them
+PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
 AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}
 
 
@@ -119,16 +100,16 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
 
 
 def _rule(group: Mapping[str, Any], optimizer: str | None) -> str:
-    """Which of the fourteen a group of torch.optim is for."""
+    """Which optimizer a group of torch.optim is for."""
     if optimizer is not None:
-        name = ALIASES.get(optimizer.lower(), optimizer.lower())
-        name = {theirs.lower(): ours for ours, theirs in CLASSES.items()}.get(name, name)
-        if name not in OPTIMIZERS:
-            raise CheckpointError(f"unknown optimizer {optimizer!r}; known are {', '.join(OPTIMIZERS)}")
-        return name
-    for key, name in TELLTALE.items():
-        if key in group:
-            return name
+        theirs = {kind.torch.like.lower(): kind.name for kind in OURS if kind.torch.like}
+        try:
+            return spec_class(theirs.get(optimizer.lower(), optimizer)).name
+        except ValueError as problem:
+            raise CheckpointError(str(problem)) from None
+    for kind in known().values():
+        if kind.torch.telltale and kind.torch.telltale in group:
+            return kind.name
     decoupled = group.get("decoupled_weight_decay")
     if decoupled is None or "betas" not in group:
         raise CheckpointError("the state dict does not show which optimizer it is of; say it (optimizer=…, --optimizer)")
@@ -148,21 +129,21 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
 
 
 def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Values:
-    title, given = OPTIMIZERS[rule][1], dict(group)
+    kind, given = spec_class(rule), dict(group)
     if rule == "soap" and "rule" not in group:
         for key, needed in AUTHORS_SOAP.items():
             if group.get(key, needed) != needed:
                 raise CheckpointError(f"SOAP with {key}={group[key]!r} is not this rule")
         given["shampoo_beta"] = None if group["shampoo_beta"] < 0 else group["shampoo_beta"]
-    given = translated(title, rule, given)
-    if rule == "adafactor":  # torch keeps state in the parameter's dtype, which eps may follow
-        kinds = {state[k].dtype for state in states for k in ("row_var", "variance") if torch.is_tensor(state.get(k))}
-        given, *others = [in_dtype({**given, "rule": rule}, kind) for kind in kinds or {torch.float32}]
-        if any(other["eps"] != given["eps"] for other in others):
-            raise CheckpointError("Adafactor's eps of None means another number for each dtype of a group; write numbers there")
-    given = plain(given)
-    fields = spec_class(rule).fields
-    spec = spec_class(rule)(**{name: given[name] for name in fields if name in given})
+    given = translated(kind.title, kind, given)
+    # torch keeps state in the parameter's dtype, which settings may follow
+    dtypes = {value.dtype for state in states for key, value in state.items() if key != "step" and torch.is_tensor(value)}
+    given, *others = [plain(in_dtype(kind, given, dtype)) for dtype in dtypes or {torch.float32}]
+    if different := [k for other in others for k, v in other.items() if v != given[k]]:
+        raise CheckpointError(
+            f"{kind.title}'s {different[0]} of None means another number for each dtype of a group; write numbers there"
+        )
+    spec = kind(**{name: given[name] for name in kind.fields if name in given})
     extra: dict[str, Any] = {
         k: given[k] for k in ("maximize", "hessian_seed", "initial_lr") if isinstance(given.get(k), PLAIN) and k in given
     }
@@ -171,28 +152,31 @@ def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, A
 
 def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, state: Mapping[str, Any]) -> Parameter:
     state = _authors_soap(state) if rule == "soap" and "GG" in state else state
-    shape = _shape(rule, state)
+    shape = _shape(spec, state)
     pieces = int(state.get("batch", 1))
     piece = shape if pieces == 1 else inner_shape(shape, pieces)
     step = int(state.get("step", 1))  # torch's SGD and Muon do not count, and need not
     counters = {k: float(state[k]) if k in state else float(k == "started") for k in spec.counters()}
     p = Parameter(*where, shape, step, {}, counters, "float32", pieces, piece)
-    for slot, each in spec.slots(piece).items():
-        value = state.get(outside(rule, slot))
+    slots = spec.slots(piece)
+    for slot, key in outside(spec, slots).items():
+        each, value = slots[slot], state.get(key)
         if torch.is_tensor(value):
             p.dtype = str(value.dtype).removeprefix("torch.")
             p.tensors[slot] = wrapped(value, p.stored(each), f"{slot} of {name!r}")
     return p
 
 
-def _shape(rule: str, state: Mapping[str, Any]) -> Shape:
+def _shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
     """A parameter's shape, which is that of its moments."""
     if torch.is_tensor(state.get("row_var")):
         return (*state["row_var"].shape[:-1], state["col_var"].shape[-1])
-    for slot in ("m", "v", "h"):
-        if torch.is_tensor(first := state.get(outside(rule, slot))):
-            return tuple(first.shape)
-    raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {OPTIMIZERS[rule][1]}'s; is it another optimizer's?")
+    for probe in PROBES:
+        slots = spec.slots(probe)
+        for slot, key in outside(spec, slots).items():
+            if slots[slot].shape == probe and not slots[slot].factor and torch.is_tensor(state.get(key)):
+                return tuple(state[key].shape)
+    raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {spec.title}'s; is it another optimizer's?")
 
 
 def _authors_soap(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,8 +199,8 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
     wanted = _rule({}, optimizer) if optimizer else known[0]
     if wanted not in known or (optimizer is None and len({p.member for p in source.parameters.values()}) > 1):
         raise CheckpointError(f"it is of {' and '.join(known)}; say which of them (optimizer=…, --optimizer)")
-    if wanted not in (*CLASSES, "soap"):
-        raise CheckpointError(f"torch.optim has no {OPTIMIZERS[wanted][1]}")
+    if not spec_class(wanted).torch.like and wanted != "soap":
+        raise CheckpointError(f"torch.optim has no {spec_class(wanted).title}")
     index = known.index(wanted)
     member = source.members[index]
     groups: list[dict[str, Any]] = []
@@ -231,25 +215,26 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
 
 
 def _group(rule: str, values: Values) -> dict[str, Any]:
-    given, title = values.hyperparameters, OPTIMIZERS[rule][1]
+    given, kind = values.hyperparameters, spec_class(rule)
     if rule == "soap":
         return {**given, "shampoo_beta": -1 if given["shampoo_beta"] is None else given["shampoo_beta"], **AUTHORS_SOAP}
-    known = ("keller", "moonlight") if rule == "muon" else ("torch",)
-    if "convention" in given and given["convention"] not in known:
-        raise CheckpointError(f"torch.optim has no {title} of the convention {given['convention']!r}")
-    make: Any = getattr(torch.optim, CLASSES[rule])
+    words = [each.write(given["convention"]) for each in kind.torch.settings.values() if each.field == "convention"]
+    if "convention" in given and (None in words or (not words and given["convention"] != "torch")):
+        raise CheckpointError(f"torch.optim has no {kind.title} of the convention {given['convention']!r}")
+    make: Any = getattr(torch.optim, kind.torch.like)
     defaults = make([torch.zeros(1, 1)], lr=1e-3).defaults
-    said = {**given, **values.extra, **foreign(rule, dict(given))}
+    said = {**given, **values.extra, **foreign(kind, given)}
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 
 def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = {} if rule in UNCOUNTED else {"step": torch.tensor(float(p.step))}
+    state: dict[str, Any] = {"step": torch.tensor(float(p.step))} if spec.torch.counts else {}
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
-    waits = rule == "sgd" and not p.counters.get("started")  # torch's average begins when there is none
-    for slot, each in spec.slots(p.shape).items() if not waits else ():
-        state[outside(rule, slot)] = torch.from_numpy(p.tensors[slot].read()).reshape(_shape_there(each, p.shape))
+    waits = not p.counters.get("started", 1)  # torch's average begins when there is none
+    slots = spec.slots(p.shape)
+    for slot, key in outside(spec, slots).items() if not waits else ():
+        state[key] = torch.from_numpy(p.tensors[slot].read()).reshape(_shape_there(slots[slot], p.shape))
     state |= {k: torch.tensor(float(v)) for k, v in p.counters.items() if k == "mu_product"}
     return _to_the_authors(state, spec, p) if rule == "soap" else state
 

@@ -1,6 +1,7 @@
 """What torch and the authors of optimizers call the state and the settings, beside what our rules call them.
 
-Slots carry the left names in `state_dict()`, so that checkpoints travel in both directions; unlisted slots keep the rule's name.
+What a slot means gives its name in `state_dict()`, unless the rule's file says another, so that checkpoints travel in both
+directions; others keep the rule's name.
 """
 
 from __future__ import annotations
@@ -10,40 +11,19 @@ from typing import Any
 
 import torch
 
-ADAM = {"m": "exp_avg", "v": "exp_avg_sq", "vmax": "max_exp_avg_sq"}
-MOMENTUM = {"m": "momentum_buffer"}
+from ..registry import OURS
+from ..spec import Slot, Spec
 
-#: optimizer -> rule's slot -> name in a state_dict
-SLOTS: dict[str, dict[str, str]] = {
-    "sgd": MOMENTUM,
-    "adam": ADAM,
-    "adamw": ADAM,
-    "nadamw": ADAM,
-    "radam": ADAM,
-    "qhadamw": ADAM,
-    "lamb": ADAM,
-    "lion": ADAM,
-    "soap": ADAM,
-    "adafactor": {"row": "row_var", "col": "col_var", "v": "variance", "m": "exp_avg"},
-    "kronpsgd": MOMENTUM,
-    "muon": MOMENTUM,
-    "sophia": {"m": "exp_avg", "h": "hessian"},
-    "mars": {**ADAM, "prev": "last_grad"},
+#: what torch calls a slot by the first words of its meaning
+MEANINGS = {
+    "first moment": "exp_avg",
+    "second moment": "exp_avg_sq",
+    "largest second moment": "max_exp_avg_sq",
+    "row": "row_var",
+    "column": "col_var",
+    "curvature": "hessian",
+    "last gradient": "last_grad",
 }
-
-#: settings of torch.optim that have another name here, how to read their value and how to write it
-FOREIGN: dict[str, dict[str, tuple[str, Any, Any]]] = {
-    "adafactor": {"d": ("clip_threshold", float, float)},
-    "muon": {
-        "adjust_lr_fn": (
-            "convention",
-            {"match_rms_adamw": "moonlight", "original": "keller", None: "keller"}.get,
-            {"moonlight": "match_rms_adamw", "keller": "original"}.get,
-        )
-    },
-}
-#: whether weight decay is decoupled, where torch.optim's class can do both and ours one of them
-DECOUPLED = {"adam": False, "adamw": True, "nadamw": True}
 
 
 #: parts that wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone
@@ -58,42 +38,44 @@ def bare(name: str) -> str:
     return ".".join(parts)
 
 
-def outside(rule: str, slot: str) -> str:
-    """The name of a slot in a state_dict."""
-    return SLOTS[rule].get(slot, slot)
+def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str]:
+    """The names of a tensor's slots in a state_dict. Of several with one meaning the first has torch's name."""
+    found: dict[str, str] = {}
+    for slot, each in slots.items():
+        usual = next((name for words, name in MEANINGS.items() if f"{each.meaning} ".startswith(f"{words} ")), slot)
+        name = kind.torch.slots.get(slot, usual)
+        found[slot] = slot if name in found.values() else name
+    return found
 
 
-def translated(owner: str, rule: str, group: dict[str, Any]) -> dict[str, Any]:
+def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str, Any]:
     """A group of a checkpoint in our names. One without "rule" is torch.optim's."""
-    table = FOREIGN.get(rule, {})
-    said = {"decoupled_weight_decay"} if rule in DECOUPLED else set()
-    ours = {k: v for k, v in group.items() if k not in table and k not in said}
+    there = kind.torch
+    said = {"decoupled_weight_decay"} if there.decoupled is not None else set()
+    ours = {k: v for k, v in group.items() if k not in there.settings and k not in said}
     if "rule" in group:
         return ours
-    decoupled = group.get("decoupled_weight_decay", rule == "adamw")  # older versions of torch do not say it
-    if rule in DECOUPLED and group.get("weight_decay") and decoupled != DECOUPLED[rule]:
-        how, instead = ("decoupled", "AdamW") if decoupled else ("coupled", "Adam")
-        hint = f"; load it into {instead}" if rule != "nadamw" else ""
+    decoupled = group.get("decoupled_weight_decay", there.assumed)  # older versions of torch do not say it
+    if said and group.get("weight_decay") and decoupled != there.decoupled:
+        beside = [k.title for k in OURS if k.torch.decoupled is decoupled and k.fields.keys() == kind.fields.keys()]
+        hint = "".join(f"; load it into {title}" for title in beside)
+        how = "decoupled" if decoupled else "coupled"
         raise ValueError(
             f"{owner}: the checkpoint has {how} weight decay ({group['weight_decay']!r}), which is not this rule's{hint}"
         )
-    if rule in ("adafactor", "nadamw", "radam"):
+    if there.like and "convention" in kind.fields and "convention" not in (each.field for each in there.settings.values()):
         ours["convention"] = "torch"
-    return ours | {name: read(group[theirs]) for theirs, (name, read, _) in table.items() if theirs in group}
+    return ours | {each.field: each.read(group[theirs]) for theirs, each in there.settings.items() if theirs in group}
 
 
-def foreign(rule: str, group: dict[str, Any]) -> dict[str, Any]:
+def foreign(kind: type[Spec], group: Mapping[str, Any]) -> dict[str, Any]:
     """What torch.optim calls the settings of a group, where that is something else."""
-    table = FOREIGN.get(rule, {})
-    said = {theirs: write(group[ours]) for theirs, (ours, _, write) in table.items() if ours in group}
-    said |= {"decoupled_weight_decay": DECOUPLED[rule]} if rule in DECOUPLED else {}
+    there = kind.torch
+    said = {theirs: each.write(group[each.field]) for theirs, each in there.settings.items() if each.field in group}
+    said |= {"decoupled_weight_decay": there.decoupled}
     return {k: v for k, v in said.items() if v is not None}
 
 
-def in_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A group as it is for parameters of a dtype. In Adafactor's eps None is torch's word for the dtype's own epsilon; the other
-    conventions, which add eps to squares, have the paper's 1e-30 for it."""
-    eps = group["eps"] if group["rule"] == "adafactor" else ()
-    if not isinstance(eps, (tuple, list)) or len(eps) != 2 or eps[0] is not None:
-        return group
-    return {**group, "eps": (torch.finfo(dtype).eps if group["convention"] == "torch" else 1e-30, eps[1])}
+def in_dtype(kind: type[Spec], group: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A group as it is for parameters of a dtype."""
+    return group if kind.torch.in_dtype is None else kind.torch.in_dtype(group, torch.finfo(dtype).eps)

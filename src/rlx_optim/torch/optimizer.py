@@ -72,7 +72,7 @@ class RuleOptimizer(Stepper):
         self._other: dict[str, Any] = {}  # the settings of `otherwise`
         if otherwise is not None:
             self._refuse_more_than_settings(otherwise)
-            name = type(otherwise).__name__.lower()
+            name = otherwise.spec.name
             self._rules[name] = otherwise.spec
             self._other = {"rule": name, **otherwise.hyperparameters(), "maximize": maximize}
         if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
@@ -181,7 +181,7 @@ class RuleOptimizer(Stepper):
             homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
         for name, param in entries:
             batch = self._batch(name, param)
-            furnish(self.state[param], rule, spec, param, batch, self._home(name, param, spec, batch))
+            furnish(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
 
     def _defaults_of(self, rule: str) -> dict[str, Any]:
         if rule not in self._rules:
@@ -219,10 +219,9 @@ class RuleOptimizer(Stepper):
         finally:
             self.state = kept
         for group in saved["param_groups"]:
-            rule = group.get("rule", self.rule)
-            group.update(foreign(rule, group))
+            group.update(foreign(self._rules[group.get("rule", self.rule)], group))
             there = [key for key in group["params"] if key in saved["state"]]
-            saved["state"] |= {key: handed_on(rule, group, saved["state"][key]) for key in there}
+            saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
         return saved
 
     def consolidate_state_dict(self) -> None:
@@ -250,8 +249,9 @@ class RuleOptimizer(Stepper):
                 batch = self._pieces(name, param)
                 home = self._home(name, param, spec, batch)
                 if isinstance(home, Owned):
-                    slots = spec.slots(piece_shape(param, batch)).items()
-                    found.append((param, home, {outside(group["rule"], k): shape_in_state(v, param, batch) for k, v in slots}))
+                    slots = spec.slots(piece_shape(param, batch))
+                    shapes = {name: shape_in_state(slots[slot], param, batch) for slot, name in outside(spec, slots).items()}
+                    found.append((param, home, shapes))
         return found
 
     def _for_all(self, state: Any) -> Any:
@@ -305,7 +305,7 @@ class RuleOptimizer(Stepper):
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         """A saved group with every setting there is: it may be torch.optim's, or of an older version."""
         rule = group.get("rule", self.rule)
-        done = {**self._defaults_of(rule), **translated(self._owner, rule, group), "rule": rule}
+        done = {**self._defaults_of(rule), **translated(self._owner, self._rules[rule], group), "rule": rule}
         self._spec_of(done)
         return done
 
@@ -318,7 +318,7 @@ class RuleOptimizer(Stepper):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in (saved.get(param) or {}).items()}
                 batch = int(given.get("batch") or self._pieces(name, param))
                 home = self._home(name, param, spec, batch)
-                state[param] = taken_over(self._owner, group["rule"], spec, param, batch, given, name, home)
+                state[param] = taken_over(self._owner, spec, param, batch, given, name, home)
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------

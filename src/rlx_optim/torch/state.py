@@ -58,14 +58,15 @@ def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor
     return fresh(slot, param, batch) if home is None else home.room(slot, param, batch)
 
 
-def furnish(state: dict[str, Any], rule: str, spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
     state.setdefault("step", counter(0.0, torch.float32))
     if batch > 1:
         state.setdefault("batch", batch)
-    for slot, expected in spec.slots(piece_shape(param, batch)).items():
-        if outside(rule, slot) not in state:
-            state[outside(rule, slot)] = room(expected, param, batch, home)
+    slots = spec.slots(piece_shape(param, batch))
+    for slot, name in outside(spec, slots).items():
+        if name not in state:
+            state[name] = room(slots[slot], param, batch, home)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
 
@@ -79,10 +80,10 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
             state[name] = counter(value, dtype)
 
 
-def handed_on(rule: str, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def handed_on(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """State as torch.optim can go on with it: its SGD begins an average undampened where it finds none, so ours is left out until
     it has begun. Without dampening zeros are as good."""
-    if rule == "sgd" and group["dampening"] and "started" in state and not state["started"]:
+    if group.get("dampening") and "started" in state and not state["started"]:
         return {k: v for k, v in state.items() if k not in ("momentum_buffer", "started")}
     return state
 
@@ -96,7 +97,7 @@ class Plain:
 
 
 def taken_over(
-    owner: str, rule: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str, home: Any = None
+    owner: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
@@ -104,12 +105,15 @@ def taken_over(
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0), torch.float32)}
     if batch > 1:
         state["batch"] = batch
-    stepped, started, begun = bool(saved), False, bool(given.get("started", 0))
-    for slot, expected in spec.slots(piece_shape(param, batch)).items():
-        key, buffer, shape = outside(rule, slot), room(expected, param, batch, home), shape_in_state(expected, param, batch)
+    begins = "started" in spec.counters()  # and has no buffers before
+    needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
+    slots = spec.slots(piece_shape(param, batch))
+    for slot, key in outside(spec, slots).items():
+        expected = slots[slot]
+        buffer, shape = room(expected, param, batch, home), shape_in_state(expected, param, batch)
         value = given.pop(key, None)
         if value is None:
-            if stepped and (begun or rule != "sgd"):  # SGD has no buffer before its first step with momentum
+            if needed:
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
         elif not torch.is_tensor(value) or tuple(value.shape) != shape:
             found = tuple(value.shape) if torch.is_tensor(value) else value

@@ -95,18 +95,22 @@ class Stepper(torch.optim.Optimizer):
         return None if homes is None else homes.of(name or "", param, spec, batch)
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
-        kind, group = self._rules[group["rule"]], in_dtype(group, dtype)
+        kind = self._rules[group["rule"]]
+        group = in_dtype(kind, group, dtype)
         return kind(**plain({name: group[name] for name in kind.fields}))
 
     def _views(self) -> list[dict[str, Any]]:
-        """The groups; with Adafactor, whose eps may follow the dtype, as they are for each dtype, one dtype after the other."""
-        if "adafactor" not in self._rules:
+        """The groups; where settings may follow the dtype, as they are for each dtype, one dtype after the other."""
+        if not self._by_dtype():
             return self.param_groups
-        return [in_dtype(group, dtype) for dtype in DTYPES for group in self.param_groups]
+        return [in_dtype(self._rules[group["rule"]], group, dtype) for dtype in DTYPES for group in self.param_groups]
+
+    def _by_dtype(self) -> bool:
+        return any(kind.torch.in_dtype is not None for kind in self._rules.values())
 
     def _place(self, group: int, dtype: torch.dtype) -> int:
         """Where a parameter of a group finds its settings in `_views`."""
-        return group + len(self.param_groups) * DTYPES.index(dtype) if "adafactor" in self._rules else group
+        return group + len(self.param_groups) * DTYPES.index(dtype) if self._by_dtype() else group
 
     def _check_param(self, name: str | None, param: torch.Tensor) -> None:
         what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
@@ -367,7 +371,6 @@ class Stepper(torch.optim.Optimizer):
         lanes: dict[Any, Lane] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            rule = group["rule"]
             for name, param in named(group):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
@@ -376,7 +379,7 @@ class Stepper(torch.optim.Optimizer):
                 dtype, batch, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, batch)
-                furnish(self.state[param], rule, spec, param, batch, home)
+                furnish(self.state[param], spec, param, batch, home)
                 engine, why = choose(self.engine, param.device, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
@@ -387,13 +390,13 @@ class Stepper(torch.optim.Optimizer):
                         )
                     from .sharded import lanes as sharded
 
-                    sharded.add(lanes, key, make, (engine, why), rule, spec, param, bare(name), place, self.state[param], home)
+                    sharded.add(lanes, key, make, (engine, why), spec, param, bare(name), place, self.state[param], home)
                     continue
                 if key not in lanes:
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
-                lanes[key].seats.append(self._seat(lanes[key], rule, spec, param, name, place))
+                lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
         self._again = None
         for lane in lanes.values():
             lane.share_counts()
@@ -406,7 +409,7 @@ class Stepper(torch.optim.Optimizer):
         times = collections.Counter(self._layout)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
 
-    def _seat(self, lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
+    def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
         batch = int(state.get("batch", 1))
         if not self.capturable:
@@ -416,12 +419,13 @@ class Stepper(torch.optim.Optimizer):
             record.slots = spec.slots(record.shape)
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
+            names = outside(spec, record.slots)
             for slot, expected in record.slots.items():
-                buffer, shape = state[outside(rule, slot)], shape_in_state(expected, param, batch)
+                buffer, shape = state[names[slot]], shape_in_state(expected, param, batch)
                 where = (buffer.shape, buffer.dtype, buffer.device)
                 if where != (shape, lane.dtype, lane.device) or not buffer.is_contiguous():
                     raise RuntimeError(
-                        f"{self._owner}: {outside(rule, slot)!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
+                        f"{self._owner}: {names[slot]!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
                         f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
                     )
                 record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])

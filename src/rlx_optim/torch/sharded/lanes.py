@@ -244,7 +244,7 @@ class OwnerLane(Lane):
 
 
 # ---- seats ----------------------------------------------------------------------------------------------------------------
-def seat(lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> Seat:
+def seat(lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> Seat:
     """A seat with the views of its state that a lane needs."""
     owned = isinstance(lane, OwnerLane)
     batch = int(state.get("batch", 1)) if spec.matrix else 1
@@ -259,16 +259,17 @@ def seat(lane: Lane, rule: str, spec: Spec, param: torch.Tensor, name: str, grou
             made.records[0].size = whole  # an empty shard is stepped, too
     held = not isinstance(home, Owned) or home.mine
     whole_slots = spec.slots(piece_shape(param, batch))
+    names = outside(spec, whole_slots)
     for i, record in enumerate(made.records):
         record.slots = spec.slots(record.shape)
         record.t = int(state["step"])
         record.counters = {counter: float(state[counter]) for counter in spec.counters()}
         for slot, expected in record.slots.items() if held else ():
-            kept = state[outside(rule, slot)]
+            kept = state[names[slot]]
             buffer, shape = here(kept), shape_in_state(whole_slots[slot], param, batch)
             if not home.fits(kept, shape) or buffer.dtype is not lane.dtype or not buffer.is_contiguous():
                 raise RuntimeError(
-                    f"{outside(rule, slot)!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape "
+                    f"{names[slot]!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape "
                     f"{shape}, spread like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
                 )
             record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
@@ -280,7 +281,6 @@ def add(
     key: tuple[torch.device, torch.dtype, bool],
     make: type[Lane],
     engine: tuple[Engine, str],
-    rule: str,
     spec: Spec,
     param: torch.Tensor,
     name: str,
@@ -299,7 +299,7 @@ def add(
         lanes[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
         lanes[place].spread = what
     lane = lanes[place]
-    lane.seats.append(seat(lane, rule, spec, param, name, group, state, home))
+    lane.seats.append(seat(lane, spec, param, name, group, state, home))
     if isinstance(lane, OwnerLane):
         lane.homes.append(home)
 

@@ -1,4 +1,4 @@
-"""Sophia's estimates inside a traced update: Hutchinson's u ⊙ Hu of the objective, every few steps."""
+"""Estimates of curvature inside a traced update: Hutchinson's u ⊙ Hu of the objective, every few steps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .transform import NO_PARAMS, RuleState, Transform, arithmetic
 INTERVAL, SEED = integer(10, 1), integer(0, 0)
 
 
-COUNTER = "sophia.estimates"  # how many estimates there have been, as the other front ends count them
-
-
 def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[..., Any]:
     """The update with an `obj_fn=` (a function of the parameters) that is differentiated twice on every interval-th step."""
-    seed = SEED.validated("Sophia", "seed", 0 if seed is None else seed)
-    interval = interval if is_traced(interval) else INTERVAL.validated("Sophia", "update_interval", interval)
+    owner, counted = transform.owner, f"{transform.own.rule}.estimates"  # as the other front ends count them
+    seed = SEED.validated(owner, "seed", 0 if seed is None else seed)
+    interval = interval if is_traced(interval) else INTERVAL.validated(owner, "update_interval", interval)
 
     def update(
         grads: Any, state: RuleState, params: Any = None, *, obj_fn: Callable[[Any], Any] | None = None, **extra: Any
     ) -> Any:
         if obj_fn is None:
-            raise ValueError("sophia: update needs obj_fn=, a function of the parameters, to estimate the Hessian's diagonal")
+            raise ValueError(
+                f"{transform.own.rule}: update needs obj_fn=, a function of the parameters, to estimate the Hessian's diagonal"
+            )
         if params is None:
-            raise ValueError(NO_PARAMS.format("Sophia"))
+            raise ValueError(NO_PARAMS.format(owner))
         due = state.count % interval == 0
         h = engine_in(jnp.float32).cond(
             due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"]
         )
-        counters = {**state.counters, COUNTER: state.counters[COUNTER] + due}
+        counters = {**state.counters, counted: state.counters[counted] + due}
         return transform.update(grads, state._replace(slots={**state.slots, "h": h}, counters=counters), params, **extra)
 
     return update
