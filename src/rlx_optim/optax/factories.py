@@ -78,7 +78,7 @@ POSITIONAL = ("b1", "b2", "eps", "momentum", "nesterov")  # where they come firs
 BESIDE = {
     "mask": "Any | Callable[[Any], Any]",
     "otherwise": "NamedOptimizer | optax.GradientTransformation | Literal['default'] | None",
-    "route": "Callable[[str, Any], bool | None]",
+    "route": "Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None]",
     "stacked": "Mapping[str, int]",
     "update_interval": "int | jax.Array",
 }
@@ -107,7 +107,7 @@ def _member(rule: str, values: Mapping[str, Any]) -> Member:
     return Member(rule, spec_class(rule), values)
 
 
-def _otherwise(rule: str, choice: Any) -> Member | None:
+def _other(rule: str, choice: Any, what: str) -> Member | None:
     default = spec_class(rule).otherwise_default
     if choice == "default" and default is not None:
         choice = create(default.name, **default.settings)
@@ -120,14 +120,14 @@ def _otherwise(rule: str, choice: Any) -> Member | None:
             scheduled = any(callable(value) for name, value in settings.given.items() if name != "probe")
             alone = not scheduled and not settings.groups and choice.otherwise is None
         case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as inner)):
-            member, alone = inner.own, inner.other is None and inner.mask is None and not inner.stacked
+            member, alone = inner.own, len(inner.members) == 1 and inner.mask is None and not inner.stacked
         case _:
             raise TypeError(
-                f"{rule}: otherwise must be like rlx_optim.AdamW(lr=3e-4) or rlx_optim.optax.adamw(3e-4), or None, got {choice!r}"
+                f"{rule}: {what} must be like rlx_optim.AdamW(lr=3e-4) or rlx_optim.optax.adamw(3e-4), or None, got {choice!r}"
             )
-    if not alone or member.kind.observes or not member.kind.everywhere:
+    if not alone or member.kind.observes or (what == "otherwise" and not member.kind.everywhere):
         raise ValueError(
-            f"{rule}: otherwise must be one rule that takes every tensor, without groups or a mask of its own, "
+            f"{rule}: {what} must be one rule that takes every tensor, without groups or a mask of its own, "
             f"and with schedules only as rlx_optim.optax.adamw(schedule); got {choice!r}"
         )
     return member
@@ -136,8 +136,10 @@ def _otherwise(rule: str, choice: Any) -> Member | None:
 def _build(factory: str, given: dict[str, Any]) -> Transform:
     rule, _, renamed = FACTORIES[factory]
     own = _member(rule, _values(rule, given, renamed))
-    other = _otherwise(rule, given["otherwise"]) if "otherwise" in given else None
-    return Transform(own, other, given.get("mask"), given.get("route"), given.get("stacked"))
+    other, route = _other(rule, given.get("otherwise"), "otherwise"), given.get("route")
+    if isinstance(route, Mapping):
+        route = {k: v if isinstance(v, (str, bool)) else _other(rule, v, f"route[{k!r}]") for k, v in route.items()}
+    return Transform(own, other, given.get("mask"), route, given.get("stacked"))
 
 
 def _annotation(factory: str, keyword: str, default: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from .. import random
 from ..engine import Bundle
-from .names import bare
+from ..routing import bare
 from .optimizer import RuleOptimizer
 from .stepping import is_spread, named
 

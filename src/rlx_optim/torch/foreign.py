@@ -20,10 +20,11 @@ from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..named import spec_class
 from ..registry import ALIASES, OPTIMIZERS
+from ..routing import bare
 from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
-from .names import bare, foreign, in_dtype, outside, translated
+from .names import foreign, in_dtype, outside, translated
 from .stepping import plain
 
 #: a setting that only this optimizer's groups have, in the order in which to look

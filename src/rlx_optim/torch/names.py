@@ -46,18 +46,6 @@ FOREIGN: dict[str, dict[str, tuple[str, Any, Any]]] = {
 DECOUPLED = {"adam": False, "adamw": True, "nadamw": True}
 
 
-#: parts that wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def bare(name: str) -> str:
-    """A parameter's name without what wrappers of the model put into it."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":
-        del parts[0]
-    return ".".join(parts)
-
-
 def outside(rule: str, slot: str) -> str:
     """The name of a slot in a state_dict."""
     return SLOTS[rule].get(slot, slot)
