@@ -17,7 +17,7 @@ encoder.multi_head.q.weight self_attn.in_proj_weight self_attn.out_proj.weight p
 embedder_mlp.kernel member.kernel remember.weight params.Dense_2.kernel params.blocks_0.multi_head_attention.query.kernel
 params.MultiHeadDotProductAttention_0.query.kernel params.mlp.output.kernel transformer/~/linear_1.w layers.1.kernel.value
 conv1.weight fc1.weight w 0.weight _orig_mod.layers.0.fc.weight blocks.0.fc.parametrizations.weight.original0
-""".split()
+"""
 EMBEDDINGS = """
 wte.weight wpe.weight transformer.wte.weight model.embed_tokens.weight tok_embeddings.weight tok_emb.weight pos_emb.weight
 bert.embeddings.word_embeddings.weight embeddings.position_embeddings.weight token_type_embeddings.weight pos_embed
@@ -25,15 +25,16 @@ patch_embed.proj.weight token_embedder.embedding embedding_table tokenEmbedding.
 params.Embed_0.embedding params.embed.embedding posembed_input.pos_embedding transformer/~/embed.embeddings
 embed.W_E cls_token register_tokens module.wte.weight _orig_mod.wte.weight wte.parametrizations.weight.original
 block.0.layer.0.SelfAttention.relative_attention_bias.weight layers.0.attn.relative_position_bias_table EMBED.weight
-""".split()
+"""
 HEADS = """
 lm_head.weight head.weight heads.head.weight classifier.weight classifier.6.weight score.weight unembed.W_U output_layer.weight
 output.weight model.output.weight module.output.weight fc_out.weight proj_out.weight embed_out.weight qa_outputs.weight
 mlm_head.weight policy_head.kernel head_2.kernel params.head_0.kernel params.lm_head.kernel params.output.kernel LMHead_0.kernel
 params.ClassificationHead_0.kernel decoder.logits_dense.kernel to_logits.weight lmHead.weight net/~/lm_head.w
 module._orig_mod.lm_head.weight lm_head.parametrizations.weight.original1
-""".split()
-REASONS = dict.fromkeys(HIDDEN) | dict.fromkeys(EMBEDDINGS, "embedding (by name)") | dict.fromkeys(HEADS, "output head (by name)")
+"""
+REASONS = dict.fromkeys(HIDDEN.split())
+REASONS |= dict.fromkeys(EMBEDDINGS.split(), "embedding (by name)") | dict.fromkeys(HEADS.split(), "output head (by name)")
 SHAPE = (4, 3)
 
 
@@ -376,7 +377,7 @@ def told(make):
 
 def test_muon_warns_where_it_sees_shapes_alone():
     torch = pytest.importorskip("torch")
-    from rlx_optim.torch import SOAP, AdamW, MARS, Muon
+    from rlx_optim.torch import MARS, SOAP, AdamW, Muon
 
     def matrices(n):
         return [torch.nn.Parameter(torch.ones(SHAPE)) for _ in range(n)] + [torch.nn.Parameter(torch.ones(3))]

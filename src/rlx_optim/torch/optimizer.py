@@ -35,7 +35,7 @@ class Boxed:
 
 
 class RuleOptimizer(Stepper):
-    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, that of `otherwise`, or one of `route`."""
+    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
 
     spec: ClassVar[type[Spec]]
 
@@ -103,9 +103,7 @@ class RuleOptimizer(Stepper):
         if what == "otherwise" and not given.spec.everywhere:
             raise ValueError(f"{self._owner}: otherwise must take every tensor itself, as rlx_optim.AdamW does, got {given!r}")
         if given.otherwise is not None:
-            raise ValueError(
-                f"{self._owner}: {what} must take every tensor itself, not hand some on: give {type(given).__name__} otherwise=None"
-            )
+            raise ValueError(f"{self._owner}: {what} must take every tensor itself; give {type(given).__name__} otherwise=None")
         rule = type(given).__name__.lower()
         mine = {"rule": rule, **given.hyperparameters(), "maximize": self._maximize}
         self._rules[rule] = given.spec
