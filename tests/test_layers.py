@@ -51,7 +51,7 @@ MAY = {
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "sharing", "spec", "__init__",
+        "optax", "routing", "sharing", "spec", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file

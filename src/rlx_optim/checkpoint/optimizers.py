@@ -56,7 +56,9 @@ def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
         return Values(spec.values(), [name for name, value in given.items() if callable(value)])
 
     def use(given: Any) -> Any:
-        return OTHERWISE if given is opt.otherwise else family.index(given) if isinstance(given, NamedOptimizer) else given
+        if not isinstance(given, NamedOptimizer):
+            return given
+        return OTHERWISE if given is opt.otherwise else family.index(given)
 
     groups = [
         Group(values({**settings.given, **g.overrides}, spec), g.match, use(g.use), list(g.overrides))
