@@ -487,7 +487,7 @@ def test_torch_resumes_bit_for_bit_by_name(name, engine, tmp_path):
 def test_torch_names_are_needed_and_prefixes_go(tmp_path):
     torch = pytest.importorskip("torch")
     import rlx_optim.torch
-    from rlx_optim.torch.names import bare
+    from rlx_optim.routing import bare
 
     for given, want in {
         "module.w": "w", "module.module.w": "w", "_orig_mod.module.a.b": "a.b", "layers.0._orig_mod.w": "layers.0.w",

@@ -274,7 +274,8 @@ def test_memory_of_gpt2(capsys):
     blocks = 12 * (5 * 768**2 + 2304**2 + 2 * 3072**2)
     rotated = blocks + 768**2 + 1024**2 + 768**2
     assert found["optimizers"]["soap"]["state_bytes"] == 8 * 124_439_808 + 8 * rotated
-    matrices = 124_439_808 - (12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768)
+    vectors, embeddings = 12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768, (50257 + 1024) * 768
+    matrices = 124_439_808 - vectors - embeddings
     assert found["optimizers"]["muon"]["state_bytes"] == 4 * matrices + 8 * (124_439_808 - matrices)
     assert run("memory", "--optimizer", "all") == 0
     assert "all state" in capsys.readouterr().out

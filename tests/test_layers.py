@@ -26,7 +26,7 @@ MAY = {
     "rule": {"spec", "linalg", "vocabulary", "registry"},
     "schedules": set(),
     "threads": set(),
-    "routing": set(),
+    "routing": {"admission", "spec"},
     "data": set(),
     "helpers": {"engines"},
     "linalg": set(),
@@ -47,14 +47,14 @@ MAY = {
         "sharing", "program", "language",
     },
     "stepping": {"engine", "program", "spec"},
-    "family": {"engine", "engines", "spec", "settings", "admission", "stepping"},
+    "family": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
     "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
     "curvature": {"engine", "program", "spec", "optimizer", "admission", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "sharing", "spec", "program", "__init__",
+        "optax", "routing", "sharing", "spec", "program", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file

@@ -747,7 +747,7 @@ REFUSALS = [
     (ValueError, "schedules only as", lambda: ours.muon(0.1, otherwise=rlx_optim.AdamW(lr=lambda t: 0.1))),
     (ValueError, "'b' has shape.*otherwise", lambda: ours.muon(0.1, otherwise=None).init({"b": jnp.ones(3)})),
     (ValueError, "no otherwise", lambda: ours.muon(0.1, otherwise=None, route=lambda *_: False).init({"b": jnp.ones((3, 3))})),
-    (TypeError, "route must be a function", lambda: ours.muon(0.1, route={"a": "own"})),
+    (TypeError, "route must be a dict of patterns or a function", lambda: ours.muon(0.1, route="a")),
     (TypeError, "stacked must be a dict", lambda: ours.soap(0.1, stacked="blocks")),
     (ValueError, "Adam: betas must be", lambda: ours.adam(0.1, b2=1.0)),
     (ValueError, "SGD: nesterov", lambda: ours.sgd(0.1, nesterov=True)),

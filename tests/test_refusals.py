@@ -309,7 +309,7 @@ def test_what_shapes_the_state_is_fixed_after_the_first_step():
 
 def test_muon_without_otherwise_refuses_what_is_no_matrix():
     p = w(5)
-    with pytest.raises(ValueError, match=r"Muon: 'b' has shape \(5,\): 1 dimensions; Muon takes 2 or more. Give otherwise=AdamW"):
+    with pytest.raises(ValueError, match=r"Muon: 'b' has shape \(5,\): 1 dimensions; Muon takes 2 or more; give otherwise=AdamW"):
         rlx_optim.Muon(otherwise=None).step("b", p, w(5))
     assert (p == 1).all()
 

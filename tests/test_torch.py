@@ -897,25 +897,25 @@ def table(opt):
 
 
 def one_d(rule="Muon", dims=1, takes="2 or more"):
-    return ("adamw", f"{dims} dimensions; {rule} takes {takes}")
+    return ("AdamW", f"{dims} dimensions; {rule} takes {takes}")
 
 
 MODEL = {
-    "stem.weight": ("muon",),
+    "stem.weight": ("Muon",),
     "stem.bias": one_d(),
-    "wte.weight": ("adamw", "embedding (Embedding)"),
+    "wte.weight": ("AdamW", "embedding (Embedding)"),
     "h.0.norm.weight": one_d(),
     "h.0.norm.bias": one_d(),
-    "h.0.qkv.weight": ("muon",),
-    "h.0.output.weight": ("muon",),
+    "h.0.qkv.weight": ("Muon",),
+    "h.0.output.weight": ("Muon",),
     "h.0.output.bias": one_d(),
     "norm.weight": one_d(),
     "norm.bias": one_d(),
-    "lm_head.weight": ("adamw", "output head (lm_head)"),
+    "lm_head.weight": ("AdamW", "output head (by name)"),
 }
 BY_NAME = MODEL | {
-    "wte.weight": ("adamw", "embedding (by name)"),
-    "lm_head.weight": ("adamw", "output head (by name)"),
+    "wte.weight": ("AdamW", "embedding (by name)"),
+    "lm_head.weight": ("AdamW", "output head (by name)"),
 }
 
 
@@ -927,27 +927,27 @@ BY_NAME = MODEL | {
             True,
             "model",
             {},
-            {k: v for k, v in MODEL.items() if k != "wte.weight"} | {"lm_head.weight": ("adamw", "tied weight (2 uses)")},
+            {k: v for k, v in MODEL.items() if k != "wte.weight"} | {"lm_head.weight": ("AdamW", "tied weight (2 uses)")},
         ),
         (False, "names", {}, BY_NAME),
         (
             False,
             "model",
             dict(route={"stem.*": "otherwise"}),
-            MODEL | {"stem.weight": ("adamw", "route"), "stem.bias": ("adamw", "route")},
+            MODEL | dict.fromkeys(("stem.weight", "stem.bias"), ("AdamW", "matches 'stem.*'")),
         ),
-        (False, "model", dict(route={"lm_head.weight": "own"}), MODEL | {"lm_head.weight": ("muon",)}),
+        (False, "model", dict(route={"lm_head.weight": "own"}), MODEL | {"lm_head.weight": ("Muon",)}),
         (
             False,
             "model",
             dict(route={"*.bias": "own", "*": "otherwise"}),
-            {k: one_d() if k.endswith("bias") else ("adamw", "route") for k in MODEL},
+            {k: one_d() if k.endswith("bias") else ("AdamW", "matches '*'") for k in MODEL},
         ),
         (
             False,
             "names",
             dict(route=lambda name, p: p.shape[0] != 24 if p.ndim == 2 else None),  # everything 2-D but qkv
-            BY_NAME | {"h.0.qkv.weight": ("adamw", "route"), "wte.weight": ("muon",), "lm_head.weight": ("muon",)},
+            BY_NAME | {"h.0.qkv.weight": ("AdamW", "route"), "wte.weight": ("Muon",), "lm_head.weight": ("Muon",)},
         ),
     ],
     ids=["untied", "tied", "by name", "glob to otherwise", "glob to own", "first pattern wins", "predicate"],
@@ -962,29 +962,29 @@ def test_muon_routes(tied, what, settings, expected):
 
 def test_mars_routes():
     expected = {k: one_d("MARS", 1, "2") if v == one_d() else v for k, v in MODEL.items()}
-    expected |= {"h.0.qkv.weight": ("mars",), "h.0.output.weight": ("mars",), "stem.weight": one_d("MARS", 4, "2")}
+    expected |= {"h.0.qkv.weight": ("MARS",), "h.0.output.weight": ("MARS",), "stem.weight": one_d("MARS", 4, "2")}
     assert table(ours.MARS(Gpt(False))) == expected
 
 
 def test_soap_and_kronpsgd_take_everything_unless_told():
     for cls in (ours.SOAP, ours.KronPSGD):
-        assert set(table(cls(Gpt(False))).values()) == {(cls.rule,)}
+        assert set(table(cls(Gpt(False))).values()) == {(cls.__name__,)}
         split = table(cls(Gpt(False), otherwise=rlx_optim.Lion(lr=1e-4)))
-        assert split["wte.weight"] == ("lion", "embedding (Embedding)")
-        assert split["h.0.qkv.weight"] == (cls.rule,)
+        assert split["wte.weight"] == ("Lion", "embedding (Embedding)")
+        assert split["h.0.qkv.weight"] == (cls.__name__,)
 
 
 def test_hidden_layers_called_output_and_models_without_a_head():
     bert = ours.Muon(
         [(f"encoder.layer.0.{k}.weight", nn.Parameter(torch.zeros(4, 4))) for k in ("attention.output.dense", "mlp.fc_out")]
     )
-    assert set(table(bert).values()) == {("muon",)}
+    assert set(table(bert).values()) == {("Muon",)}
     top = ours.Muon([(f"{k}.weight", nn.Parameter(torch.zeros(4, 4))) for k in ("output", "model.fc_out", "layers.0.w1")])
-    assert [v[0] for v in table(top).values()] == ["muon", "adamw", "adamw"]
+    assert [v[0] for v in table(top).values()] == ["Muon", "AdamW", "AdamW"]
     plain = table(ours.Muon(network(False)))
-    assert plain["4.weight"] == ("adamw", "output head (the last Linear, 4)")
-    assert plain["2.weight"] == ("muon",)
-    assert table(ours.Muon(nn.Linear(4, 4, bias=False))) == {"weight": ("muon",)}
+    assert plain["4.weight"] == ("AdamW", "output head (the last Linear, 4)")
+    assert plain["2.weight"] == ("Muon",)
+    assert table(ours.Muon(nn.Linear(4, 4, bias=False))) == {"weight": ("Muon",)}
 
 
 def test_plain_lists_go_by_shape_and_1d_alone_is_fine():
@@ -1025,7 +1025,7 @@ def test_groups_and_late_groups_are_routed_too():
     [
         (dict(route={"nowhere.*": "otherwise"}), r"route pattern 'nowhere\.\*' matches no parameter name"),
         (dict(split={"nowhere.*": 3}), r"split pattern 'nowhere\.\*' matches no parameter name"),
-        (dict(route={"*": "elsewhere"}), "route sends to \"own\" or \"otherwise\", got 'elsewhere'"),
+        (dict(route={"*": "elsewhere"}), "route sends to \"own\", \"otherwise\" or an optimizer .*, got 'elsewhere'"),
         (dict(otherwise=None), "give otherwise="),
         (dict(otherwise=None, route={"*": "otherwise"}), "there is no otherwise"),
         (dict(split={"2.weight": 3}), r"'2.weight': shape \(16, 16\) cannot be split into 3 equal matrices"),
@@ -1076,8 +1076,8 @@ def test_split_equals_separate_parameters(name, engine, shape, pieces):
 
 def test_split_experts_are_matrices_to_mars():
     experts = nn.Parameter(torch.randn(4, 6, 5))
-    assert table(ours.MARS([("experts", experts)]))["experts"][0] == "adamw"
-    assert table(ours.MARS([("experts", experts)], split={"experts": 4}))["experts"] == ("mars",)
+    assert table(ours.MARS([("experts", experts)]))["experts"][0] == "AdamW"
+    assert table(ours.MARS([("experts", experts)], split={"experts": 4}))["experts"] == ("MARS",)
 
 
 # ---- Sophia --------------------------------------------------------------------------------------------------------------------
@@ -1429,12 +1429,12 @@ def test_without_numba_the_torch_engine_takes_over(monkeypatch):
 def test_routing_report_is_a_table():
     assert ours.Muon(network(True)).routing_report() == (
         "parameter  shape  rule   why\n"
-        "0.weight   16×12  muon\n"
-        "2.weight   16×16  muon\n"
-        "0.bias     16     adamw  1 dimensions; Muon takes 2 or more\n"
-        "2.bias     16     adamw  1 dimensions; Muon takes 2 or more\n"
-        "4.weight   4×16   adamw  output head (the last Linear, 4)\n"
-        "4.bias     4      adamw  1 dimensions; Muon takes 2 or more"
+        "0.weight   16×12  Muon\n"
+        "2.weight   16×16  Muon\n"
+        "0.bias     16     AdamW  1 dimensions; Muon takes 2 or more\n"
+        "2.bias     16     AdamW  1 dimensions; Muon takes 2 or more\n"
+        "4.weight   4×16   AdamW  output head (the last Linear, 4)\n"
+        "4.bias     4      AdamW  1 dimensions; Muon takes 2 or more"
     )
     assert "(unnamed)" in ours.Muon([nn.Parameter(torch.ones(2, 2))]).routing_report()
 

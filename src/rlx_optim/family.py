@@ -16,6 +16,7 @@ import numpy as np
 from . import admission
 from .engine import Engine
 from .engines import get_engine
+from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
 from .stepping import Part, Record, bundle_up, run_part
@@ -48,6 +49,7 @@ class Member:
     spec: ClassVar[type[Spec]]
     nonfinite: str
     otherwise: Any
+    _used: tuple[Any, ...] = ()  # those that groups send tensors to
     _engine_choice: Any  # what `get_engine` takes
     _settings: Settings
     _records: dict[str, Record]
@@ -71,6 +73,7 @@ class Member:
         yield self
         if self.otherwise is not None:
             yield from self.otherwise._family()
+        yield from self._used
 
     # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
     def _stamp(self) -> int:
@@ -104,19 +107,20 @@ class Member:
 
     def _route(self, name: str, shape: Shape) -> tuple[Self, str]:
         """Which of the family takes a tensor, and why where it is not the first."""
-        group = self._settings.group_for(name)
-        reason = self._specs()[-1].takes(shape)
-        if group is not None and group.otherwise:
+        group, other = self._settings.group_for(name), self.otherwise
+        wish = None
+        if group is not None and group.use is not None:
             group.matched = True
-            reason = f"matches {group.match!r}"
-        if reason is None:
-            return self, ""
-        if self.otherwise is not None:
-            member, why = self.otherwise._route(name, shape)
-            return member, why or reason
-        if not self.spec.everywhere:
-            raise ValueError(f"{self._owner}: {name!r} has shape {shape}: {reason}. Give otherwise=AdamW(…) for such tensors")
-        return self, "no otherwise"
+            wish = group.use if isinstance(group.use, str) else group.use._choice(), f"matches {group.match!r}"
+        behind = None if other is None else other._choice()
+        choice, why = decide(self._owner, name, shape, self._choice(), behind, wish)
+        if choice is not behind:
+            return choice.rule, why
+        member, later = other._route(name, shape)
+        return member, later or why
+
+    def _choice(self) -> Choice:
+        return Choice(self._specs()[-1], self)
 
     def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""

@@ -22,8 +22,8 @@ from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine
 from .family import Member, Plan
-from .routing import report
-from .settings import Settings
+from .routing import OTHERWISE, OWN, report
+from .settings import Group, Settings
 from .spec import Spec
 from .stepping import Record, run_part
 
@@ -63,15 +63,14 @@ class NamedOptimizer(Member):
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
             raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
-        if otherwise is None and any(group.otherwise for group in self._settings.groups):
-            raise ValueError(f'{self._owner}: a group says "use": "otherwise", but there is no otherwise')
         check_engine(engine, precision)
         self._engine_choice = (engine, precision)
         self.nonfinite = nonfinite
-        self._joined = False  # whether it is the `otherwise` of another
+        self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
         self.__dict__["otherwise"] = otherwise
         if otherwise is not None:
             otherwise._join(self)
+        self._used = self._joined(self._settings.groups)
         self._iteration = self._skipped = 0
         self._records: dict[str, Record] = {}
         self._why: dict[str, str] = {}
@@ -82,16 +81,36 @@ class NamedOptimizer(Member):
         self._estimators: dict[str, Bundle] = {}  # for those that take estimates
         self._converted = ""
 
+    def _joined(self, groups: Sequence[Group]) -> tuple[NamedOptimizer, ...]:
+        """The optimizers that groups use, beside `otherwise`."""
+        found: list[NamedOptimizer] = []
+        for group in groups:
+            use, what = group.use, f'{self._owner}: group {group.match!r}: "use"'
+            if use == OTHERWISE and self.otherwise is None:
+                raise ValueError(f'{what} is "otherwise", but there is no otherwise')
+            if use in (None, OWN, OTHERWISE):
+                continue
+            if not isinstance(use, NamedOptimizer):
+                raise ValueError(f'{what} must be "otherwise", "own" or an optimizer such as Lion(lr=1e-4), got {use!r}')
+            if use.otherwise is not None or use._used:
+                raise ValueError(f"{what} must be an optimizer that hands nothing on, with otherwise=None, got {use!r}")
+            if group.overrides:
+                raise ValueError(f"{what} is an optimizer, which has its own {admission.listed(group.overrides)}; say it there")
+            if use is not self.otherwise and use not in found:
+                use._join(self)
+                found.append(use)
+        return tuple(found)
+
     def _join(self, owner: NamedOptimizer) -> None:
-        """Become the `otherwise` of another optimizer: run on its engine, follow its iterations."""
-        if self._joined:
+        """Belong to another optimizer: run on its engine, follow its iterations."""
+        if self._belongs:
             raise ValueError(
-                f"{owner._owner}: otherwise={self!r} is already the otherwise of another optimizer, and each needs its own; "
-                "give a fresh one"
+                f"{owner._owner}: {self!r} is already the otherwise of another optimizer, or used by one of its groups, and each "
+                "needs its own; give a fresh one"
             )
         if any(member._records or member._iteration for member in self._family()):
-            raise ValueError(f"{owner._owner}: otherwise has already stepped; give a fresh optimizer")
-        self._joined = True
+            raise ValueError(f"{owner._owner}: {self._owner} has already stepped; give a fresh optimizer")
+        self._belongs = True
         for member in self._family():
             member._engine_choice = owner._engine_choice
 
@@ -177,14 +196,14 @@ class NamedOptimizer(Member):
         """A table: parameter, shape, rule, why."""
         rows = []
         for member in self._family():
-            rows += [(name, record.shape, member._owner, member._why[name]) for name, record in member._records.items()]
+            rows += [(name, record.shape, member.spec, member._why[name]) for name, record in member._records.items()]
         return report(rows)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
     def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
         """Update one parameter in place. A second step of the same name needs `end_iteration` first."""
         member, record = self, self._records.get(name)
-        if record is None and self.otherwise is not None:
+        if record is None and (self.otherwise is not None or self._used):
             member, record = next(((m, m._records[name]) for m in self._family() if name in m._records), (self, None))
         if (
             record is not None
@@ -245,8 +264,9 @@ class NamedOptimizer(Member):
                 "groups", f"group pattern {admission.listed(unmatched)} matched no parameter in the first iteration{owned}"
             )
         self._numbers.clear()
-        if self.otherwise is not None:
-            self.otherwise.end_iteration()
+        for other in (self.otherwise, *self._used):
+            if other is not None:
+                other.end_iteration()
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     def save(
@@ -276,9 +296,11 @@ class NamedOptimizer(Member):
     _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_joined", *self._passing)}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _joined=False, _plan=None, _numbers={}, _estimators={})
+        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={})
         if self.otherwise is not None:
-            self.otherwise._joined = True  # a copy of it alone is free
+            self.otherwise._belongs = True  # a copy of it alone is free
+        for used in self._used:
+            used._belongs = True

@@ -29,10 +29,8 @@ class Group:
             raise TypeError(
                 f"{owner}: group {given['match']!r} sets unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}"
             )
-        if given.get("use", "otherwise") != "otherwise":
-            raise ValueError(f'{owner}: group {given["match"]!r}: "use" must be "otherwise", got {given["use"]!r}')
         self.match: str | list[str] = given["match"]
-        self.otherwise = "use" in given
+        self.use = given.get("use")  # "own", "otherwise", an optimizer, or None: decide as usual
         self.overrides = {name: value for name, value in given.items() if name not in RESERVED}
         self.matched = False
 

@@ -65,8 +65,8 @@ def test_muon_knows_the_parts_of_a_language_model(tmp_path):
     model = trainer(AdamW, tmp_path).model
     report = Muon(model).routing_report().splitlines()[1:]
     rules = {line.split()[0]: line.split()[2] for line in report}
-    assert [name for name, rule in rules.items() if rule == "muon"] == [
+    assert [name for name, rule in rules.items() if rule == "Muon"] == [
         f"model.layers.0.{part}.weight"
         for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     ]  # fmt: skip
-    assert rules["model.embed_tokens.weight"] == rules["lm_head.weight"] == "adamw"
+    assert rules["model.embed_tokens.weight"] == rules["lm_head.weight"] == "AdamW"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..registry import known
+from ..routing import OTHERWISE, OWN
 from ..spec import Shape
 from .format import CheckpointError, Tensor
 from .reader import strict_json, whole
@@ -64,7 +65,9 @@ def _encoded_values(values: Values) -> dict[str, Any]:
 
 def _encoded_member(member: Member) -> dict[str, Any]:
     groups = [
-        {"match": g.match, "otherwise": g.otherwise, "overrides": g.overrides, **_encoded_values(g.values)} for g in member.groups
+        {"match": g.match, "otherwise": g.use == OTHERWISE, "overrides": g.overrides, **_encoded_values(g.values)}
+        | ({} if g.use in (None, OTHERWISE) else {"use": g.use})
+        for g in member.groups
     ]
     return {"name": member.optimizer, **_encoded_values(member.values), "groups": groups}
 
@@ -189,7 +192,10 @@ def _group(table: Any, where: str) -> Group:
     match = get(table, "match", str | list | None, where)
     if isinstance(match, list):
         match = texts(table, "match", where)
-    return Group(_values(table, where), match, get(table, "otherwise", bool, where), texts(table, "overrides", where))
+    use = OTHERWISE if get(table, "otherwise", bool, where) else table.get("use")
+    if use not in (None, OWN, OTHERWISE):
+        use = natural(table, "use", where)
+    return Group(_values(table, where), match, use, texts(table, "overrides", where))
 
 
 def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:

@@ -12,6 +12,7 @@ import numpy as np
 from .. import named
 from ..optimizer import NamedOptimizer
 from ..registry import registered, spec_class
+from ..routing import OTHERWISE
 from ..settings import Settings
 from ..spec import Slot, Spec
 from ..stepping import Record
@@ -33,7 +34,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
                 {**specs[record.group].counters(), **record.counters},
                 piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
             )  # fmt: skip
-    return Snapshot([_member(each) for each in family], parameters, opt.iteration, opt.skipped, opt.nonfinite, "named")
+    return Snapshot([_member(each, family) for each in family], parameters, opt.iteration, opt.skipped, opt.nonfinite, "named")
 
 
 def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
@@ -44,7 +45,7 @@ def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tenso
     return kept | {name: fresh(slot) for name, slot in spec.slots(record.shape).items() if name not in kept}
 
 
-def _member(opt: NamedOptimizer) -> Member:
+def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
     if not registered(opt.spec) or named.made(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
@@ -52,8 +53,13 @@ def _member(opt: NamedOptimizer) -> Member:
     def values(given: Mapping[str, Any], spec: Spec) -> Values:
         return Values(spec.values(), [name for name, value in given.items() if callable(value)])
 
+    def use(given: Any) -> Any:
+        if not isinstance(given, NamedOptimizer):
+            return given
+        return OTHERWISE if given is opt.otherwise else family.index(given)
+
     groups = [
-        Group(values({**settings.given, **g.overrides}, spec), g.match, g.otherwise, list(g.overrides))
+        Group(values({**settings.given, **g.overrides}, spec), g.match, use(g.use), list(g.overrides))
         for g, spec in zip(settings.groups, specs, strict=False)
     ]
     return Member(opt.spec.name, values(settings.given, specs[-1]), groups)
@@ -63,16 +69,30 @@ def _member(opt: NamedOptimizer) -> Member:
 def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mapping[str, Any]) -> NamedOptimizer:
     """The optimizer a snapshot was taken of. `given`: what was marked as a callable, once more."""
     refuse_what_is_not_here(snapshot)
-    opt: NamedOptimizer | None = None
     owed = [given_for(snapshot, depth, given) for depth in range(len(snapshot.members))]
+    line = line_of(snapshot)
+    made: dict[int, NamedOptimizer] = {}
     for index in reversed(range(len(snapshot.members))):
-        opt = _made(snapshot, index, owed[index], opt, engine, precision)
-    assert opt is not None
-    for depth, member in enumerate(opt._family()):
+        behind = made[line[line.index(index) + 1]] if index in line[:-1] else None
+        made[index] = _made(snapshot, index, owed[index], behind, made, engine, precision)
+    opt = made[0]
+    reached = list(opt._family())
+    opt._used += tuple(made[index] for index in sorted(made) if made[index] not in reached)  # no pattern leads there
+    for index, member in made.items():
         member._iteration = snapshot.iteration
-        _restore(member, snapshot, depth)
+        _restore(member, snapshot, index)
     opt._skipped = snapshot.skipped
     return opt
+
+
+def line_of(snapshot: Snapshot) -> list[int]:
+    """The first optimizer, its `otherwise`, that one's and so on; the others are used by groups or by single parameters."""
+    used = {group.use for member in snapshot.members for group in member.groups}
+    line = [0]
+    for index in range(1, len(snapshot.members)):
+        if index not in used and (line == [0] or named.spec_class(snapshot.members[line[-1]].optimizer).otherwise_default):
+            line.append(index)
+    return line
 
 
 def refuse_what_is_not_here(snapshot: Snapshot) -> None:
@@ -122,8 +142,9 @@ def demand(title: str, marked: list[str], values: Values, given: Mapping[str, An
 
 
 def _made(
-    snapshot: Snapshot, index: int, given: Any, otherwise: NamedOptimizer | None, engine: Any, precision: str
-) -> NamedOptimizer:
+    snapshot: Snapshot, index: int, given: Any, otherwise: NamedOptimizer | None, made: Mapping[int, NamedOptimizer],
+    engine: Any, precision: str,
+) -> NamedOptimizer:  # fmt: skip
     """One of the family, without state."""
     member, (own, per_group) = snapshot.members[index], given
     listed: dict[int, list[str]] = {}
@@ -131,23 +152,23 @@ def _made(
         if p.member == index and p.group is not None:
             listed.setdefault(p.group, []).append(glob.escape(name))
     groups = [
-        {"match": listed.get(i, []) if group.match is None else group.match, **({"use": "otherwise"} if group.otherwise else {})}
+        {"match": listed.get(i, []) if group.match is None else group.match, "use": made.get(group.use, group.use)}  # type: ignore[arg-type]
         | {name: group.values.hyperparameters[name] for name in group.overrides} | per_group[i]
         for i, group in enumerate(member.groups)
     ]  # fmt: skip
     kind = named.made(spec_class(member.optimizer))
-    if otherwise is None and any(group.otherwise for group in member.groups):
+    if otherwise is None and any(group.use == OTHERWISE for group in member.groups):
         raise CheckpointError(f"a group of {kind.__name__} goes to otherwise, and there is none")
     try:
         Settings(kind.spec, member.values.hyperparameters | own, groups)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(f"the settings are refused: {problem}") from None
-    made = object.__new__(kind)  # not through its own __init__, which has opinions about `otherwise`
+    one = object.__new__(kind)  # not through its own __init__, which has opinions about `otherwise`
     NamedOptimizer.__init__(
-        made, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
+        one, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
         nonfinite=snapshot.nonfinite, otherwise=otherwise,
     )  # fmt: skip
-    return made
+    return one
 
 
 def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:

@@ -31,17 +31,20 @@ class Values:
 
 @dataclasses.dataclass
 class Group:
-    """Parameters with values of their own: by glob, by globs, or (None) those that name this group."""
+    """Parameters with values of their own: by glob, by globs, or (None) those that name this group.
+
+    use: where it sends them: "own", "otherwise", the optimizer of this index, or None where that is decided as usual.
+    """
 
     values: Values
     match: str | list[str] | None = None
-    otherwise: bool = False
+    use: str | int | None = None
     overrides: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class Member:
-    """An optimizer, or the `otherwise` of the one before it."""
+    """An optimizer, the `otherwise` of the one before it, or one that groups use."""
 
     optimizer: str
     values: Values
@@ -122,8 +125,13 @@ def check(snapshot: Snapshot) -> None:
         raise CheckpointError("the manifest names no optimizer")
     if snapshot.nonfinite not in NONFINITE:
         raise CheckpointError(f"the manifest: 'nonfinite' cannot be {snapshot.nonfinite!r:.80}")
-    for member in snapshot.members:
+    for index, member in enumerate(snapshot.members):
         _check_member(member)
+        for group in member.groups:
+            if isinstance(group.use, int) and not (index < group.use < len(snapshot.members) and not group.overrides):
+                raise CheckpointError(f"a group of {member.optimizer} uses optimizer {group.use}, which it cannot")
+            if isinstance(group.use, int) and any(isinstance(g.use, int) for g in snapshot.members[group.use].groups):
+                raise CheckpointError(f"a group of {member.optimizer} uses optimizer {group.use}, which hands on in turn")
     for name, p in snapshot.parameters.items():
         _check_parameter(snapshot, p, f"parameter {name!r}")
 

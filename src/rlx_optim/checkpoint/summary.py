@@ -32,7 +32,8 @@ def description(snapshot: Snapshot) -> list[str]:
         lines.append(f"{'otherwise ' * i}{title(member)}({_words(member.values, list(member.values.hyperparameters))})")
         for group in member.groups:
             where = "listed parameters" if group.match is None else f"{group.match!r}"
-            use = "to otherwise" if group.otherwise else _words(group.values, group.overrides)
+            use = group.use if not isinstance(group.use, int) else title(snapshot.members[group.use])
+            use = f"to {use}" if use else _words(group.values, group.overrides)
             lines.append(f"  group {where}: {use}")
     return lines
 

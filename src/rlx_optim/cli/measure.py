@@ -37,8 +37,8 @@ def draw(shapes: Shapes) -> tuple[Arrays, Arrays]:
 
 
 def ours(name: str, params: Arrays, grads: Arrays, single: bool = False) -> Contender:
-    """Our optimizer on copies of the parameters: all tensors in one pass, or each by `step`."""
-    made = create(name, engine="cpu", **settings_of(name))
+    """Our optimizer on copies of the parameters: all tensors in one pass, or each by `step`. Every matrix counts as hidden."""
+    made = create(name, engine="cpu", groups=[{"match": "*", "use": "own"}], **settings_of(name))
     params, grads = {k: p.copy() for k, p in params.items()}, dict(grads)
     if isinstance(made, CurvatureOptimizer):
         for k, g in grads.items():

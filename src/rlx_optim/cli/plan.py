@@ -16,6 +16,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases, required, spec_class
+from ..routing import reason_by_name
 from ..sharing import extent, traffic
 from ..spec import Shape, Spec
 from . import Problem, choose, show_table, unknown
@@ -86,7 +87,7 @@ def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
     routed = own.otherwise_default
     other = own if routed is None else spec_class(routed.name)(**routed.settings)
     entries = [
-        (shape, other if routed and (own.takes(shape) or layer in ("embedding", "head")) else own)
+        (shape, other if routed and (own.takes(shape) or reason_by_name(layer)) else own)
         for layer, shape in MODELS[model].shapes().items()
     ]
     step = traffic(entries, ranks, itemsize)

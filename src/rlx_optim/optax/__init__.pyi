@@ -162,7 +162,7 @@ def muon(
     convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
     mask: Any | Callable[[Any], Any] | None = None,
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
-    route: Callable[[str, Any], bool | None] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -192,6 +192,6 @@ def mars(
     variant: Literal['adamw', 'lion'] = 'adamw',
     mask: Any | Callable[[Any], Any] | None = None,
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
-    route: Callable[[str, Any], bool | None] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...

@@ -90,8 +90,9 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
         if place.name in parameters:
             raise CheckpointError(f"two leaves are called {place.name!r}")
         arrays = {name: each[i] for name, each in slots.items() if name in place.slots} | factors[i]
-        member = transform.members.index(place.member)
-        counters = {k: float(state.counters[f"{place.member.rule}.{k}"]) for k in place.member.steady.counters()}
+        member = next(i for i, each in enumerate(transform.members) if each is place.member)
+        prefix = transform.counters(place.member)
+        counters = {k: float(state.counters[prefix + k]) for k in place.member.steady.counters()}
         p = Parameter(
             member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
             len(place.names), place.inner, place.why,
@@ -188,7 +189,7 @@ def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> d
             values = {p.counters.get(name, first) for p in mine} or {first}
             if len(values) > 1:
                 raise CheckpointError(f"its parameters differ in {name!r}; optax counts for all at once")
-            found[f"{member.rule}.{name}"] = jnp.asarray(values.pop(), float)
+            found[transform.counters(member) + name] = jnp.asarray(values.pop(), float)
     return found
 
 

@@ -25,7 +25,7 @@ POSITIONAL = ("b1", "b2", "eps")  # where they come first, as in optax; the rest
 BESIDE = {
     "mask": "Any | Callable[[Any], Any]",
     "otherwise": "NamedOptimizer | optax.GradientTransformation | Literal['default'] | None",
-    "route": "Callable[[str, Any], bool | None]",
+    "route": "Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None]",
     "stacked": "Mapping[str, int]",
     "update_interval": "int | jax.Array",
     "seed": "int",  # of estimates, where the rule has none of its own
@@ -97,7 +97,7 @@ def _values(kind: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _otherwise(kind: type[Spec], choice: Any) -> Member | None:
+def _other(kind: type[Spec], choice: Any, what: str) -> Member | None:
     rule, default = kind.name, kind.otherwise_default
     if choice == "default" and default is not None:
         choice = create_named(default.name, **default.settings)
@@ -110,14 +110,14 @@ def _otherwise(kind: type[Spec], choice: Any) -> Member | None:
             scheduled = any(callable(value) and not choice.spec.fields[name].callable for name, value in settings.given.items())
             alone = not scheduled and not settings.groups and choice.otherwise is None
         case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as inner)):
-            member, alone = inner.own, inner.other is None and inner.mask is None and not inner.stacked
+            member, alone = inner.own, len(inner.members) == 1 and inner.mask is None and not inner.stacked
         case _:
             raise TypeError(
-                f"{rule}: otherwise must be like rlx_optim.AdamW(lr=3e-4) or rlx_optim.optax.adamw(3e-4), or None, got {choice!r}"
+                f"{rule}: {what} must be like rlx_optim.AdamW(lr=3e-4) or rlx_optim.optax.adamw(3e-4), or None, got {choice!r}"
             )
-    if not alone or member.kind.observes or not member.kind.everywhere:
+    if not alone or member.kind.observes or (what == "otherwise" and not member.kind.everywhere):
         raise ValueError(
-            f"{rule}: otherwise must be one rule that takes every tensor, without groups or a mask of its own, "
+            f"{rule}: {what} must be one rule that takes every tensor, without groups or a mask of its own, "
             f"and with schedules only as rlx_optim.optax.adamw(schedule); got {choice!r}"
         )
     return member
@@ -125,8 +125,10 @@ def _otherwise(kind: type[Spec], choice: Any) -> Member | None:
 
 def _build(kind: type[Spec], given: dict[str, Any]) -> Transform:
     own = Member(kind, _values(kind, given))
-    other = _otherwise(kind, given["otherwise"]) if "otherwise" in given else None
-    return Transform(own, other, given.get("mask"), given.get("route"), given.get("stacked"))
+    other, route = _other(kind, given.get("otherwise"), "otherwise"), given.get("route")
+    if isinstance(route, Mapping):
+        route = {k: v if isinstance(v, (str, bool)) else _other(kind, v, f"route[{k!r}]") for k, v in route.items()}
+    return Transform(own, other, given.get("mask"), route, given.get("stacked"))
 
 
 def _annotation(kind: type[Spec], keyword: str, default: Any) -> str:

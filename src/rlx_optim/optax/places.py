@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +16,6 @@ import numpy as np
 from ..spec import Shape, Slot, Spec
 
 ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, numbers.Number)  # what a leaf may be
-EMBEDDING = re.compile(r"(^|[._])(emb|embed|embeddings?|wte|wpe)([._]|$)", re.IGNORECASE)
-# a whole part of the path ("multi_head_attention" is none), "output" at the top only: deeper it is a hidden matrix
-HEAD = re.compile(
-    r"(^|\.)(\w+_)?(head|classifier|unembed|output_layer|logits|logits_dense)(_\d+)?(\.|$)|^(params\.)?(output|fc_out)(\.|$)",
-    re.IGNORECASE,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +110,6 @@ def admitted(owner: str, what: str, leaf: Any) -> Any:
             f"{owner}: {what} is {array.dtype}, which cannot be stepped; optimize the real and imaginary parts as two leaves"
         )
     return array
-
-
-def reason_by_name(name: str) -> str | None:
-    if EMBEDDING.search(name):
-        return "embedding (by name)"
-    return "output head (by name)" if HEAD.search(name) else None
 
 
 def path_name(path: tuple[Any, ...]) -> str:

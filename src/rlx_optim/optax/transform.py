@@ -14,9 +14,9 @@ import optax
 from ..admission import listed
 from ..engines.jax_ import engine_in, traceable
 from ..program import Values, trace
-from ..routing import report
+from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
-from .places import Member, Place, admitted, path_name, reason_by_name
+from .places import Member, Place, admitted, path_name
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
@@ -46,20 +46,33 @@ def arithmetic(leaf: Any) -> Any:
 
 
 class Transform:
-    """init and update for one rule, or for one rule and its `otherwise`."""
+    """init and update for one rule, its `otherwise` and those that `route` sends leaves to."""
 
     def __init__(self, own: Member, other: Member | None, mask: Any = None, route: Any = None, stacked: Any = None):
         self.owner = own.kind.title
-        if route is not None and not callable(route):
-            raise TypeError(f"{self.owner}: route must be a function of (path, parameter), got {route!r}")
+        self.choice = Choice(own.steady, own)
+        self.router = Router(self.owner, None if other is None else Choice(other.steady, other), route, self._admitted)
         if stacked is not None and not isinstance(stacked, Mapping):
             raise TypeError(f'{self.owner}: stacked must be a dict such as {{"blocks.*": 1}}, got {stacked!r}')
-        self.own, self.other, self.mask, self.route = own, other, mask, route
+        self.own, self.mask = own, mask
         self.stacked = {p: AXES.validated(self.owner, f"stacked[{p!r}]", n) for p, n in (stacked or {}).items()}
-        self.members = [own] if other is None else [own, other]
+        routed = route.values() if isinstance(route, Mapping) else ()
+        members = [own, *([] if other is None else [other]), *(each for each in routed if isinstance(each, Member))]
+        self.members = list({id(member): member for member in members}.values())
         self.names = list(dict.fromkeys(name for member in self.members for name in aligned_slots(member)))
 
     # ---- which leaf goes where -----------------------------------------------------------------------------------------
+    def _admitted(self, given: Any) -> Choice:
+        if not isinstance(given, Member):  # the state has its rules from the beginning
+            raise TypeError(f"{self.owner}: a dict routes to optimizers, a function says True, False or None; got {given!r}")
+        return Choice(given.steady, given)
+
+    def counters(self, member: Member) -> str:
+        """What the names of a rule's counters begin with; a number keeps apart those who share the rule."""
+        alike = [each for each in self.members if each.rule == member.rule]
+        place = next(i for i, each in enumerate(alike) if each is member)
+        return f"{member.rule}{place or ''}."
+
     def laid_out(self, params: Tree) -> tuple[list[Any], Any, list[Place]]:
         """The leaves as arrays, their tree, and a place for each."""
         found = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -75,7 +88,9 @@ class Transform:
         )
         axes = self._axes(names, [tuple(leaf.shape) for leaf in leaves])
         rows = zip(names, leaves, axes, map(bool, decays), strict=True)
-        return leaves, tree, [self._place(*row) for row in rows]
+        places = [self._place(*row) for row in rows]
+        self.router.check_used()
+        return leaves, tree, places
 
     def _axes(self, names: list[str], shapes: list[Shape]) -> list[int]:
         """How many leading axes of each leaf only count, by the first pattern that matches it."""
@@ -95,25 +110,12 @@ class Transform:
 
     def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> Place:
         shape = tuple(leaf.shape)
-        reason = self.own.steady.takes(shape[axes:])
-        wish = self.route(name, leaf) if self.route is not None else None
-        if self.other is None:
-            if wish is not None and not wish:
-                raise ValueError(f"{self.owner}: route sends {name!r} to otherwise, but there is no otherwise")
-            if reason is not None and not self.own.kind.everywhere:
-                raise ValueError(f"{self.owner}: {name!r} has shape {shape}: {reason}; give otherwise=…")
-            return Place(name, self.own, "", axes, shape, decays)
-        if wish is not None and not wish:
-            reason = "route"
-        elif wish is None:
-            reason = reason or reason_by_name(name)
-        if reason is None:
-            return Place(name, self.own, "", axes, shape, decays)
-        return Place(name, self.other, reason, 0, shape, decays)
+        choice, why = self.router.decide(self.choice, name, shape[axes:], leaf)
+        return Place(name, choice.rule, why, 0 if choice is self.router.otherwise else axes, shape, decays)
 
     def routing_report(self, params: Tree) -> str:
         """A table: parameter, shape, rule, why."""
-        return report([(p.name, p.shape, p.member.kind.title, p.why) for p in self.laid_out(params)[2]])
+        return report([(p.name, p.shape, p.member.kind, p.why) for p in self.laid_out(params)[2]])
 
     # ---- optax's pair ----------------------------------------------------------------------------------------------------
     def init(self, params: Tree) -> RuleState:
@@ -125,7 +127,8 @@ class Transform:
             for name in self.names:
                 slots[name].append(fresh.get(name, optax.MaskedNode()))
             factors.append({name: array for name, array in fresh.items() if name not in self.names})
-        counters = {f"{m.rule}.{k}": jnp.asarray(v, float) for m in self.members for k, v in m.steady.counters().items()}
+        first = {self.counters(m) + k: v for m in self.members for k, v in m.steady.counters().items()}
+        counters = {name: jnp.asarray(value, float) for name, value in first.items()}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
         return RuleState(jnp.zeros((), jnp.int32), mirrored, tree.unflatten(factors), counters)
 
@@ -144,13 +147,13 @@ class Transform:
         bundles: dict[Any, list[int]] = {}
         for i, place in enumerate(places):
             if ps[i].size:
-                key = (place.member is self.own, place.decays, tuple(place.slots), str(arithmetic(ps[i])))
+                key = (id(place.member), place.decays, tuple(place.slots), str(arithmetic(ps[i])))
                 bundles.setdefault((*key, i) if place.member.kind.matrix else key, []).append(i)
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
             spec = member.spec(state.count, dtype, **({} if place.decays else {"weight_decay": 0.0}))
-            prefix = f"{member.rule}."
+            prefix = self.counters(member)
             mine = {k.removeprefix(prefix): v.astype(dtype) for k, v in state.counters.items() if k.startswith(prefix)}
             numbers = {**mine, **traceable(member.kind.scalars)(spec, state.count + 1, mine)}
             leaves = [

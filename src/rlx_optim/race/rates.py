@@ -1,7 +1,7 @@
 """The committed settings, by model and optimizer. lr is the peak: it falls to 0 along half a cosine.
 
 They come from `rlx-optim race --model M --tune`, rounded. "otherwise" is the AdamW for tensors that the rule does not take;
-"groups" keeps the head of the NumPy network, which is a matrix like any other, out of Muon.
+"groups" gives a rule the head of a NumPy network too, which its name would keep out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ..named import spec_class
 
 SGD = {"momentum": 0.9, "nesterov": True}
-HEAD = {"groups": [{"match": "head.*", "use": "otherwise"}]}
+HEAD = {"groups": [{"match": "head.*", "use": "own"}]}
 DECAY = {"weight_decay": 0.1}
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -27,9 +27,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "lion": {"lr": 3e-3, **DECAY},
         "soap": {"lr": 2e-2},
         "kronpsgd": {"lr": 1e-2},
-        "muon": {"lr": 4e-2, **HEAD, "otherwise": {"lr": 1e-2}},
+        "muon": {"lr": 4e-2, "otherwise": {"lr": 1e-2}},
         "sophia": {"lr": 4e-3, **DECAY},
-        "mars": {"lr": 3e-2, "otherwise": {"lr": 1e-2}},
+        "mars": {"lr": 3e-2, **HEAD, "otherwise": {"lr": 1e-2}},
     },
     "logreg": {
         "sgd": {"lr": 1.0, **SGD},
@@ -43,9 +43,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "lion": {"lr": 3e-2, **DECAY},
         "soap": {"lr": 0.1},
         "kronpsgd": {"lr": 0.1},
-        "muon": {"lr": 0.3, "otherwise": {"lr": 0.1}},
+        "muon": {"lr": 0.3, **HEAD, "otherwise": {"lr": 0.1}},
         "sophia": {"lr": 3e-2, **DECAY},
-        "mars": {"lr": 0.1, "otherwise": {"lr": 0.1}},
+        "mars": {"lr": 0.1, **HEAD, "otherwise": {"lr": 0.1}},
     },
     "char-gpt": {
         "sgd": {"lr": 0.1, **SGD},

@@ -10,7 +10,7 @@ from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
 
-Route = Mapping[str, Literal['own', 'otherwise']] | Callable[[str, torch.Tensor], bool | None] | None
+Route = Mapping[str, str | NamedOptimizer] | Callable[[str, torch.Tensor], bool | NamedOptimizer | None] | None
 Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 def create(name: str, params: Params, **settings: Any) -> RuleOptimizer: ...

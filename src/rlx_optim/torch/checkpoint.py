@@ -17,9 +17,10 @@ from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
 from ..registry import spec_class
+from ..routing import Choice, bare
 from ..spec import Shape, Slot, Spec
 from .lanes import ARITHMETIC, inner_shape
-from .names import bare, in_dtype, outside
+from .names import in_dtype, outside
 from .optimizer import RuleOptimizer
 from .state import counter, furnish, piece_shape, room, shape_in_state
 from .stepping import plain
@@ -174,10 +175,20 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
         group.clear()
         group.update(content)
     opt.param_groups[:] = [group for group, _ in groups]
-    for other in snapshot.members[1:]:
-        opt._other = {"rule": other.optimizer, **other.values.hyperparameters, "maximize": opt.defaults["maximize"]}
-        opt._router.has_otherwise = True
-    rules = [opt.rule, *([opt._other["rule"]] if opt._other else []), *(group["rule"] for group in opt.param_groups)]
+    said: dict[str, Choice] = {}
+    for member in snapshot.members[1:]:
+        mine = {"rule": member.optimizer, **member.values.hyperparameters, "maximize": opt.defaults["maximize"]}
+        said.setdefault(member.optimizer, Choice(member.specs[None], mine))
+    other = opt._router.otherwise
+    was = None if other is None else other.rule["rule"]
+    routed = opt._others.keys() - {was}
+    for rule, choice in said.items() if was not in said else [(was, said[was])]:
+        if rule == was or (rule not in routed and choice.spec.everywhere):
+            other = choice
+            break
+    opt._router.otherwise = other
+    opt._others |= {rule: choice.rule for rule, choice in said.items()}
+    rules = [opt.rule, *([] if other is None else [other.rule["rule"]]), *said, *(group["rule"] for group in opt.param_groups)]
     opt._rules = {rule: spec_class(rule) for rule in rules}
     opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
     opt._forget()
@@ -189,7 +200,7 @@ def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any
     if own != opt.rule:
         title = spec_class(own).title
         raise CheckpointError(f"it is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
-    if len(snapshot.members) > 2:
+    if len(snapshot.members) > 2 and spec_class(snapshot.members[1].optimizer).otherwise_default is not None:
         raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
     missing, extra = known.keys() - snapshot.parameters.keys(), snapshot.parameters.keys() - known.keys()
     if strict and (missing or extra):
@@ -221,7 +232,10 @@ def _given_again(
 ) -> dict[tuple[int, int | None], dict[str, Any]]:
     """Hyperparameters by (member, group), with what was marked as a callable given again."""
     found: dict[tuple[int, int | None], dict[str, Any]] = {}
-    given = [{k: v for k, v in callables.items() if k != "otherwise"}, callables.get("otherwise", {})]
+    given: list[Mapping[str, Any]] = []
+    for _ in snapshot.members:
+        given.append({k: v for k, v in callables.items() if k != "otherwise"})
+        callables = callables.get("otherwise", {})
     for name, p in there.items():
         if (p.member, p.group) in found:
             continue
@@ -229,7 +243,7 @@ def _given_again(
         values = member.values_of(p.group)
         again = {k: here[k] for k in values.callables if callable(here.get(k))}  # KronPSGD's probe
         again |= {k: v for k, v in given[p.member].items() if k in values.callables}
-        how = "load(path, NAME=…)" if p.member == 0 else "load(path, otherwise=dict(NAME=…))"
+        how = "load(path, " + "otherwise=dict(" * p.member + "NAME=…" + ")" * p.member + ")"
         demand(spec_class(member.optimizer).title, values.callables, values, again, how)
         found[p.member, p.group] = {**values.hyperparameters, **again}
         try:

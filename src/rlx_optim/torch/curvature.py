@@ -11,7 +11,7 @@ import torch
 from .. import random
 from ..engine import Bundle
 from ..program import trace
-from .names import bare
+from ..routing import bare
 from .optimizer import RuleOptimizer
 from .stepping import is_spread, named
 

@@ -20,10 +20,11 @@ from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import OURS, known, spec_class
+from ..routing import bare
 from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
-from .names import bare, foreign, in_dtype, outside, translated
+from .names import foreign, in_dtype, outside, translated
 from .stepping import plain
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter

@@ -26,18 +26,6 @@ MEANINGS = {
 }
 
 
-#: parts that wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def bare(name: str) -> str:
-    """A parameter's name without what wrappers of the model put into it."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":
-        del parts[0]
-    return ".".join(parts)
-
-
 def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str]:
     """The names of a tensor's slots in a state_dict. Of several with one meaning the first has torch's name."""
     found: dict[str, str] = {}

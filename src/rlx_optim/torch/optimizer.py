@@ -17,12 +17,12 @@ from torch import nn
 
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
-from ..routing import report
+from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .lanes import ARITHMETIC, inner_shape
-from .names import bare, foreign, outside, translated
-from .routing import Router, first_match, reasons_from
+from .names import foreign, outside, translated
+from .routing import kinds_of
 from .state import furnish, handed_on, piece_shape, shape_in_state, taken_over
 from .stepping import Stepper, eager, named, number
 
@@ -35,7 +35,7 @@ class Boxed:
 
 
 class RuleOptimizer(Stepper):
-    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, or that of `otherwise`."""
+    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
 
     spec: ClassVar[type[Spec]]
 
@@ -59,8 +59,6 @@ class RuleOptimizer(Stepper):
         then refuse. process_group: its ranks share out matrices that all have. beside: settings of a group, not of the rule."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
-        if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
-            raise TypeError(f"{self._owner}: otherwise must be like rlx_optim.AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine)
         for switch, on in (("capturable", capturable), ("amp_scaling", amp_scaling)):
             if not isinstance(on, bool):
@@ -69,19 +67,16 @@ class RuleOptimizer(Stepper):
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self._split, self._split_used = dict(split or {}), set[str]()
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
-        self._other: dict[str, Any] = {}  # the settings of `otherwise`
-        if otherwise is not None:
-            self._refuse_more_than_settings(otherwise)
-            name = otherwise.spec.name
-            self._rules[name] = otherwise.spec
-            self._other = {"rule": name, **otherwise.hyperparameters(), "maximize": maximize}
+        self._others: dict[str, dict[str, Any]] = {}  # by rule, beside the class's own: the settings it was given first
+        self._maximize = maximize
+        other = None if otherwise is None else self._choice(otherwise, "otherwise")
+        self._router = Router(self._owner, other, route, self._choice)
+        self._kinds = kinds_of(params) if isinstance(params, nn.Module) else {}
         if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
             process_group = params.process_group
         self._process_group = process_group
         self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
-        known = reasons_from(params) if isinstance(params, nn.Module) else {}
-        self._router = Router(self._owner, route, otherwise is not None, known)
         self._why: dict[torch.Tensor, str] = {}
         given = {name: hyperparameters.get(name, field.default) for name, field in self.spec.fields.items()}
         if otherwise is not None:
@@ -93,54 +88,62 @@ class RuleOptimizer(Stepper):
         if unused := set(self._split) - self._split_used:
             raise ValueError(f"{self._owner}: split pattern {listed(unused)} matches no parameter name")
 
-    def _refuse_more_than_settings(self, otherwise: NamedOptimizer) -> None:
-        """Only the settings of `otherwise` are taken over: what it has beside them must not be lost silently."""
-        given, fields = otherwise._settings.given, otherwise.spec.fields
-        if scheduled := [k for k, v in given.items() if callable(v) and "Callable" not in fields[k].annotation]:
-            raise ValueError(f"{self._owner}: otherwise has a schedule for {listed(scheduled)}; use torch's schedulers")
-        if otherwise._settings.groups:
+    def _choice(self, given: Any, what: str = "route's optimizer") -> Choice:
+        """A further rule. Only its settings are taken over: what it has beside them must not be lost silently."""
+        if not isinstance(given, NamedOptimizer):
+            raise TypeError(f"{self._owner}: {what} must be like rlx_optim.AdamW(lr=3e-4), got {given!r}")
+        settings, fields = given._settings, given.spec.fields
+        if scheduled := [k for k, v in settings.given.items() if callable(v) and "Callable" not in fields[k].annotation]:
+            raise ValueError(f"{self._owner}: {what} has a schedule for {listed(scheduled)}; use torch's schedulers")
+        if settings.groups:
             raise ValueError(
-                f"{self._owner}: otherwise has groups of its own; group the parameters, as for any torch optimizer: "
-                '[{"params": …, "weight_decay": 0.0}, …]; what a group says holds for otherwise too'
+                f"{self._owner}: {what} has groups of its own; group the parameters, as for any torch optimizer: "
+                '[{"params": …, "weight_decay": 0.0}, …]; what a group says holds for all rules'
             )
-        if otherwise.otherwise is not None or not otherwise.spec.everywhere:
-            raise ValueError(
-                f"{self._owner}: otherwise must take every tensor itself, as rlx_optim.AdamW does, got {otherwise!r}"
-            )
+        if what == "otherwise" and not given.spec.everywhere:
+            raise ValueError(f"{self._owner}: otherwise must take every tensor itself, as rlx_optim.AdamW does, got {given!r}")
+        if given.otherwise is not None:
+            raise ValueError(f"{self._owner}: {what} must take every tensor itself; give {type(given).__name__} otherwise=None")
+        rule = given.spec.name
+        mine = {"rule": rule, **given.hyperparameters(), "maximize": self._maximize}
+        self._rules[rule] = given.spec
+        self._others.setdefault(rule, mine)
+        return Choice(self._spec_of(mine), mine)
 
     # ---- groups --------------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Parameters that are not for this rule form a group of their own, with the settings of `otherwise` but for
-        those that the group itself says."""
+        """Add a group. Parameters that are for another rule form a group of their own, with that one's settings (`otherwise`'s,
+        `route`'s) but for those that the group itself says."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         params = param_group["params"]
         if isinstance(params, (set, torch.Tensor)) or "rule" in param_group:
             return self._add_all([{**param_group, "params": [params] if isinstance(params, torch.Tensor) else params}])
-        own: list[Any] = []
-        other: list[Any] = []
-        spec = self._spec_of({**self.defaults, **param_group})
+        own = Choice(self._spec_of({**self.defaults, **param_group}), {})
+        shares: list[tuple[dict[str, Any], list[Any]]] = [(own.rule, [])]  # settings that differ from the group's, and for whom
         for entry in params:
             name, tensor = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(tensor, torch.Tensor):
-                own.append(entry)  # torch says what is wrong with it
+                shares[0][1].append(entry)  # torch says what is wrong with it
                 continue
-            why = self._router.to_otherwise(name, tensor, spec, piece_shape(tensor, self._batch(name, tensor)))
-            (own if why is None else other).append(entry)
-            self._why[tensor] = why or ""
-        groups = [{**param_group, "params": own}] if own or not other else []
-        if other:
-            groups.append({**self._other, **self._kept(param_group, other), "params": other})
+            piece = piece_shape(tensor, self._batch(name, tensor))
+            choice, self._why[tensor] = self._router.decide(own, name, piece, tensor, self._kinds.get(tensor))
+            if (share := next((each for each in shares if each[0] == choice.rule), None)) is None:
+                shares.append(share := (choice.rule, []))
+            share[1].append(entry)
+        (_, mine), *rest = shares
+        groups = [{**param_group, "params": mine}] if mine or not rest else []
+        groups += [{**rule, **self._kept(param_group, rule["rule"], there), "params": there} for rule, there in rest]
         return self._add_all(groups)
 
-    def _kept(self, group: Mapping[str, Any], other: list[Any]) -> dict[str, Any]:
-        """What a group says that holds too for those of its parameters that go to `otherwise`."""
-        there = self._rules[self._other["rule"]].fields.keys() - {"convention"}  # whose words are each rule's own
+    def _kept(self, group: Mapping[str, Any], rule: str, entries: list[Any]) -> dict[str, Any]:
+        """What a group says that holds too for those of its parameters that go to another rule."""
+        there = self._rules[rule].fields.keys() - ({"convention"} if rule != self.rule else ())  # whose words are each rule's own
         lost = [k for k in group if k in self.spec.fields and k not in there]
         if lost:
-            named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in other]
+            named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in entries]
             warnings.warn(
-                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {self._other['rule']} does not have, "
+                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {rule} does not have, "
                 f"and {listed(named)} of it go there; put them into a group without it",
                 stacklevel=3,
             )
@@ -186,7 +189,7 @@ class RuleOptimizer(Stepper):
     def _defaults_of(self, rule: str) -> dict[str, Any]:
         if rule not in self._rules:
             raise ValueError(f"{self._owner}: a group is for rule {rule!r}; known are {', '.join(map(repr, self._rules))}")
-        return self.defaults if rule == self.rule else self._other
+        return self.defaults if rule == self.rule else self._others[rule]
 
     def _pieces(self, name: str | None, param: torch.Tensor) -> int:
         """Into how many matrices a parameter is split: as its state says, or where that was cleared, the user."""
@@ -381,5 +384,5 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             names = group.get("param_names") or ["(unnamed)"] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                rows.append((bare(name), tuple(param.shape), group["rule"], self._why.get(param, "")))
+                rows.append((name, tuple(param.shape), self._rules[group["rule"]], self._why.get(param, "")))
         return report(rows)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
+from ..routing import bare
 from ..spec import Spec
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
@@ -22,7 +23,7 @@ from .engines import choose
 from .graphs import GraphLane, not_finite, refusal
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
-from .names import bare, in_dtype, outside
+from .names import in_dtype, outside
 from .overlap import Work, rounds
 from .state import count_of, furnish, settle, shape_in_state
 
@@ -48,7 +49,7 @@ class Stepper(torch.optim.Optimizer):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
-    _rules: dict[str, type[Spec]]  # by name: the class's own, and that of `otherwise`
+    _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], int]  # into how many matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: Clip | None = None  # what gradients may be under: see `clip`
