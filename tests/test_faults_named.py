@@ -83,7 +83,7 @@ def test_an_optimizer_is_the_otherwise_of_one_owner():
     shared = rlx_optim.AdamW(lr=0.1)
     owner = rlx_optim.Muon(otherwise=shared)
     for make in (rlx_optim.Muon, rlx_optim.MARS):
-        with pytest.raises(ValueError, match=rf"{make.__name__}: otherwise=AdamW\(lr=0.1.*already the otherwise.*fresh"):
+        with pytest.raises(ValueError, match=rf"{make.__name__}: AdamW\(lr=0.1.*already the otherwise.*fresh"):
             make(otherwise=shared)
     assert owner.otherwise is shared
     with pytest.raises(ValueError, match="already the otherwise"):
@@ -122,7 +122,7 @@ def test_copies_of_a_family_and_of_an_otherwise(how, tmp_path):
 def test_an_otherwise_that_has_begun_is_refused():
     begun = rlx_optim.AdamW()
     begun.end_iteration()
-    with pytest.raises(ValueError, match="Muon: otherwise has already stepped"):
+    with pytest.raises(ValueError, match="Muon: AdamW has already stepped"):
         rlx_optim.Muon(otherwise=begun)
 
 
