@@ -7,7 +7,7 @@ the parts; what the arrays are (NumPy, torch) is between it and the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,15 @@ def run_part(
     bundle, cohorts = part.bundle, part.cohorts
     first = cohorts[0][0]
     spec = bundle.spec = specs[first.group]
-    each = tuple([scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts])
-    bundle.numbers, bundle.t, bundle.scale = each[0] if len(each) == 1 else _columns(part, each), first.t + 1, scale
+    now = scalars(first, spec, numbers)
+    if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
+        bundle.runner(now, scale)
+        count(cohorts[0], now)
+        return
+    each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
+    bundle.numbers, bundle.t, bundle.scale = now if len(each) == 1 else _columns(part, each), first.t + 1, scale
     if bundle.program is None and not spec.matrix:
-        bundle.program = trace(spec, bundle.slots, numbers=each[0])
+        bundle.program = trace(spec, bundle.slots, numbers=now)
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
     counts: Any = {}
@@ -127,11 +132,15 @@ def run_part(
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
     for cohort, now in zip(cohorts, each, strict=True):
-        for record in cohort:
-            record.t += 1
-            if record.counters:
-                source = counts if spec.matrix else now
-                record.counters |= {name: source[name] for name in record.counters if name in source}
+        count(cohort, counts if spec.matrix else now)
+
+
+def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:
+    """Count a step of records that share its numbers."""
+    for record in records:
+        record.t += 1
+        if record.counters:
+            record.counters |= {name: now[name] for name in record.counters if name in now}
 
 
 def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:

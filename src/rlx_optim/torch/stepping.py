@@ -294,7 +294,7 @@ class Stepper(torch.optim.Optimizer):
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
-            tensors = any(map(holds_tensor, values))
+            tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
             if tensors and self.capturable:  # what is on the device is read by the step itself
                 values, tensors = list(map(identified, values)), False
             before, spec = self._specs[i]
@@ -458,10 +458,6 @@ class Stepper(torch.optim.Optimizer):
                 handle.remove()
 
         return detach
-
-
-def holds_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(each, torch.Tensor) for each in value))
 
 
 def identified(value: Any) -> Any:
