@@ -91,7 +91,8 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
     slots = records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
-    bundle = Bundle(spec, names, shapes, slots, buffers, watch=watch, index=[place for place, _ in members])
+    program = None if spec.matrix else trace(spec, slots)
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members])
     return Part(bundle, records, list(cohorts.values()))
 
 
@@ -114,8 +115,6 @@ def run_part(
     spec = bundle.spec = specs[first.group]
     each = tuple([scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts])
     bundle.numbers, bundle.t, bundle.scale = each[0] if len(each) == 1 else _columns(part, each), first.t + 1, scale
-    if bundle.program is None and not spec.matrix:
-        bundle.program = trace(spec, bundle.slots, numbers=each[0])
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
     counts: Any = {}
