@@ -20,6 +20,8 @@ import numpy as np
 from .constructs import CONSTRUCTS, Construct
 from .engine import Engine
 from .engines import get_engine, no_compiler
+from .language import LanguageError
+from .program import trace
 from .spec import Shape, Spec
 from .stepping import Record, bundle_up, run_part
 
@@ -123,22 +125,37 @@ def drawn(construct: Construct, shapes: Sequence[Shape], seed: int) -> list[np.n
 
 def outcome(construct: Construct, who: Speaker, apart: bool) -> Arrays:
     """Parameters and state after a few steps. apart: tensors differ in every number."""
-    specs: list[Spec] = [construct.spec(**group) for group in GROUPS]
-    start = drawn(construct, who.shapes, 0)
-    params = [who.given(p) for p in start]
-    records = []
-    for i, p in enumerate(start):
-        record = Record(f"tensor {i}", p.shape, i % len(GROUPS) if apart else 0)
-        record.t = i % 4 if apart else 0
-        record.furnish(specs[record.group], who.engine.allocate)
-        records.append(record)
+    walk = Walk([construct.spec(**group) for group in GROUPS], who, drawn(construct, who.shapes, 0), apart)
     for step in range(STEPS):
-        grads = [who.given(g) for g in drawn(construct, who.shapes, 1 + step)]
-        for part in bundle_up(enumerate(records), specs, who.engine):
-            mine = part.bundle.index
-            run_part(part, who.engine, specs, {}, [params[i] for i in mine], [grads[i] for i in mine], 0.5 if step else 1.0)
-    found: Arrays = {"p": [who.taken(p) for p in params]}
-    return found | {name: [who.taken(r.state[name]) for r in records] for name in records[0].slots}
+        walk.step(drawn(construct, who.shapes, 1 + step), 0.5 if step else 1.0)
+    return walk.found()
+
+
+class Walk:
+    """Tensors, stepped by specs on an engine. apart: they are of different groups and have stepped before, differently often."""
+
+    def __init__(self, specs: Sequence[Spec], who: Speaker, start: Sequence[np.ndarray], apart: bool = False):
+        self.specs, self.who = specs, who
+        self.params = [who.given(p) for p in start]
+        self.records = []
+        for i, p in enumerate(start):
+            record = Record(f"tensor {i}", p.shape, i % len(specs) if apart else 0)
+            record.t = i % 4 if apart else 0
+            record.furnish(specs[record.group], who.engine.allocate)
+            self.records.append(record)
+
+    def step(self, gradients: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        grads = [self.who.given(g) for g in gradients]
+        numbers: dict[Any, dict[str, Any]] = {}
+        for part in bundle_up(enumerate(self.records), self.specs, self.who.engine):
+            params, mine = [self.params[i] for i in part.bundle.index], [grads[i] for i in part.bundle.index]
+            run_part(part, self.who.engine, self.specs, numbers, params, mine, scale)
+
+    def found(self) -> Arrays:
+        """Parameters and state, by name."""
+        names = dict.fromkeys(name for record in self.records for name in record.slots)
+        state = {name: [self.who.taken(r.state[name]) for r in self.records if name in r.state] for name in names}
+        return {"p": [self.who.taken(p) for p in self.params]} | state
 
 
 def gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
@@ -172,6 +189,12 @@ class Row:
 
 def row(construct: Construct, engine: str) -> Row:
     worst, note = 0.0, ""
+    if construct.refused:
+        try:
+            trace(construct.spec(), construct.spec().slots((4, 3)))
+        except LanguageError as problem:
+            return Row(construct.name, engine, True, math.nan, str(problem).partition(": ")[2])
+        return Row(construct.name, engine, False, math.inf, "a program was made of it")
     try:
         for apart in (False, True):
             who = speaker(engine)
@@ -186,5 +209,9 @@ def row(construct: Construct, engine: str) -> Row:
 
 def conformance(engines: Sequence[str] | None = None) -> list[Row]:
     """Every construct on these engines, or on all that are here."""
-    chosen = present() if engines is None else engines
-    return [row(construct, engine) for construct in CONSTRUCTS for engine in chosen if engine != "reference"]
+    chosen = [engine for engine in (present() if engines is None else engines) if engine != "reference"]
+    return [row(construct, engine) for construct in CONSTRUCTS for engine in chosen if runs(construct, engine)]
+
+
+def runs(construct: Construct, engine: str) -> bool:
+    return not (construct.compiled and engine == "triton" and INTERPRETED)

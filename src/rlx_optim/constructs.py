@@ -37,12 +37,17 @@ class Small(Spec):
 
 @dataclasses.dataclass(frozen=True)
 class Construct:
-    """A spec and what it is run on. special: with NaN, infinities and zeros among its values. least: of the dimensions."""
+    """A spec and what it is run on. special: with NaN, infinities and zeros among its values. least: of the dimensions.
+
+    compiled: Triton's interpreter cannot do it, its compiler can. refused: there is no program for it.
+    """
 
     name: str
     spec: type[Spec]
     special: bool = False
     least: int = 0
+    compiled: bool = False
+    refused: bool = False
 
 
 CONSTRUCTS: list[Construct] = []
@@ -56,10 +61,10 @@ def construct(name: str, special: bool = False, least: int = 0) -> Callable[[typ
     return add
 
 
-def mapped(name: str, rule: Rule, keeps: str = "", special: bool = False, fill: float = 0.0) -> None:
+def mapped(name: str, rule: Rule, keeps: str = "", special: bool = False, fill: float = 0.0, compiled: bool = False) -> None:
     """A construct that is one rule, mapped once."""
     body = {"keeps": keeps, "fill": fill, "update": lambda self, E, x: E.map(rule, x), "__module__": __name__}
-    CONSTRUCTS.append(Construct(name, type(rule.__name__, (Small,), body), special))
+    CONSTRUCTS.append(Construct(name, type(rule.__name__, (Small,), body), special, compiled=compiled))
 
 
 # ruff: noqa: E741  (names that collide with a generator's are the point)
@@ -106,7 +111,7 @@ def compared(p, g, a, late):
     less = where(g < p, g, p) + where(a < g, 1.0, 0.0)
     more = where(g > p, g, p) + where(a > g, 1.0, 0.0)
     least = where(g <= p, g, p) + where(g <= g, 1.0, 0.0)
-    most = where(g >= a, g, p) + where(0 >= g, 1.0, 0.0)
+    most = where(g >= a, g, p) + where(g <= 0, 1.0, 0.0)
     same = where(g == p, 1.0, 2.0) + where(a == late, g, p)
     other = where(g != g, 1.0, 2.0) + where(a != late, g, p)
     u = g
@@ -136,7 +141,7 @@ def mixed_conditions(p, g, a, b):
     return u, both, either
 
 
-mapped("& and | of numbers and arrays", mixed_conditions, "both either")
+mapped("& and | of numbers and arrays", mixed_conditions, "both either", compiled=True)
 
 
 def agreeing(g, m):
@@ -305,7 +310,7 @@ class Colliding(Small):
     keeps = "t out rows columns inf"
 
     def scalars(self, t, counters):
-        names = "scale chunk kernel i n F tl x y s".split()
+        names = ["scale", "chunk", "kernel", "i", "n", "F", "tl", "x", "y", "s"]
         return {"step": self.lr} | {name: self.a + k / 8 + self.b / t for k, name in enumerate(names)}
 
     def update(self, E, x):
@@ -323,7 +328,7 @@ class Builtins(Small):
     keeps = "value carray"
 
     def scalars(self, t, counters):
-        names = "float32 float64 np self_ range where_".split()
+        names = ["float32", "float64", "np", "self_", "range", "where_"]
         return {"step": self.lr} | {name: self.a + k / 8 + self.b / t for k, name in enumerate(names)}
 
     def update(self, E, x):
@@ -596,7 +601,7 @@ class Reducing(Small):
 
 for _scope, _words in {"": "of a tensor", "row_": "of each row", "column_": "of each column", "all_": "of all tensors"}.items():
     _made = type(f"Reducing{_scope.title().strip('_')}", (Reducing,), {"scope": _scope, "__module__": __name__})
-    CONSTRUCTS.append(Construct(f"sum mean norm rms max {_words}", _made, least=2 if _scope in ("row_", "column_") else 0))
+    CONSTRUCTS.append(Construct(f"sum mean norm rms max {_words}", _made, least={"row_": 1, "column_": 2}.get(_scope, 0)))
 
 
 def with_nan(p, g):
@@ -771,7 +776,12 @@ class StackMapped(Small):
 
 for _name, _rule, _keeps, _special in (
     ("stacks: the vocabulary of NaN, ±inf, 0 and below", at_the_edges, "size root inverse direction power natural", True),
-    ("stacks: minimum maximum clamp of NaN and ±inf", several_at_the_edges, "least turned most beside before within bounded", True),
+    (
+        "stacks: minimum maximum clamp of NaN and ±inf",
+        several_at_the_edges,
+        "least turned most beside before within bounded",
+        True,
+    ),
     ("stacks: numbers alone", among_numbers, "scaled turned chosen rooted", False),
     ("stacks: where of arrays, numbers and literals", chosen, "literals numbers either mixed nested", False),
     ("stacks: a result that is a number or an argument", only_a_number, "level flat product copied", False),
@@ -791,4 +801,44 @@ class StackTwice(Small):
         return E.map(ended, E.map(follow, x))
 
 
+# ---- refused ------------------------------------------------------------------------------------------------------------------
+def moves_p(p, g, step):
+    p = p - step * g
+    u = p
+    return p, u
+
+
+class WritesP(Small):
+    def update(self, E, x):
+        return E.map(moves_p, x)
+
+
+class Unknown(Small):
+    def update(self, E, x):
+        return E.map(measured, E.map(keeps_all, x), size="median")
+
+
+class Stale(Small):
+    keeps = "m"
+
+    def update(self, E, x):
+        E.map(averaged, x)
+        return E.map(heavy, x)
+
+
+for _name, _refused in {
+    "reading x.p after a map that wrote p": WritesP,
+    "an unknown reduction": Unknown,
+    "a value as it was before a map wrote it": Stale,
+}.items():
+    CONSTRUCTS.append(Construct(_name, _refused, refused=True))
+
+#: what broke engines before the language was specified, by the names of constructs
+BROKE = (
+    "where(g*m > 0, g, m)", "unary minus", "number × number where groups differ",
+    "a number before an array among the arguments", "p = keep*p − lr*g, as a commit", "reading x.p after a map that wrote p",
+    "one rule mapped twice in an update", "names of a generator's locals: a rule called first, values t out rows …",
+    "an unknown reduction", "stacks: sum mean norm rms max of each row",
+)  # fmt: skip
+assert set(BROKE) <= {each.name for each in CONSTRUCTS}
 assert {scope + kind for scope in ("", "row_", "column_", "all_") for kind in FIVE.values()} == set(REDUCTIONS)

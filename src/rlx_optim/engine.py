@@ -301,8 +301,10 @@ class ArrayEngine:
         given = [x[name] for name in takes]
         shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
         results = tupled(self.bound(rule)(*given), gives)
-        values = {name: self.spread(self.apart(value, given), shape) for name, value in zip(gives, results, strict=True)}
-        return x.set(**self.reduced(values, reduce))
+        for k, name in enumerate(gives):
+            fits = getattr(results[k], "shape", None) == shape
+            x = x.set(**{name: self.apart(results[k], given) if fits else self.spread(results[k], shape)})
+        return x.set(**self.reduced({name: x[name] for name in gives}, reduce))
 
     def reduced(self, results: dict[str, Any], reduce: Mapping[str, str]) -> dict[str, Any]:
         for name, kind in reduce.items():

@@ -74,6 +74,23 @@ class Program:
         """Whether it reduces anything, so that a part of a tensor does not know enough."""
         return any(step.reduces for step in self.passes)
 
+    @functools.cached_property
+    def gathers(self) -> str | None:
+        """The first of its results that is reduced over all tensors of the optimizer, as `name="how"`."""
+        found = ((result, how.name) for step in self.passes for result, _, how in step.reduces if how.everything)
+        return next((f'{self.names[result]}="{name}"' for result, name in found), None)
+
+    def check(self, title: str, names: Iterable[str], shapes: Iterable[Shape]) -> None:
+        """Refuse tensors that have not the axes which are reduced."""
+        axis = min((axis for drop in self.drops.values() for axis in drop), default=0)
+        for name, shape in zip(names, shapes, strict=True):
+            if len(shape) < -axis:
+                lines = "rows" if axis == -1 else "columns"
+                raise LanguageError(
+                    f"{title}: {name!r} has shape {shape} and no {lines}, which its update reduces or keeps; let `slots` or "
+                    "`takes` tell such tensors apart"
+                )
+
     def place(self, number: int) -> str | None:
         """The buffer that a value lies in: p's, g's, a slot's."""
         return next((name for name, each in self.inputs.items() if each == number and (each in self.drops)), None)
@@ -200,6 +217,8 @@ class Recorder:
                 raise LanguageError(f"{where}: {name!r} is a buffer; give what is reduced another name")
             if domain and (REDUCTIONS[kind].axis == -2 or len(domain) > 1):
                 raise LanguageError(f"{where}: {name}={kind!r}: what it reduces lacks that axis already")
+        if "p" in gives and rule is not subtract:
+            raise LanguageError(f"{where} returns p, which the commit alone moves; return the direction u, or write `commit`")
         results = {name: self.symbol(name, domain) for name in gives}
         reduces, given = [], {}
         for name, value in results.items():

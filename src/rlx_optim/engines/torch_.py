@@ -7,6 +7,7 @@ float64 parameters; bfloat16 and float16 parameters and gradients are widened on
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -154,7 +155,9 @@ def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype) -> torch.Tensor
     if torch.is_tensor(flag):
         return torch.where(flag, yes, no).to(dtype)
     chosen = yes if flag else no
-    return chosen.clone() if torch.is_tensor(chosen) else torch.full_like(next(v for v in (yes, no) if torch.is_tensor(v)), chosen)
+    return (
+        chosen.clone() if torch.is_tensor(chosen) else torch.full_like(next(v for v in (yes, no) if torch.is_tensor(v)), chosen)
+    )
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Any:
@@ -200,7 +203,9 @@ def _signs(x: Any) -> Any:
 STACKS: dict[str, Callable[..., Any]] = {
     **{name: _either(name) for name in ("sqrt", "rsqrt", "exp", "log", "abs")},
     "sign": _signs,
-    "where": lambda condition, yes, no: torch.where(condition, yes, no) if torch.is_tensor(condition) else yes if condition else no,
+    "where": lambda condition, yes, no: (
+        torch.where(condition, yes, no) if torch.is_tensor(condition) else yes if condition else no
+    ),
     "minimum": _extreme("min"),
     "maximum": _extreme("max"),
     "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
@@ -225,6 +230,11 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
 NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power}
+
+
+@functools.cache
+def _of_numbers(function: Rule) -> Rule:
+    return bind(function, NUMBERS)
 
 
 class Torch(ArrayEngine):
@@ -297,7 +307,7 @@ class Torch(ArrayEngine):
     def number(self, step: Each, found: dict[int, Any]) -> None:
         """On the device, in float64, where nothing waits for them."""
         given = [self._there(found[n]) for n in step.takes]
-        found.update(zip(step.gives, tupled(bind(step.function, NUMBERS)(*given), step.gives), strict=True))
+        found.update(zip(step.gives, tupled(_of_numbers(step.function)(*given), step.gives), strict=True))
 
     def _there(self, value: Any) -> Any:
         return torch.as_tensor(value, dtype=torch.float64, device=self.device)
