@@ -8,6 +8,7 @@ Importing this package imports no engine, no numba, no torch and no jax.
 """
 
 from . import schedules
+from .checking import check_rule
 from .checkpoint import CheckpointError, load, load_latest
 from .engines import list_engines
 from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm
@@ -52,6 +53,7 @@ __all__ = [
     "QHAdamW",
     "RAdam",
     "Sophia",
+    "check_rule",
     "clip_scale",
     "create",
     "get_threads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import textwrap
@@ -105,9 +106,9 @@ class _Checker:
         if not first.ok:
             return
         for engine in self.engines:
-            yield self.told("engine", engine, lambda engine=engine: self.beside(engine, False))
+            yield self.told("engine", engine, functools.partial(self.beside, engine, False))
         for engine in self.engines:
-            yield self.told("groups", engine, lambda engine=engine: self.beside(engine, True))
+            yield self.told("groups", engine, functools.partial(self.beside, engine, True))
         yield self.told("groups", "reference", self.alone)
         best = next((engine for engine in ("cpu",) if engine in self.engines), "reference")
         for check, run in {
@@ -115,11 +116,11 @@ class _Checker:
             "NaN": self.local, "zero": self.zero,
         }.items():  # fmt: skip
             for engine in dict.fromkeys(("reference", best)):
-                yield self.told(check, engine, lambda run=run, engine=engine: run(speaker(engine)))
+                yield self.told(check, engine, functools.partial(run, speaker(engine)))
         for name, field in self.rule.fields.items():
-            yield self.told(f"hyperparameter {name}", "reference", lambda name=name, field=field: self.moves(name, field))
+            yield self.told(f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field))
             if field.annotation in ("float", "float | None") and not field.structural:
-                yield self.told(f"schedule of {name}", best, lambda name=name, field=field: self.scheduled(name, field, best))
+                yield self.told(f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best))
 
     def told(self, check: str, engine: str, run: Callable[[], tuple[bool, float | None, str]]) -> Finding:
         """What a check found; whatever is raised is what it found."""
@@ -163,7 +164,7 @@ class _Checker:
             return True, None, "not asked of a rule that reduces over all tensors"
         together = self.walked(specs, who, start, gradients, True)["p"]
         for i in range(len(start)):
-            walk = Walk([specs[i % len(specs)]], who, [start[i]])
+            walk = Walk([specs[i % len(specs)]], who, [start[i]], names=[f"tensor {i}"])
             walk.records[0].t = i % 4
             for g in gradients:
                 walk.step([g[i]])
@@ -197,7 +198,8 @@ class _Checker:
         start, gradients = self.problem()
         spec = self.rule(**self.settings)
         there = self.walked([spec], who, start, gradients)["p"]
-        back = self.walked([spec], who, start[::-1], [g[::-1] for g in gradients])["p"][::-1]
+        names = [f"tensor {i}" for i in range(len(start))][::-1]
+        back = self.walked([spec], who, start[::-1], [g[::-1] for g in gradients], names=names)["p"][::-1]
         if self.gathers:
             return True, None, "not asked of a rule that reduces over all tensors"
         return self.same({"p": there}, {"p": back}, "tensors that come in another order end elsewhere")
@@ -208,7 +210,9 @@ class _Checker:
         start, gradients = self.problem()
         spec = self.rule(**self.settings)
         together = self.walked([spec], who, start, gradients)["p"]
-        singly = [self.walked([spec], who, [p], [[g[i]] for g in gradients])["p"][0] for i, p in enumerate(start)]
+        singly = [
+            self.walked([spec], who, [p], [[g[i]] for g in gradients], names=[f"tensor {i}"])["p"][0] for i, p in enumerate(start)
+        ]
         if self.rule.matrix:  # products of stacks may be rounded otherwise than those of matrices
             worst = max(_apart(a, b, s) for a, b, s in zip(singly, together, start, strict=True))
             return worst <= MATRIX_BAR, worst, ""
@@ -273,16 +277,16 @@ class _Checker:
         return draw(0.1), [draw(0.1) for _ in range(STEPS)]
 
     def walked(
-        self, specs: Sequence[Spec], who: Speaker, start: Sequence[np.ndarray], gradients: Any, apart: bool = False
+        self, specs: Sequence[Spec], who: Speaker, start: Any, gradients: Any, apart: bool = False, names: Any = None
     ) -> Arrays:
-        walk = Walk(specs, who, start, apart)
+        walk = Walk(specs, who, start, apart, names)
         for g in gradients:
             walk.step(g)
         return walk.found()
 
     def specs(self) -> list[Spec]:
         """Two groups that differ in every number that may differ."""
-        spec, changed = self.rule(**self.settings), {}
+        spec, changed = self.rule(**self.settings), dict[str, Any]()
         for name, field in self.rule.fields.items():
             for value in self.alternatives(name, field):
                 if field.structural or value is None or spec.values()[name] is None:

@@ -134,12 +134,12 @@ def outcome(construct: Construct, who: Speaker, apart: bool) -> Arrays:
 class Walk:
     """Tensors, stepped by specs on an engine. apart: they are of different groups and have stepped before, differently often."""
 
-    def __init__(self, specs: Sequence[Spec], who: Speaker, start: Sequence[np.ndarray], apart: bool = False):
+    def __init__(self, specs: Sequence[Spec], who: Speaker, start: Sequence[np.ndarray], apart: bool = False, names: Any = None):
         self.specs, self.who = specs, who
         self.params = [who.given(p) for p in start]
         self.records = []
         for i, p in enumerate(start):
-            record = Record(f"tensor {i}", p.shape, i % len(specs) if apart else 0)
+            record = Record(f"tensor {i}" if names is None else names[i], p.shape, i % len(specs) if apart else 0)
             record.t = i % 4 if apart else 0
             record.furnish(specs[record.group], who.engine.allocate)
             self.records.append(record)

@@ -282,9 +282,11 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    x = spec.observe(E, x) if what == "observe" else spec.commit(E, x if what == "move" else spec.update(E, x))
-    if not isinstance(x, Values):
-        raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
+    spec = _shared(spec)
+    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "commit")):
+        x = getattr(spec, part)(E, x)
+        if not isinstance(x, Values):
+            raise LanguageError(f"{E.title}.{part} must return the values that its last E.map or E.each gave, not {x!r:.80}")
     if what in ("step", "move"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
@@ -297,6 +299,32 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
     drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
     return Program(tuple(steps), known, drops, buffers, wanted, names)
+
+
+class Unread:
+    """A hyperparameter that tensors of one pass may differ in, while an update is traced: only whether it is None is known."""
+
+    def __init__(self, title: str, name: str):
+        self.title, self.name = title, name
+
+    def _refuse(self, *_: Any) -> Any:
+        raise LanguageError(
+            f"{self.title}.update reads {self.name!r}, in which the tensors of one pass may differ; give it to rules through "
+            '`scalars`, or choose by a structural hyperparameter (flag, integer, choice) or by the slots there are ("m" in x)'
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __pow__ = __eq__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _shared(spec: Spec) -> Spec:
+    """A spec as all tensors of a pass have it."""
+    shared = object.__new__(type(spec))
+    for name, value in spec.values().items():
+        known = spec.fields[name].structural or value is None
+        shared.__dict__[name] = value if known else Unread(type(spec).__name__, name)
+    return shared
 
 
 def subtract(p, change):  # type: ignore[no-untyped-def]
