@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .engine import Bundle, Engine
-from .program import trace
+from .program import Program, trace
 from .spec import Shape, Slot, Spec
 
 
@@ -80,7 +80,20 @@ def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engi
         limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
         for lo in range(0, len(members), limit):
             parts.append(_part(members[lo : lo + limit], specs[first.group], watch))
+    if len(parts) > 1:
+        check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
+
+
+def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]) -> None:
+    """Refuse to step apart what is reduced over all tensors of an optimizer."""
+    kinds: dict[type[Spec], str] = {}
+    for spec, program, names in bundles:
+        if program is not None and program.gathers is not None and kinds.setdefault(type(spec), names[0]) != names[0]:
+            raise spec.refuse(
+                f"{program.gathers} is over all tensors, but {kinds[type(spec)]!r} and {names[0]!r} are not stepped together: "
+                "they differ in a structural hyperparameter, in their slots, dtype or device; give them optimizers of their own"
+            )
 
 
 def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
@@ -91,7 +104,10 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
     slots = records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
-    bundle = Bundle(spec, names, shapes, slots, buffers, watch=watch, index=[place for place, _ in members])
+    program = None if spec.matrix else trace(spec, slots)
+    if program is not None:
+        program.check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members])
     return Part(bundle, records, list(cohorts.values()))
 
 
@@ -119,8 +135,6 @@ def run_part(
         return
     each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
     bundle.numbers, bundle.t, bundle.scale = now if len(each) == 1 else _columns(part, each), first.t + 1, scale
-    if bundle.program is None and not spec.matrix:
-        bundle.program = trace(spec, bundle.slots, numbers=now)
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
     counts: Any = {}

@@ -125,6 +125,8 @@ class Prepared:
             missing = set(program.drops[n]) - set(step.domain)
             if not missing:
                 return "scaled" if n == program.inputs.get("g") else "full"
+            if len(missing) == 2:
+                return "matrix"
             return "column" if missing == {-2} and -1 not in step.domain else "row"
 
         held: dict[str | int, int] = {}  # the argument that a buffer is
