@@ -670,7 +670,7 @@ def test_rules_that_are_not_fit(rule, check, words):
 class InTurn(Momentum):
     """A tensor's step depends on how many came before."""
 
-    count = [0]
+    count = [0]  # noqa: RUF012
 
     def counters(self):
         InTurn.count[0] += 1
