@@ -554,7 +554,7 @@ def test_all_tensors_in_optax():
     from rlx_optim.optax.places import Member
     from rlx_optim.optax.transform import Transform, transformation
 
-    tx = transformation(Transform(Member("gathering", Gathering, Gathering(lr=1.0).values()), None))
+    tx = transformation(Transform(Member(Gathering, Gathering(lr=1.0).values()), None))
     params, grads = arrays((3, 2), (5,)), arrays((3, 2), (5,))
     params = {k: jax.numpy.asarray(p) for k, p in params.items()}
     updates, _ = tx.update(grads, tx.init(params), params)

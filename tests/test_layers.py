@@ -40,21 +40,25 @@ MAY = {
     "engines": {"engine", "engines", "language", "program", "spec", "linalg", "vocabulary", "random", "threads"},
     "checkpoint": {"spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},
     "optax": {
-        "engine", "engines", "program", "spec", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
+        "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random",
+        "checkpoint",
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
-        "sharing", "program", "language",
+        "sharing", "language", "program",
     },
     "stepping": {"engine", "program", "spec"},
+    "constructs": {"language", "spec", "vocabulary"},
+    "conformance": {"constructs", "engine", "engines", "language", "program", "spec", "stepping"},
+    "checking": {"conformance", "curvature", "engines", "optimizer", "program", "spec"},
     "family": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
-    "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint"},
+    "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint", "program"},
     "curvature": {"engine", "program", "spec", "optimizer", "admission", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "routing", "sharing", "spec", "program", "__init__",
+        "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
