@@ -1,5 +1,5 @@
 """Every Python block of README and docs runs. A block marked `continues` goes on where the one before it ended; one marked
-`integration=NAME` needs that package. Generated pages are in test_site.py."""
+`integration=NAME` needs that package. Generated pages are in test_site.py; files of packages (`title=`) are in test_own.py too."""
 
 import importlib.util
 import linecache
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rlx_optim import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,6 +24,7 @@ import site_hook  # noqa: E402
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))  # what a page registers is gone after it
     whole = page.name == "README.md"  # its blocks build on each other
     namespace: dict = {}
     for number, (mark, code) in enumerate(BLOCK.findall(page.read_text()), 1):
@@ -38,7 +41,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 def test_there_is_something_to_run():
     counts = {str(page.relative_to(ROOT)): len(BLOCK.findall(page.read_text())) for page in PAGES}
     assert counts["README.md"] >= 5
-    for page in ("quickstart", "named", "engines"):
+    for page in ("quickstart", "named", "engines", "own"):
         assert counts[f"docs/{page}.md"] >= 5
     assert counts["docs/protocol.md"] >= 3
     assert all(counts[f"docs/migrate/{page}.md"] for page in ("torch", "optax", "pytorch_optimizer", "rust"))

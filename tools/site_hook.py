@@ -67,4 +67,4 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Tables go in; what only tests/test_docs.py needs to know of a code block goes out."""
-    return re.sub(r"^```python .*$", "```python", filled(markdown), flags=re.MULTILINE)
+    return re.sub(r"^```python(?: (title=\S+))?.*$", r"```python \1", filled(markdown), flags=re.MULTILINE)

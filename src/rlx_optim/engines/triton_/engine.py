@@ -8,6 +8,7 @@ their tensors as a `Pile`, which is only stacked when somebody needs the stack.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +67,7 @@ class Triton(Torch):
         numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
-            if slot is None or not slot.factor:
+            if slot is None or not (slot.factor or slot.drop):
                 scale = bundle.scale if name == "g" else 1.0
                 arrays[name] = Pile(bundle.buffers[name], bundle.shapes[0], where, self.dtype, scale)
             else:
@@ -292,11 +293,13 @@ class Triton(Torch):
 
     # matrices ------------------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are."""
+        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are.
+        Reductions, and rows or columns beside whole tensors or alone, are torch's."""
         plan = x.get("_plan")
         takes, gives = signature(rule)
         piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
-        if plan is None or reduce or len({tuple(pile.shape) for pile in piles}) != 1:  # rows and columns are left to torch
+        sizes = {math.prod(pile.shape[1:]) for pile in piles}
+        if plan is None or reduce or sizes != {math.prod(plan.shapes[0])}:
             given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
             return x.set(**{name: given[name] for name in gives})
         n = len(plan.shapes)
