@@ -86,7 +86,9 @@ class Twins:
             groups = [{"params": params[:1], "maximize": maximize}, {"params": params[1:]}] if len(params) > 1 else params
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.opts.append(make(groups) if self.opts or engine is None else make(groups, engine=engine))
+                given = {"foreach": False} if self.opts and self.kind in TORCHS else {}  # else torch races where memory is shared
+                given |= {"engine": engine} if not self.opts and engine is not None else {}
+                self.opts.append(make(groups, **given))
 
     # ---- helpers
     def pick(self):
