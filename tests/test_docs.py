@@ -34,7 +34,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
         if not (whole or "continues" in mark):
             namespace = {}
         file = f"{page.name}, block {number}"
-        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # rules are read from their text
+        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # rules are read as text
         exec(compile(code, file, "exec"), namespace)
 
 

@@ -69,7 +69,7 @@ def test_all_that_is_compiled_is_kept_in_one_folder(filled):
     folder, path = filled
     names = {file.name.partition("-")[0] for file in caches(folder)}
     assert {"watch._admit", "parallel._alone", "parallel._spread", "norms._kernel", "triangular._substitute"} <= names
-    assert any(name.startswith("rlx_sgd") for name in names)
+    assert any(name.startswith("rlx_plain") for name in names)
     assert not caches(path)
 
 

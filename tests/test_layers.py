@@ -150,7 +150,7 @@ def test_an_elementwise_update_reads_structural_fields_alone():
         def update(self, E, x):
             return super().update(E, x) if self.lr > 0 else x
 
-    with pytest.raises(LanguageError, match=r"Wrong\.update reads lr, a number that may differ"):
+    with pytest.raises(LanguageError, match=r"Wrong\.update reads 'lr', in which the tensors of one pass may differ"):
         trace(Wrong(), Wrong().slots((3,)))
 
 

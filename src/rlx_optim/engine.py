@@ -134,6 +134,7 @@ class ArrayEngine:
     xp: Any = np
     dtype: Any = np.float64
     stored: Any = np.float32
+    copying: ClassVar[str] = "copy"  # the method of an array
 
     # the bundle ---------------------------------------------------------------------------------------------------
     def allocate(self, slot: Slot) -> np.ndarray:
@@ -232,8 +233,9 @@ class ArrayEngine:
         for i, shape in enumerate(shapes):
             local = {n: self.lined_up(found[n][i], program.drops[n], step.domain) for n in step.arrays}
             local |= {n: self.one_number(found[n], i) for n in step.numbers}
-            results = self.bound(step.rule)(*(local[n] for n in step.takes))
-            local |= dict(zip(step.gives, tupled(results, step.gives), strict=True))
+            given = [local[n] for n in step.takes]
+            results = tupled(self.bound(step.rule)(*given), step.gives)
+            local |= {n: self.apart(value, given) for n, value in zip(step.gives, results, strict=True)}
             over = without(shape, step.domain)
             for n in stored:
                 stored[n].append(self.spread(local[n], over))
@@ -249,6 +251,10 @@ class ArrayEngine:
         if missing == {-2} and -1 not in domain:
             return array[..., None, :]
         return array[(..., *[None] * len(missing))]
+
+    def apart(self, value: Any, given: Sequence[Any]) -> Any:
+        """A result, in memory of its own where it is an argument itself, which the step may overwrite."""
+        return getattr(value, self.copying)() if hasattr(value, self.copying) and any(value is v for v in given) else value
 
     @staticmethod
     def one_number(value: Any, i: int) -> Any:
@@ -292,8 +298,13 @@ class ArrayEngine:
         """Run a rule on every coordinate of stacks; its returned names replace or join the values. One that is reduced is left
         with axes of length 1, so that it lines up with the stack."""
         takes, gives = signature(rule)
-        results = self.bound(rule)(*(x[name] for name in takes))
-        return x.set(**self.reduced(dict(zip(gives, tupled(results, gives), strict=True)), reduce))
+        given = [x[name] for name in takes]
+        shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
+        results = tupled(self.bound(rule)(*given), gives)
+        for k, name in enumerate(gives):
+            fits = getattr(results[k], "shape", None) == shape
+            x = x.set(**{name: self.apart(results[k], given) if fits else self.spread(results[k], shape)})
+        return x.set(**self.reduced({name: x[name] for name in gives}, reduce))
 
     def reduced(self, results: dict[str, Any], reduce: Mapping[str, str]) -> dict[str, Any]:
         for name, kind in reduce.items():

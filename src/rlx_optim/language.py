@@ -116,7 +116,7 @@ class _Reader:
         except (OSError, TypeError):
             raise LanguageError(f"{rule.__qualname__}: the text of a rule must be in a file, where engines can read it") from None
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
-        if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
+        if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or hasattr(rule, "__wrapped__"):
             raise self.refused(tree, "a rule is a plain function without decorators")
         self.tree, self.known = tree, set[str]()
 

@@ -22,6 +22,7 @@ from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine
 from .family import Member, Plan
+from .program import trace
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
 from .spec import Spec
@@ -223,7 +224,11 @@ class NamedOptimizer(Member):
             self._clock += 1
             return
         scale = admission.check_scale(self._owner, grad_scale)
-        self._commit([self._checked(name, param, grad, shape)], scale)
+        item = self._checked(name, param, grad, shape)
+        spec = item.member._specs()[item.record.group]
+        if not spec.matrix and (program := trace(spec, spec.slots(item.record.shape))).gathers is not None:
+            raise spec.refuse(f"{program.gathers} is over all tensors; give them to step_all together")
+        self._commit([item], scale)
 
     def step_all(self, params: Mapping[str, np.ndarray], grads: Mapping[str, np.ndarray], grad_scale: float = 1.0) -> None:
         """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""

@@ -74,6 +74,23 @@ class Program:
         """Whether it reduces anything, so that a part of a tensor does not know enough."""
         return any(step.reduces for step in self.passes)
 
+    @functools.cached_property
+    def gathers(self) -> str | None:
+        """The first of its results that is reduced over all tensors of the optimizer, as `name="how"`."""
+        found = ((result, how.name) for step in self.passes for result, _, how in step.reduces if how.everything)
+        return next((f'{self.names[result]}="{name}"' for result, name in found), None)
+
+    def check(self, title: str, names: Iterable[str], shapes: Iterable[Shape]) -> None:
+        """Refuse tensors that have not the axes which are reduced."""
+        axis = min((axis for drop in self.drops.values() for axis in drop), default=0)
+        for name, shape in zip(names, shapes, strict=True):
+            if len(shape) < -axis:
+                lines = "rows" if axis == -1 else "columns"
+                raise LanguageError(
+                    f"{title}: {name!r} has shape {shape} and no {lines}, which its update reduces or keeps; let `slots` or "
+                    "`takes` tell such tensors apart"
+                )
+
     def place(self, number: int) -> str | None:
         """The buffer that a value lies in: p's, g's, a slot's."""
         return next((name for name, each in self.inputs.items() if each == number and (each in self.drops)), None)
@@ -200,6 +217,8 @@ class Recorder:
                 raise LanguageError(f"{where}: {name!r} is a buffer; give what is reduced another name")
             if domain and (REDUCTIONS[kind].axis == -2 or len(domain) > 1):
                 raise LanguageError(f"{where}: {name}={kind!r}: what it reduces lacks that axis already")
+        if "p" in gives and rule is not subtract:
+            raise LanguageError(f"{where} returns p, which the commit alone moves; return the direction u, or write `commit`")
         results = {name: self.symbol(name, domain) for name in gives}
         reduces, given = [], {}
         for name, value in results.items():
@@ -263,18 +282,17 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    spy = _watched(spec, E.title)
-    before = E.current["p"]
-    x = spy.observe(E, x) if what == "observe" else x if what == "move" else spy.update(E, x)
-    if not isinstance(x, Values):
-        raise LanguageError(f"{E.title}.update must return the values that its last E.map or E.each gave, not {x!r:.80}")
-    if what != "observe":
+    spec, before = _shared(spec), E.current["p"]
+    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "commit")):
+        if part == "commit" and type(spec).commit is Spec.commit:
+            for name, whose in (("u", "update"), ("step", "scalars")):
+                if not isinstance(x.get(name), Symbol):
+                    raise LanguageError(f"{E.title}.{whose} gives no {name}; the commit takes shrink·p + step·u from p")
+        x = getattr(spec, part)(E, x)
+        if not isinstance(x, Values):
+            raise LanguageError(f"{E.title}.{part} must return the values that its last E.map or E.each gave, not {x!r:.80}")
         if E.current["p"] != before:
-            raise LanguageError(f"{E.title}.update writes p; let its rules give the direction u, by which the commit moves p")
-        for name, whose in (("u", "update"), ("step", "scalars")):
-            if not isinstance(x.get(name), Symbol):
-                raise LanguageError(f"{E.title}.{whose} gives no {name}; the commit takes shrink·p + step·u from p")
-        x = spy.commit(E, x)
+            raise LanguageError(f"{E.title}.{part} writes p; rules give the direction u, and the commit what is taken from p")
     if what in ("step", "move"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
@@ -289,39 +307,30 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     return Program(tuple(steps), known, drops, buffers, wanted, names)
 
 
-def _watched(spec: Spec, title: str) -> Spec:
-    """The spec, but one that refuses to be asked for a number: programs are made once for all values of it."""
-    kind = type(spec)
-    spied: set[str] = set()
+class Unread:
+    """A hyperparameter that tensors of one pass may differ in, while an update is traced: only whether it is None is known."""
 
-    class Spy(kind):  # type: ignore[misc, valid-type]
-        def __getattribute__(self, name: str) -> Any:
-            field = kind.fields.get(name)
-            if field is not None and not field.structural and "None" not in field.annotation:
-                spied.add(name)
-            return super().__getattribute__(name)
+    def __init__(self, title: str, name: str):
+        self.title, self.name = title, name
 
-    def made() -> Any:
-        spy = object.__new__(Spy)
-        spy.__dict__.update(spec.__dict__)
-        return spy
+    def _refuse(self, *_: Any) -> Any:
+        raise LanguageError(
+            f"{self.title}.update reads {self.name!r}, in which the tensors of one pass may differ; give it to rules through "
+            '`scalars`, or choose by a structural hyperparameter (flag, integer, choice) or by the slots there are ("m" in x)'
+        )
 
-    made().structure()
-    allowed = frozenset(spied)  # what the structure itself depends on
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __pow__ = __eq__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
-    class Refusing(kind):  # type: ignore[misc, valid-type]
-        def __getattribute__(self, name: str) -> Any:
-            field = kind.fields.get(name)
-            if field is not None and not field.structural and "None" not in field.annotation and name not in allowed:
-                raise LanguageError(
-                    f"{title}.update reads {name}, a number that may differ from tensor to tensor and change from step to step; "
-                    "let `scalars` give it to a rule"
-                )
-            return super().__getattribute__(name)
 
-    refusing: Spec = object.__new__(Refusing)
-    refusing.__dict__.update(spec.__dict__)
-    return refusing
+def _shared(spec: Spec) -> Spec:
+    """A spec as all tensors of a pass have it."""
+    shared = object.__new__(type(spec))
+    for name, value in spec.values().items():
+        known = spec.fields[name].structural or value is None
+        shared.__dict__[name] = value if known else Unread(type(spec).__name__, name)
+    return shared
 
 
 def subtract(p, change):  # type: ignore[no-untyped-def]

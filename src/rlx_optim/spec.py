@@ -247,9 +247,10 @@ class Slot:
     meaning: str = ""
 
 
-def like(shape: Shape, **meanings: str) -> dict[str, Slot]:
-    """Slots of the parameter's own shape, from zero, with what they mean: like(shape, m="first moment")."""
-    return {name: Slot(shape, meaning=meaning) for name, meaning in meanings.items()}
+def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
+    """Slots of the parameter's own shape, from zero, with what they mean: like(shape, m="first moment"). One that means nothing to
+    anybody else is just named."""
+    return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
 # ---- the commit -----------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ the parts; what the arrays are (NumPy, torch) is between it and the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .engine import Bundle, Engine
-from .program import trace
+from .program import Program, trace
 from .spec import Shape, Slot, Spec
 
 
@@ -80,7 +80,20 @@ def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engi
         limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
         for lo in range(0, len(members), limit):
             parts.append(_part(members[lo : lo + limit], specs[first.group], watch))
+    if len(parts) > 1:
+        check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
+
+
+def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]) -> None:
+    """Refuse to step apart what is reduced over all tensors of an optimizer."""
+    kinds: dict[type[Spec], str] = {}
+    for spec, program, names in bundles:
+        if program is not None and program.gathers is not None and kinds.setdefault(type(spec), names[0]) != names[0]:
+            raise spec.refuse(
+                f"{program.gathers} is over all tensors, but {kinds[type(spec)]!r} and {names[0]!r} are not stepped together: "
+                "they differ in a structural hyperparameter, in their slots, dtype or device; give them optimizers of their own"
+            )
 
 
 def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
@@ -91,7 +104,10 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
     slots = records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
-    bundle = Bundle(spec, names, shapes, slots, buffers, watch=watch, index=[place for place, _ in members])
+    program = None if spec.matrix else trace(spec, slots)
+    if program is not None:
+        program.check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members])
     return Part(bundle, records, list(cohorts.values()))
 
 
@@ -112,10 +128,13 @@ def run_part(
     bundle, cohorts = part.bundle, part.cohorts
     first = cohorts[0][0]
     spec = bundle.spec = specs[first.group]
-    each = tuple([scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts])
-    bundle.numbers, bundle.t, bundle.scale = each[0] if len(each) == 1 else _columns(part, each), first.t + 1, scale
-    if bundle.program is None and not spec.matrix:
-        bundle.program = trace(spec, bundle.slots, numbers=each[0])
+    now = scalars(first, spec, numbers)
+    if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
+        bundle.runner(now, scale)
+        count(cohorts[0], now)
+        return
+    each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
+    bundle.numbers, bundle.t, bundle.scale = now if len(each) == 1 else _columns(part, each), first.t + 1, scale
     buffers = bundle.buffers
     buffers["p"], buffers["g"] = params, grads
     counts: Any = {}
@@ -127,11 +146,15 @@ def run_part(
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
     for cohort, now in zip(cohorts, each, strict=True):
-        for record in cohort:
-            record.t += 1
-            if record.counters:
-                source = counts if spec.matrix else now
-                record.counters |= {name: source[name] for name in record.counters if name in source}
+        count(cohort, counts if spec.matrix else now)
+
+
+def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:
+    """Count a step of records that share its numbers."""
+    for record in records:
+        record.t += 1
+        if record.counters:
+            record.counters |= {name: now[name] for name in record.counters if name in now}
 
 
 def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -96,6 +96,9 @@ class Jax(ArrayEngine):
     def one_number(value: Any, i: int) -> Any:
         return Zero() if type(value) is float and value == 0 else ArrayEngine.one_number(value, i)
 
+    def apart(self, value: Any, given: Any) -> Any:
+        return value  # nothing is ever overwritten
+
     def column(self, values: Any) -> Any:
         return jnp.asarray(values, self.dtype)
 

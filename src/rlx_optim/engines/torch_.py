@@ -7,6 +7,7 @@ float64 parameters; bfloat16 and float16 parameters and gradients are widened on
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ class Many:
 
     def __init__(self, each: Sequence[torch.Tensor]):
         self.each = list(each)
+
+    def clone(self) -> Many:
+        return Many([t.clone() for t in self.each])
 
     def _with(self, name: str, other: Any) -> Many:
         return Many(getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, Many) else _plain(other)))
@@ -121,9 +125,7 @@ def _rsqrt(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    if not isinstance(x, Many):
-        return _number("sign")(x)
-    return Many([torch.where(t.isnan(), t, t.sign()) for t in x.each])
+    return Many([_signs(t) for t in x.each]) if isinstance(x, Many) else _number("sign")(x)
 
 
 def _bound(name: str) -> Callable[[Any, Any], Any]:
@@ -153,7 +155,9 @@ def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype) -> torch.Tensor
     if torch.is_tensor(flag):
         return torch.where(flag, yes, no).to(dtype)
     chosen = yes if flag else no
-    return chosen if torch.is_tensor(chosen) else torch.full_like(next(v for v in (yes, no) if torch.is_tensor(v)), chosen)
+    return (
+        chosen.clone() if torch.is_tensor(chosen) else torch.full_like(next(v for v in (yes, no) if torch.is_tensor(v)), chosen)
+    )
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Any:
@@ -183,27 +187,29 @@ def _extreme(name: str) -> Callable[[Any, Any], Any]:
     return extreme
 
 
-STACKS = {
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "sign": torch.sign,
-    "where": torch.where,
-    "minimum": _extreme("min"),
-    "maximum": _extreme("max"),
-    "exp": torch.exp,
-    "log": torch.log,
-    "abs": torch.abs,
-    "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
-}
-
-
 def _either(name: str) -> Callable[[Any], Any]:
-    """A function of numbers, wherever they are."""
+    """A function of tensors and of numbers."""
 
     def function(x: Any) -> Any:
         return getattr(torch, name)(x) if torch.is_tensor(x) else getattr(vocabulary, name)(x)
 
     return function
+
+
+def _signs(x: Any) -> Any:
+    return torch.where(x.isnan(), x, x.sign()) if torch.is_tensor(x) else vocabulary.sign(x)
+
+
+STACKS: dict[str, Callable[..., Any]] = {
+    **{name: _either(name) for name in ("sqrt", "rsqrt", "exp", "log", "abs")},
+    "sign": _signs,
+    "where": lambda condition, yes, no: (
+        torch.where(condition, yes, no) if torch.is_tensor(condition) else yes if condition else no
+    ),
+    "minimum": _extreme("min"),
+    "maximum": _extreme("max"),
+    "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
+}
 
 
 def _less_power(beta: Any, t: Any) -> Any:
@@ -223,12 +229,12 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
-NUMBERS: dict[str, Any] = {
-    **STACKS,
-    **{name: _either(name) for name in ("sqrt", "rsqrt", "sign", "exp", "log", "abs")},
-    "where": _choose,
-    "less_power": _less_power,
-}
+NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power}
+
+
+@functools.cache
+def _of_numbers(function: Rule) -> Rule:
+    return bind(function, NUMBERS)
 
 
 class Torch(ArrayEngine):
@@ -236,6 +242,7 @@ class Torch(ArrayEngine):
 
     name = "torch"
     xp = torch
+    copying = "clone"
 
     def __init__(self, device: Any = "cpu", dtype: torch.dtype = torch.float32):
         self.device, self.dtype = torch.device(device), dtype
@@ -277,7 +284,9 @@ class Torch(ArrayEngine):
             self._lists[step.rule] = bind(step.rule, LISTS)
         local = {n: Many([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
         local |= {n: self._number(found[n]) for n in step.numbers}
-        results = tupled(self._lists[step.rule](*(local[n] for n in step.takes)), step.gives)
+        arguments = [local[n] for n in step.takes]
+        results = tupled(self._lists[step.rule](*arguments), step.gives)
+        results = tuple([self.apart(value, arguments) for value in results])
         over = [without(shape, step.domain) for shape in shapes]
         given = {
             n: [self.spread(t, shape) for t, shape in zip(_each(value, len(over)), over, strict=True)]
@@ -296,9 +305,12 @@ class Torch(ArrayEngine):
         return value if tuple(value.shape) == shape else value.broadcast_to(shape)
 
     def number(self, step: Each, found: dict[int, Any]) -> None:
-        there = {n: torch.as_tensor(found[n], dtype=torch.float64, device=self.device) for n in step.takes}
-        super().number(step, there)
-        found.update({n: there[n] for n in step.gives})
+        """On the device, in float64, where nothing waits for them."""
+        given = [self._there(found[n]) for n in step.takes]
+        found.update(zip(step.gives, tupled(_of_numbers(step.function)(*given), step.gives), strict=True))
+
+    def _there(self, value: Any) -> Any:
+        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         if how.axis is None:  # one number: in float64

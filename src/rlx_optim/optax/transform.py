@@ -16,6 +16,7 @@ from ..engines.jax_ import engine_in, traceable
 from ..program import Values, trace
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
+from ..stepping import check_together
 from .places import Member, Place, admitted, path_name
 
 Tree = Any
@@ -149,6 +150,8 @@ class Transform:
             if ps[i].size:
                 key = (id(place.member), place.decays, tuple(place.slots), str(arithmetic(ps[i])))
                 bundles.setdefault((*key, i) if place.member.kind.matrix else key, []).append(i)
+        programs = [places[mine[0]] for mine in bundles.values() if not places[mine[0]].member.kind.matrix]
+        check_together([(p.member.steady, trace(p.member.steady, p.slots), [p.name]) for p in programs])
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
@@ -187,6 +190,7 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
     """Lists with an array per tensor; the tensors of a stacked leaf one by one, as some rules measure each."""
     slots = leaves[0][0].slots
     program = trace(spec, slots, "change", numbers)
+    program.check(type(spec).__name__, [place.name for place, _ in leaves], [place.inner for place, _ in leaves])
     arrays: dict[str, list[Any]] = {name: [] for name in ("p", "g", *slots)}
     shapes: list[Shape] = []
     for place, given in leaves:

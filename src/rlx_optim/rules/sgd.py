@@ -90,4 +90,4 @@ class SGD(Spec):
         return {"step": self.lr, "decay": self.weight_decay, "beta": self.momentum, "alpha": alpha, "started": 1}
 
     def update(self, E, x):
-        return E.map(nesterov if self.nesterov else heavy_ball if self.averages else plain, x)
+        return E.map(nesterov if self.nesterov else heavy_ball if "m" in x else plain, x)

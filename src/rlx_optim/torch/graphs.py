@@ -13,7 +13,6 @@ import torch
 
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
-from ..program import trace
 from ..spec import Spec
 from ..stepping import Part, Record
 from .lanes import Seat, TritonLane, written
@@ -82,8 +81,6 @@ class GraphLane(TritonLane):
             bundle.spec, bundle.scale = specs[part.records[0].group], scale
             bundle.numbers, counts = self.numbers_of(part, place)
             bundle.buffers |= {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
-            if bundle.program is None and not bundle.spec.matrix:
-                bundle.program = trace(bundle.spec, bundle.slots)
             try:
                 self.engine.run(bundle)
             finally:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
+from ..program import trace
 from ..routing import bare
 from ..spec import Spec
+from ..stepping import check_together
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
@@ -156,6 +158,8 @@ class Stepper(torch.optim.Optimizer):
             return
         self._again = None
         ready = self._ready(only)
+        if only is not None and self._gathering:
+            raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
         if self._council is not None:
             work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
             if stopped or not self._passes(self._arrived(work), bad):
@@ -294,7 +298,7 @@ class Stepper(torch.optim.Optimizer):
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
-            tensors = any(map(holds_tensor, values))
+            tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
             if tensors and self.capturable:  # what is on the device is read by the step itself
                 values, tensors = list(map(identified, values)), False
             before, spec = self._specs[i]
@@ -370,6 +374,7 @@ class Stepper(torch.optim.Optimizer):
                 f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
             )
         lanes: dict[Any, Lane] = {}
+        gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
             for name, param in named(group):
@@ -384,6 +389,8 @@ class Stepper(torch.optim.Optimizer):
                 engine, why = choose(self.engine, param.device, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
+                if not spec.matrix and (program := trace(spec, spec.slots(tuple(param.shape)))).gathers is not None:
+                    gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
                 if home is not None:
                     if self.capturable:
                         raise ValueError(
@@ -398,7 +405,8 @@ class Stepper(torch.optim.Optimizer):
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
                 lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
-        self._again = None
+        check_together(list(gathering.values()))
+        self._again, self._gathering = None, bool(gathering)
         for lane in lanes.values():
             lane.share_counts()
         self._lanes, self._layout = list(lanes.values()), self._laid_out()
@@ -458,10 +466,6 @@ class Stepper(torch.optim.Optimizer):
                 handle.remove()
 
         return detach
-
-
-def holds_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(each, torch.Tensor) for each in value))
 
 
 def identified(value: Any) -> Any:

@@ -50,9 +50,6 @@ class Kernel:
 
     def set_numbers(self, values: list[Any]) -> None:
         """Fill the table of numbers: each value a float, or an array with one per tensor."""
-        if self.row is not None and not any(isinstance(value, np.ndarray) and value.ndim for value in values):
-            self.row[:] = values
-            return
         for j, value in enumerate(values):
             self.numbers[:, j] = value
 
@@ -128,6 +125,8 @@ class Prepared:
             missing = set(program.drops[n]) - set(step.domain)
             if not missing:
                 return "scaled" if n == program.inputs.get("g") else "full"
+            if len(missing) == 2:
+                return "matrix"
             return "column" if missing == {-2} and -1 not in step.domain else "row"
 
         held: dict[str | int, int] = {}  # the argument that a buffer is
@@ -149,7 +148,10 @@ class Prepared:
             if n in reduced and reduced[n][1].axis == -2:
                 self.columns.append(plan.scratch[place])
         self.numbers = [n for n in step.takes if n not in program.drops]
-        self.over_tensors = [(reduced[step.gives[k]][0], how) for k, how in layout.over_tensors]
+        self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
+        for k, how in layout.over_tensors:
+            counts = np.array([counted(shape, step.domain, how) for shape in plan.shapes], np.float64)
+            self.over_tensors.append((reduced[step.gives[k]][0], how, counts))
         self.refresh()
 
     def refresh(self) -> None:
@@ -162,13 +164,11 @@ class Prepared:
         if self.columns:
             self.kernel.fold_columns(self.columns)
         if self.over_tensors:
-            raw = self.kernel.over_tensors()
-            for (result, how), sums in zip(self.over_tensors, raw, strict=True):
-                counts = [counted(shape, self.step.domain, how) for shape in self.shapes]
+            for (result, how, counts), sums in zip(self.over_tensors, self.kernel.over_tensors(), strict=True):
                 if how.everything:
-                    found[result] = engine.rooted(sums.max() if how.largest else sums.sum(), how, sum(counts))
+                    found[result] = engine.rooted(sums.max() if how.largest else sums.sum(), how, counts.sum())
                 else:
-                    found[result] = engine.rooted(sums, how, np.asarray(counts, np.float64))
+                    found[result] = engine.rooted(sums, how, counts)
 
 
 class Plan:
@@ -192,6 +192,10 @@ class Plan:
         for step in program.steps:
             self.steps.append(Prepared(self, step, engine) if isinstance(step, Pass) else step)
         self.inputs = [(name, n) for name, n in program.inputs.items() if n not in program.drops]
+        only = self.steps[0] if len(self.steps) == 1 else None
+        self.only = only if isinstance(only, Prepared) and not only.over_tensors and not only.columns else None
+        by_number = {n: name for name, n in self.inputs}
+        self.names = [] if self.only is None else [by_number[n] for n in self.only.numbers]
 
     def make_room(self, number: int, drop: Drop, stored: np.dtype) -> None:
         """Scratch for a value, one array per tensor."""
@@ -217,6 +221,16 @@ class Plan:
         watch = self.bundle.watch
         if watch is None or watch.version != self.version:
             self.refresh()
+        if self.only is not None:  # one pass, and no number but those that are given
+            values = [numbers[name] for name in self.names]
+            values.append(scale)
+            kernel = self.only.kernel
+            if kernel.row is not None:
+                kernel.row[:] = values
+            else:
+                kernel.set_numbers(values)
+            kernel.run()
+            return
         found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
         for step in self.steps:
             if isinstance(step, Prepared):

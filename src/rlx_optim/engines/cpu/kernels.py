@@ -26,14 +26,15 @@ from .cache import kept
 
 #: columns of the chunk table
 CHUNK = ("tensor", "first", "last", "rows", "columns", "scratch")
+ROWWISE = {"row": "_r", "matrix": "_r // _rows", "column": "(_r // _rows) * _columns"}  # where a row of the domain finds its own
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a rule's arguments and results lie in memory.
 
-    takes: per argument "full" (an array), "scaled" (the gradient: an array times the scale), "row" or "column" (one number per
-    row or per column of the domain) or "number" (one per tensor).
+    takes: per argument "full" (an array), "scaled" (the gradient: an array times the scale), "row", "column" or "matrix" (one
+    number per row, per column or per matrix of the domain) or "number" (one per tensor).
     gives: per result "store" (into an array of its own), the number of the argument whose array it replaces, or its reduction. A
     replacement is not a store to a second pointer, because the compiler's overlap check would then always fail and the loop run
     one element at a time.
@@ -47,7 +48,7 @@ class Layout:
 
     @property
     def by_row(self) -> bool:
-        return any(kind in ("row", "column") for kind in self.takes) or any(how.axis is not None for _, how in self.reductions)
+        return any(kind in ROWWISE for kind in self.takes) or any(how.axis is not None for _, how in self.reductions)
 
     @property
     def reductions(self) -> list[tuple[int, Reduction]]:
@@ -104,11 +105,12 @@ def source(rule: Rule, layout: Layout) -> str:
     setup = []  # what is fetched before the innermost loop
     start, n = ("_r * _columns", "_columns") if by_row else ("_first", "_last - _first")
     for slot, j in enumerate(arrays):
-        if layout.takes[j] == "row":
-            setup.append(f"_a{j} = _F({where(slot, '_r', None)})")
+        kind = layout.takes[j]
+        if kind in ("row", "matrix"):
+            setup.append(f"_a{j} = _F({where(slot, ROWWISE[kind], None)})")
         else:
-            setup.append(f"_a{j} = {where(slot, '(_r // _rows) * _columns' if layout.takes[j] == 'column' else start, n)}")
-    loads = {"number": "_n{}", "row": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
+            setup.append(f"_a{j} = {where(slot, ROWWISE.get(kind, start), n)}")
+    loads = {"number": "_n{}", "row": "_a{}", "matrix": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
     values = ", ".join(loads.get(kind, "_F(_a{}[_i])").format(j) for j, kind in enumerate(layout.takes))
     results = ", ".join(f"_y{k}" for k in range(len(layout.gives)))
     inner, after = [f"{results} = _rule({values})"], []

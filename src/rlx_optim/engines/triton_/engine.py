@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from ... import random
-from ...engine import tupled
 from ...language import REDUCTIONS, Reduction, Rule, signature
-from ...program import Each, Pass, Values, reordered
+from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
@@ -44,7 +43,8 @@ class Triton(Torch):
     # bundles -----------------------------------------------------------------------------------------------------------
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine."""
-        lines = any(slot.drop for slot in bundle.slots.values())
+        drops = [slot.drop for slot in bundle.slots.values()]
+        lines = any(drops if bundle.program is None else bundle.program.drops.values())
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
 
     def placed(self, bundle: Any) -> dict[str, Placed]:
@@ -64,7 +64,7 @@ class Triton(Torch):
     def values(self, bundle: Any) -> Values:
         plan, n = bundle.plan, len(bundle.shapes)
         arrays: dict[str, Any] = self.placed(bundle)
-        numbers = {**bundle.numbers, "scale": bundle.scale, "plan": plan, "flag": getattr(bundle.watch, "flag", None)}
+        numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
             if slot is None or not (slot.factor or slot.drop):
@@ -88,10 +88,12 @@ class Triton(Torch):
             if bundle.program is not None:
                 self._execute(bundle)
                 return {}
-            x = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)), move)
+            start = self.values(bundle)
+            x = self.moved(bundle.spec, bundle.spec.update(self, start), move)
             for name in bundle.written():
-                if isinstance(x[name], torch.Tensor):  # what is not by address has been computed apart
-                    torch._foreach_copy_(list(bundle.buffers[name]), list(x[name].reshape(-1, *bundle.buffers[name][0].shape)))
+                if x[name] is not start[name]:  # what is not by address has been computed apart
+                    apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                    torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
@@ -286,24 +288,19 @@ class Triton(Torch):
                     table[:, j] = value
         return table, (0.0,)
 
-    def number(self, step: Each, found: dict[int, Any]) -> None:
-        """Numbers that are on the device stay there, and nothing waits for them."""
-        given = [self._there(found[n]) for n in step.takes]
-        found.update(zip(step.gives, tupled(self.bound(step.function)(*given), step.gives), strict=True))
-
     def _there(self, value: Any) -> Any:
         return value if torch.is_tensor(value) or not np.ndim(value) else self.sender.send(np.asarray(value, np.float64))
 
     # matrices ------------------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are.
-        Reductions, and rows or columns beside whole tensors or alone, are torch's."""
-        plan = x.get("plan")
+        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are."""
+        plan = x.get("_plan")
         takes, gives = signature(rule)
         piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
-        if plan is None or not piles or reduce or any(math.prod(pile.shape[1:]) != math.prod(plan.shapes[0]) for pile in piles):
-            x = x.set(**{name: dense(value) for name, value in x.items()})
-            return super().map(rule, x, **reduce)
+        sizes = {tuple(pile.shape): math.prod(pile.shape[1:]) for pile in piles}
+        if plan is None or reduce or [*sizes.values()] != [math.prod(plan.shapes[0])]:  # rows and columns are left to torch
+            given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
+            return x.set(**{name: given[name] for name in gives})
         n = len(plan.shapes)
         arrays, names, numbers, keep = [], [], [], []
         for name in takes:
@@ -319,29 +316,18 @@ class Triton(Torch):
             names.append(name)
         out: dict[str, Any] = {}
         for name in gives:
-            if not isinstance(x.get(name), Pile):
+            if not (isinstance(x.get(name), Pile) and x[name].each):  # no buffer of the bundle
                 out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
         apart = {name: placed(value) for name, value in out.items()}
-        reads, every = len(arrays), [*arrays, *apart.values()]
-        where = {name: names.index(name) for name in gives if name not in out} | {name: reads + k for k, name in enumerate(out)}
+        only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
+        reads, every = len(arrays), [*arrays, *only.values()]
+        where = {name: j for j, name in enumerate([*names, *only])}
         stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
         sums = tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out else ()
-        kinds, key = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names))
+        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
         found = self._launch(
-            plan,
-            key,
-            self._arrays_first(rule, names),
-            every,
-            reads,
-            numbers,
-            (),
-            stores,
-            sums,
-            kinds,
-            len(gives),
-            x.scale,
-            x.flag,
-        )
+            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
+        )  # fmt: skip
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:
             if name not in out:
@@ -375,7 +361,7 @@ class Triton(Torch):
 
     def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
         """The same words as everywhere, in one launch."""
-        plan = x.get("plan")
+        plan = x.get("_plan")
         if plan is None or self.dtype is not torch.float32:
             return super().random(kind, x, shape)
         keys = plan.cached("keys", lambda: self.sender.send(np.array([random.key(x.seed, name) for name in x.names], np.int64)))

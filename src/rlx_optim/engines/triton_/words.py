@@ -40,12 +40,12 @@ def t_sign(x):
 
 @triton.jit
 def t_minimum(a, b):
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.where(a < b, a, tl.where(a != a, a, b))  # not a | of conditions, which may be of different shapes
 
 
 @triton.jit
 def t_maximum(a, b):
-    return tl.where((a > b) | (a != a), a, b)
+    return tl.where(a > b, a, tl.where(a != a, a, b))
 
 
 @triton.jit

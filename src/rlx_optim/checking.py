@@ -1,0 +1,375 @@
+"""`check_rule`: is a rule fit to be used? It is stepped on every engine that is here, and every habit of a good rule is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .conformance import Arrays, Speaker, Walk, present, speaker
+from .curvature import CurvatureOptimizer
+from .optimizer import NamedOptimizer
+from .program import Program, trace
+from .spec import REQUIRED, Field, Shape, Spec
+
+SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
+SMALL: tuple[Shape, ...] = ((5, 4), (7,))
+STEPS, LONG = 4, 12
+BAR, MATRIX_BAR = 2e-5, 1e-3  # of the distance travelled, for rules that multiply matrices the second
+#: what is tried in the place of a hyperparameter's value, where it is in range
+NUMBERS = (0.5, 0.1, 0.01, 0.9, 2.0, 1.0, 0.0, -0.5)
+LEAST = 1e-12  # of p: what moves it less does nothing
+
+HINTS = {
+    "language": "say it in the language of rules: docs/language.md",
+    "engine": "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
+    "groups": "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
+    "resume": "state must be in slots or counters: nothing else is saved",
+    "same again": "a step may depend on p, g, slots, counters, t and hyperparameters alone",
+    "order": "tensors are stepped in any order: a rule must not remember what came before",
+    "one by one": "a tensor's step must not depend on which others are stepped with it, unless by an all_… reduction",
+    "NaN": "a NaN must not leave its tensor: only all_… reductions may look at several",
+    "zero": "keep divisions away from 0 with an eps, or maximum(…)",
+    "hyperparameter": "it changes nothing: does `scalars` give it, does the rule read it, is it in `structure`?",
+    "schedule": "a number of `scalars` must do: what picks code or slots is structural (flag, integer, choice)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One check on one engine. seen: how far off, where that is a number."""
+
+    check: str
+    engine: str
+    ok: bool
+    seen: float | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check_rule` found; `str` is a table."""
+
+    rule: str
+    rows: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        wide, names = max(len(row.check) for row in self.rows), max(len(row.engine) for row in self.rows)
+        lines = [f"{self.rule}: {'fit to be used' if self.ok else 'something is wrong'}"]
+        for row in self.rows:
+            seen = "" if row.seen is None else f"{row.seen:.1e}" if row.seen else "0"
+            lines.append(f"  {'ok   ' if row.ok else 'WRONG'} {row.check:{wide}}  {row.engine:{names}}  {seen}".rstrip())
+            lines += textwrap.wrap(row.note, 96, initial_indent="        ", subsequent_indent="        ")
+        wrong = sum(not row.ok for row in self.rows)
+        return "\n".join([*lines, f"{len(self.rows)} checks, {wrong or 'none'} of them wrong"])
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        for row in rows:
+            row["seen"] = row["seen"] if row["seen"] is None or math.isfinite(row["seen"]) else None
+        return {"rule": self.rule, "ok": self.ok, "rows": rows}
+
+
+def check_rule(rule: type[Spec], *, engines: Sequence[str] | None = None, **settings: Any) -> Report:
+    """Step a rule on every engine that is here, against the reference: over shapes, over groups that differ, resumed, with bad
+    gradients, with every hyperparameter changed and scheduled. settings: where they are not the defaults."""
+    if not (isinstance(rule, type) and issubclass(rule, Spec)):
+        raise TypeError(f"check_rule takes a Spec class, got {rule!r}")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # a rule's advice is not asked for here
+        return Report(rule.__name__, tuple(_Checker(rule, settings, engines or present()).findings()))
+
+
+class _Checker:
+    def __init__(self, rule: type[Spec], settings: dict[str, Any], engines: Sequence[str]):
+        required = {name: 0.1 for name, field in rule.fields.items() if field.default is REQUIRED}
+        self.rule, self.settings = rule, required | settings
+        self.engines = [engine for engine in engines if engine != "reference"]
+        self.shapes: list[Shape] = []
+        self.gathers = False
+
+    # ---- what is done ----------------------------------------------------------------------------------------------------
+    def findings(self) -> Iterator[Finding]:
+        first = self.told("language", "trace", self.language)
+        yield first
+        if not first.ok:
+            return
+        for engine in self.engines:
+            yield self.told("engine", engine, functools.partial(self.beside, engine, False))
+        for engine in self.engines:
+            yield self.told("groups", engine, functools.partial(self.beside, engine, True))
+        yield self.told("groups", "reference", self.alone)
+        best = next((engine for engine in ("cpu",) if engine in self.engines), "reference")
+        for check, run in {
+            "same again": self.again, "resume": self.resumed, "order": self.reversed, "one by one": self.single,
+            "NaN": self.local, "zero": self.zero,
+        }.items():  # fmt: skip
+            for engine in dict.fromkeys(("reference", best)):
+                yield self.told(check, engine, functools.partial(run, speaker(engine)))
+        for name, field in self.rule.fields.items():
+            yield self.told(f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field))
+            if field.annotation in ("float", "float | None") and not field.structural:
+                yield self.told(f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best))
+
+    def told(self, check: str, engine: str, run: Callable[[], tuple[bool, float | None, str]]) -> Finding:
+        """What a check found; whatever is raised is what it found."""
+        hint = HINTS[next(key for key in HINTS if check.startswith(key))]
+        try:
+            ok, seen, note = run()
+        except Exception as problem:
+            ok, seen, note = False, None, f"{type(problem).__name__}: {str(problem).strip()}"
+        return Finding(check, engine, ok, seen, note if ok else "; ".join(part for part in (note, hint) if part))
+
+    # ---- checks: whether it holds, what was seen, a note ----------------------------------------------------------------
+    def language(self) -> tuple[bool, float | None, str]:
+        spec, left = self.rule(**self.settings), []
+        for shape in SHAPES:
+            if (why := spec.takes(shape)) is not None:
+                left.append(f"{shape}: {why}")
+                continue
+            program: Program | None = None if spec.matrix else trace(spec, spec.slots(shape))
+            if program is not None:
+                program.check(self.rule.__name__, ["a tensor"], [shape])
+                self.gathers = self.gathers or program.gathers is not None
+            self.shapes.append(shape)
+        if not self.shapes:
+            return False, None, f"it takes none of these shapes: {'; '.join(left)}"
+        return True, None, f"left to others: {'; '.join(left)}" if left else ""
+
+    def beside(self, engine: str, apart: bool) -> tuple[bool, float | None, str]:
+        """Beside the reference."""
+        start, gradients = self.problem()
+        specs = self.specs() if apart else [self.rule(**self.settings)]
+        got, want = (self.walked(specs, speaker(each), start, gradients, apart) for each in (engine, "reference"))
+        gaps = [_apart(g, w, s) for g, w, s in zip(got["p"], want["p"], start, strict=True)]
+        worst = max(gaps)
+        bar = MATRIX_BAR if self.rule.matrix else BAR
+        return worst <= bar, worst, "" if worst <= bar else f"a tensor of shape {start[gaps.index(worst)].shape} ends elsewhere"
+
+    def alone(self) -> tuple[bool, float | None, str]:
+        """Groups together, and each by itself."""
+        (start, gradients), specs, who = self.problem(), self.specs(), speaker("reference")
+        if self.gathers:
+            return True, None, "not asked of a rule that reduces over all tensors"
+        together = self.walked(specs, who, start, gradients, True)["p"]
+        for i in range(len(start)):
+            walk = Walk([specs[i % len(specs)]], who, [start[i]], names=[f"tensor {i}"])
+            walk.records[0].t = i % 4
+            for g in gradients:
+                walk.step([g[i]])
+            if not np.array_equal(walk.found()["p"][0], together[i], equal_nan=True):
+                changed = ", ".join(f"{k}={v!r}" for k, v in specs[i % len(specs)].values().items())
+                return False, None, f"a tensor of shape {start[i].shape} in a group with {changed} takes another's values"
+        return True, 0.0, ""
+
+    def again(self, who: Speaker) -> tuple[bool, float | None, str]:
+        start, gradients = self.problem()
+        first, second = (self.walked([self.rule(**self.settings)], who, start, gradients) for _ in range(2))
+        return self.same(first, second, "the same steps give other numbers the second time")
+
+    def resumed(self, who: Speaker) -> tuple[bool, float | None, str]:
+        start, gradients = self.problem()
+        whole = self.walked([self.rule(**self.settings)], who, start, gradients)
+        before = Walk([self.rule(**self.settings)], who, start)
+        for g in gradients[:2]:
+            before.step(g)
+        self.walked([self.rule(**self.settings)], who, start, gradients)  # others step in between
+        after = Walk([self.rule(**self.settings)], who, before.found()["p"])
+        for old, new in zip(before.records, after.records, strict=True):
+            new.t, new.counters = old.t, dict(old.counters)
+            for name, value in new.state.items():
+                value[...] = old.state[name]
+        for g in gradients[2:]:
+            after.step(g)
+        return self.same(whole, after.found(), "state that was saved and restored half-way goes on differently")
+
+    def reversed(self, who: Speaker) -> tuple[bool, float | None, str]:
+        start, gradients = self.problem()
+        spec = self.rule(**self.settings)
+        there = self.walked([spec], who, start, gradients)["p"]
+        names = [f"tensor {i}" for i in range(len(start))][::-1]
+        back = self.walked([spec], who, start[::-1], [g[::-1] for g in gradients], names=names)["p"][::-1]
+        if self.gathers:
+            return True, None, "not asked of a rule that reduces over all tensors"
+        return self.same({"p": there}, {"p": back}, "tensors that come in another order end elsewhere")
+
+    def single(self, who: Speaker) -> tuple[bool, float | None, str]:
+        if self.gathers:
+            return True, None, "not asked of a rule that reduces over all tensors"
+        start, gradients = self.problem()
+        spec = self.rule(**self.settings)
+        together = self.walked([spec], who, start, gradients)["p"]
+        singly = [
+            self.walked([spec], who, [p], [[g[i]] for g in gradients], names=[f"tensor {i}"])["p"][0] for i, p in enumerate(start)
+        ]
+        if self.rule.matrix:  # products of stacks may be rounded otherwise than those of matrices
+            worst = max(_apart(a, b, s) for a, b, s in zip(singly, together, start, strict=True))
+            return worst <= MATRIX_BAR, worst, ""
+        return self.same({"p": together}, {"p": singly}, "tensors stepped one by one end elsewhere")
+
+    def local(self, who: Speaker) -> tuple[bool, float | None, str]:
+        if self.gathers:
+            return True, None, "not asked of a rule that reduces over all tensors"
+        start, gradients = self.problem()
+        start, gradients = [*start, start[-1]], [[*g, g[-1]] for g in gradients]
+        bad = [[*g[:-1], np.full_like(g[-1], math.nan)] for g in gradients]
+        spec = self.rule(**self.settings)
+        clean, dirty = (self.walked([spec], who, start, g)["p"][:-1] for g in (gradients, bad))
+        return self.same({"p": clean}, {"p": dirty}, "a NaN in one tensor's gradient reaches another")
+
+    def zero(self, who: Speaker) -> tuple[bool, float | None, str]:
+        start, gradients = self.problem()
+        none = [[np.zeros_like(x) for x in g] for g in gradients]
+        found = self.walked([self.rule(**self.settings)], who, start, none)
+        bad = [name for name, arrays in found.items() if not all(np.isfinite(a).all() for a in arrays)]
+        return not bad, None, f"gradients of zero make {', '.join(bad)} NaN or infinite" if bad else ""
+
+    def moves(self, name: str, field: Field) -> tuple[bool, float | None, str]:
+        """Whether a hyperparameter does something: by itself, or beside another that is changed too."""
+        if field.annotation.startswith("Callable"):
+            return True, None, "a function: not tried"
+        others: list[dict[str, Any]] = [{}]
+        others += [
+            {other: value}
+            for other, each in self.rule.fields.items()
+            if other != name
+            for value in self.alternatives(other, each)
+        ]
+        for context in others:
+            want = self.named(context)
+            for value in self.alternatives(name, field, context):
+                got = self.named(context | {name: value})
+                if want is not None and got is not None and (moved := _moved(got, want)) > LEAST:
+                    return True, moved, "" if not context else f"beside {', '.join(f'{k}={v!r}' for k, v in context.items())}"
+        return False, 0.0, f"{name} was changed, alone and beside others, and nothing moved"
+
+    def scheduled(self, name: str, field: Field, engine: str) -> tuple[bool, float | None, str]:
+        value = next(iter(self.alternatives(name, field)), None)
+        if not isinstance(value, float):
+            return True, None, "no other value was in range"
+        flat, moving = self.named({name: value}, engine), self.named({name: lambda i: value}, engine)
+        if flat is None or moving is None or _moved(flat, moving) > 0:
+            return False, None, f"{name} as a schedule that is always {value} does other than {name}={value}"
+        self.named({name: lambda i: value * (1 - 1e-3 * i)}, engine)
+        before = _kernels()
+        self.named({name: lambda i: value * (1 - 2e-3 * i)}, engine)
+        made = _kernels() - before
+        return not made, None, f"{made} kernels were compiled while {name} moved" if made else ""
+
+    # ---- what they share -------------------------------------------------------------------------------------------------
+    def problem(self) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+        rng = np.random.default_rng(0)
+
+        def draw(scale: float) -> list[np.ndarray]:
+            return [np.asarray(scale * rng.standard_normal(shape), np.float32) for shape in self.shapes]
+
+        return draw(0.1), [draw(0.1) for _ in range(STEPS)]
+
+    def walked(
+        self, specs: Sequence[Spec], who: Speaker, start: Any, gradients: Any, apart: bool = False, names: Any = None
+    ) -> Arrays:
+        walk = Walk(specs, who, start, apart, names)
+        for g in gradients:
+            walk.step(g)
+        return walk.found()
+
+    def specs(self) -> list[Spec]:
+        """Two groups that differ in every number that may differ."""
+        spec, changed = self.rule(**self.settings), dict[str, Any]()
+        for name, field in self.rule.fields.items():
+            for value in self.alternatives(name, field):
+                if field.structural or value is None or spec.values()[name] is None:
+                    continue
+                try:
+                    self.rule(**{**self.settings, **changed, name: value})
+                except (TypeError, ValueError):
+                    continue
+                changed[name] = value
+                break
+        return [spec, spec.replace(**changed)]
+
+    def alternatives(self, name: str, field: Field, context: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Other values of a hyperparameter that are in range beside the others."""
+        settings = {**self.settings, **(context or {})}
+        try:
+            now = self.rule(**settings).values()[name]
+        except (TypeError, ValueError):
+            return
+        tried: Sequence[Any] = NUMBERS
+        if isinstance(now, bool):
+            tried = (not now,)
+        elif field.annotation.startswith("Literal"):
+            tried = [*_options(field.annotation), None]
+        elif field.annotation == "int":
+            tried = (1, 2, 3, now + 1)
+        elif isinstance(now, tuple):
+            tried = [(*now[:i], value, *now[i + 1 :]) for i, value in itertools.product(range(len(now)), NUMBERS)]
+        elif isinstance(now, float):
+            tried = (now * 0.5, now * 2.0, *NUMBERS, None)
+        for value in tried:
+            try:
+                if value != now:
+                    self.rule(**{**settings, name: value})
+                    yield value
+            except (TypeError, ValueError):
+                continue
+
+    def named(self, settings: dict[str, Any], engine: str = "reference") -> list[np.ndarray] | None:
+        """Parameters after some steps through the named API; None where the settings are refused together."""
+        base = CurvatureOptimizer if self.rule.observes else NamedOptimizer
+        try:
+            opt: Any = type(self.rule.__name__, (base,), {"spec": self.rule})(engine=engine, **{**self.settings, **settings})
+            self.rule(**{**self.settings, **{k: v for k, v in settings.items() if not callable(v)}})
+        except (TypeError, ValueError):
+            return None
+        rng = np.random.default_rng(1)
+        shapes = [shape for shape in SMALL if self.rule.everywhere or self.rule(**self.settings).takes(shape) is None]
+        params = {str(i): np.asarray(rng.standard_normal(shape), np.float32) for i, shape in enumerate(shapes)}
+        for _ in range(LONG):
+            if self.rule.observes:
+                for name, p in params.items():
+                    opt.update_hessian(name, np.asarray(np.abs(rng.standard_normal(p.shape)), np.float32))
+            opt.step_all(params, {name: np.asarray(rng.standard_normal(p.shape), np.float32) for name, p in params.items()})
+        return list(params.values())
+
+    @staticmethod
+    def same(first: Arrays, second: Arrays, otherwise: str) -> tuple[bool, float | None, str]:
+        for name, arrays in first.items():
+            for a, b in zip(arrays, second[name], strict=True):
+                if not np.array_equal(a, b, equal_nan=True):
+                    return False, float(np.nanmax(np.abs(a - b))), f"{otherwise}: {name} of shape {a.shape}"
+        return True, 0.0, ""
+
+
+def _apart(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:
+    """The largest difference over the distance travelled. One unit in the last place is free."""
+    moved = np.abs(want.astype(np.float64) - start).max()
+    gap = (np.abs(got.astype(np.float64) - want) - np.spacing(np.abs(want))).max()
+    return float(max(gap, 0.0) / max(moved, 1e-30)) if np.isfinite(gap) else math.inf
+
+
+def _moved(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    return max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in zip(got, want, strict=True))
+
+
+def _options(annotation: str) -> list[str]:
+    inside = annotation.partition("[")[2].partition("]")[0]
+    return [each.strip().strip("'") for each in inside.split(",")]
+
+
+def _kernels() -> int:
+    """How many kernels the cpu engine has compiled."""
+    from .engines.cpu.kernels import compiled
+
+    return compiled.cache_info().currsize

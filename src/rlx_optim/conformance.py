@@ -1,0 +1,217 @@
+"""Does an engine speak the language? Every construct of `constructs.py` on every engine that is here, beside the reference.
+
+Each is stepped twice: once with tensors that share every number, once with groups and step counts that differ in every number.
+`rlx-optim check --language` prints the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .constructs import CONSTRUCTS, Construct
+from .engine import Engine
+from .engines import get_engine, no_compiler
+from .language import LanguageError
+from .program import trace
+from .spec import Shape, Spec
+from .stepping import Record, bundle_up, run_part
+
+Arrays = dict[str, list[np.ndarray]]
+
+SHAPES: tuple[Shape, ...] = ((24, 16), (6, 30), (24, 16), (300, 5), (4, 3, 3, 2), (37,), (1,), (), (1100,))
+FEW = ((6, 30), (4, 3, 3, 2), (37,), ())  # where every shape is compiled
+BAR = 2e-6  # of the largest of what is compared
+STEPS = 2
+#: what sets the tensors apart: groups by turns, and step counts
+GROUPS = ({"lr": 0.1, "a": 0.5, "b": 2.0}, {"lr": 0.03, "a": -0.25, "b": 3.0}, {"lr": 0.2, "a": 0.75, "b": -1.5})
+SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0)
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Speaker:
+    """An engine, and how NumPy's arrays become what it steps, and back."""
+
+    engine: Engine
+    given: Callable[[np.ndarray], Any] = np.copy
+    taken: Callable[[Any], np.ndarray] = np.asarray
+    shapes: tuple[Shape, ...] = SHAPES
+
+
+def _torch(kind: str, device: str) -> Speaker:
+    torch = importlib.import_module("torch")
+    module, name = ("torch_", "Torch") if kind == "torch" else ("triton_", "Triton")
+    engine = getattr(importlib.import_module(f"rlx_optim.engines.{module}"), name)(device)
+    return Speaker(engine, lambda a: torch.tensor(a, device=device), lambda t: t.cpu().numpy())
+
+
+def _jax() -> Speaker:
+    """The engine under jit, as `rlx_optim.optax` runs it: numbers are traced, but for zeros."""
+    jax, jax_ = importlib.import_module("jax"), importlib.import_module("rlx_optim.engines.jax_")
+
+    class Traced(jax_.Jax):  # type: ignore[name-defined, misc]
+        def executed(self, program: Any, shapes: Any, arrays: Any, numbers: Any) -> Any:
+            zeros = {name: value for name, value in numbers.items() if type(value) is float and value == 0}
+            return self.jitted(program, tuple(shapes), tuple(zeros))(arrays, {n: v for n, v in numbers.items() if n not in zeros})
+
+        @functools.cache  # noqa: B019  (one engine, a table's programs)
+        def jitted(self, program: Any, shapes: Any, zeros: Any) -> Any:
+            whole = super().executed
+
+            def traced(arrays: Any, numbers: Any) -> Any:
+                found = whole(program, shapes, arrays, {**numbers, **dict.fromkeys(zeros, 0.0)})
+                return {n: found[n] for n in program.buffers.values()}
+
+            return jax.jit(traced)
+
+    return Speaker(Traced(), shapes=FEW)
+
+
+def _missing(*libraries: str, gpu: bool = False) -> str | None:
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            return f"{library} is not installed"
+    if gpu and not importlib.import_module("torch").cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+#: by name: how an engine is made, and why it is not here
+ENGINES: Mapping[str, tuple[Callable[[], Speaker], Callable[[], str | None]]] = {
+    "reference": (lambda: Speaker(get_engine("reference")), lambda: None),
+    "cpu": (lambda: Speaker(get_engine("cpu")), no_compiler),
+    "cpu-float64": (lambda: Speaker(get_engine("cpu", "float64")), no_compiler),
+    "torch": (lambda: _torch("torch", "cpu"), lambda: _missing("torch")),
+    "torch-cuda": (lambda: _torch("torch", "cuda"), lambda: _missing("torch", gpu=True)),
+    "triton": (
+        lambda: _torch("triton", "cpu" if INTERPRETED else "cuda"),
+        lambda: _missing("torch", "triton", gpu=not INTERPRETED),
+    ),
+    "jax": (_jax, lambda: _missing("jax")),
+}
+
+
+@functools.cache
+def speaker(name: str) -> Speaker:
+    return ENGINES[name][0]()
+
+
+def present() -> list[str]:
+    """The engines that are here."""
+    return [name for name, (_, missing) in ENGINES.items() if missing() is None]
+
+
+# ---- running -----------------------------------------------------------------------------------------------------------------
+def drawn(construct: Construct, shapes: Sequence[Shape], seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes if len(shape) >= construct.least]
+    if construct.special:
+        for array in arrays:
+            flat = array.reshape(-1)
+            for k, value in enumerate(SPECIAL):
+                flat[(seed + 3 * k) % 13 :: 31] = value
+    return arrays
+
+
+def outcome(construct: Construct, who: Speaker, apart: bool) -> Arrays:
+    """Parameters and state after a few steps. apart: tensors differ in every number."""
+    walk = Walk([construct.spec(**group) for group in GROUPS], who, drawn(construct, who.shapes, 0), apart)
+    for step in range(STEPS):
+        walk.step(drawn(construct, who.shapes, 1 + step), 0.5 if step else 1.0)
+    return walk.found()
+
+
+class Walk:
+    """Tensors, stepped by specs on an engine. apart: they are of different groups and have stepped before, differently often."""
+
+    def __init__(self, specs: Sequence[Spec], who: Speaker, start: Sequence[np.ndarray], apart: bool = False, names: Any = None):
+        self.specs, self.who = specs, who
+        self.params = [who.given(p) for p in start]
+        self.records = []
+        for i, p in enumerate(start):
+            record = Record(f"tensor {i}" if names is None else names[i], p.shape, i % len(specs) if apart else 0)
+            record.t = i % 4 if apart else 0
+            record.furnish(specs[record.group], who.engine.allocate)
+            self.records.append(record)
+
+    def step(self, gradients: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        grads = [self.who.given(g) for g in gradients]
+        numbers: dict[Any, dict[str, Any]] = {}
+        for part in bundle_up(enumerate(self.records), self.specs, self.who.engine):
+            params, mine = [self.params[i] for i in part.bundle.index], [grads[i] for i in part.bundle.index]
+            run_part(part, self.who.engine, self.specs, numbers, params, mine, scale)
+
+    def found(self) -> Arrays:
+        """Parameters and state, by name."""
+        names = dict.fromkeys(name for record in self.records for name in record.slots)
+        state = {name: [self.who.taken(r.state[name]) for r in self.records if name in r.state] for name in names}
+        return {"p": [self.who.taken(p) for p in self.params]} | state
+
+
+def gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    """The largest difference over the largest value, tensor by tensor; inf where NaN or infinities are not the same."""
+    worst = 0.0
+    for mine, theirs in zip(got, want, strict=True):
+        x, y = np.asarray(mine, np.float64).reshape(-1), np.asarray(theirs, np.float64).reshape(-1)
+        fine = np.isfinite(y)
+        if not np.array_equal(x[~fine], y[~fine], equal_nan=True) or not np.isfinite(x[fine]).all():
+            return math.inf
+        if fine.any():
+            worst = max(worst, float(np.abs(x[fine] - y[fine]).max() / max(np.abs(y[fine]).max(), 1e-30)))
+    return worst
+
+
+@functools.cache
+def expected(construct: Construct, shapes: tuple[Shape, ...], apart: bool) -> Arrays:
+    return outcome(construct, dataclasses.replace(speaker("reference"), shapes=shapes), apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What an engine made of a construct. note: where it is furthest off, or what it raised."""
+
+    construct: str
+    engine: str
+    ok: bool
+    seen: float
+    note: str
+
+
+def row(construct: Construct, engine: str) -> Row:
+    worst, note = 0.0, ""
+    if construct.refused:
+        try:
+            trace(construct.spec(), construct.spec().slots((4, 3)))
+        except LanguageError as problem:
+            return Row(construct.name, engine, True, math.nan, str(problem).partition(": ")[2])
+        return Row(construct.name, engine, False, math.inf, "a program was made of it")
+    try:
+        for apart in (False, True):
+            who = speaker(engine)
+            want, got = expected(construct, who.shapes, apart), outcome(construct, who, apart)
+            for name in want:
+                if (seen := gap(got[name], want[name])) > worst:
+                    worst, note = seen, f"{name}, {'numbers that differ' if apart else 'shared numbers'}"
+    except Exception as problem:  # whatever an engine raises is what it made of the construct
+        return Row(construct.name, engine, False, math.inf, f"{type(problem).__name__}: {str(problem).strip()[:300]}")
+    return Row(construct.name, engine, worst <= BAR, worst, note)
+
+
+def conformance(engines: Sequence[str] | None = None) -> list[Row]:
+    """Every construct on these engines, or on all that are here."""
+    chosen = [engine for engine in (present() if engines is None else engines) if engine != "reference"]
+    return [row(construct, engine) for construct in CONSTRUCTS for engine in chosen if runs(construct, engine)]
+
+
+def runs(construct: Construct, engine: str) -> bool:
+    return not (construct.compiled and engine == "triton" and INTERPRETED)

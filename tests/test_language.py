@@ -1,0 +1,719 @@
+"""The language of rules: every construct on every engine, what is outside refused with its place, and `check_rule`."""
+
+import ast
+import functools
+import inspect
+import json
+import re
+import time
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from test_triton import in_the_interpreter
+
+import rlx_optim
+from rlx_optim import conformance, language, vocabulary
+from rlx_optim.constructs import BROKE, CONSTRUCTS, Small
+from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
+from rlx_optim.named import spec_class
+from rlx_optim.optimizer import NamedOptimizer
+from rlx_optim.program import trace
+from rlx_optim.spec import Spec, like, real
+from rlx_optim.vocabulary import sqrt, where
+
+HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in conformance.present()]
+BY_NAME = {each.name: each for each in CONSTRUCTS}
+
+
+def wrong(rows):
+    return {(row.construct, row.engine): (row.seen, row.note) for row in rows if not row.ok}
+
+
+# ---- every construct on every engine ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("engine", HERE)
+def test_every_construct(engine):
+    rows = conformance.conformance([engine])
+    assert len(rows) == len(CONSTRUCTS) > 50
+    assert wrong(rows) == {}
+
+
+def test_every_construct_in_the_interpreter():
+    assert in_the_interpreter("interpreted", "test_language") == []
+
+
+def interpreted():
+    return [f"{row.construct}: {row.note}" for row in conformance.conformance(["triton"]) if not row.ok]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["triton", "torch-cuda"])
+def test_every_construct_on_cuda(engine):
+    rows = conformance.conformance([engine])
+    assert len(rows) == len(CONSTRUCTS)
+    assert wrong(rows) == {}
+
+
+def test_the_table_has_the_whole_language():
+    """Every operator, comparison, word and reduction is in a construct."""
+    texts = [ast.parse(inspect.getsource(inspect.getmodule(Small)))]
+    nodes = [node for text in texts for node in ast.walk(text)]
+    kinds = {type(node) for node in nodes}
+    assert set(language.OPERATORS + language.COMPARISONS) | {ast.USub, ast.BitAnd, ast.BitOr} <= kinds
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert set(vocabulary.RULE) <= called
+    used = set()
+    for each in CONSTRUCTS:
+        if not each.refused and not each.spec.matrix:
+            program = trace(each.spec(), each.spec().slots((4, 3)))
+            used |= {how.name for step in program.passes for _, _, how in step.reduces}
+    assert used == set(REDUCTIONS)
+    assert len(BROKE) == 10
+
+
+# ---- a mutation of an engine is noticed --------------------------------------------------------------------------------------
+def broken(engine, name):
+    conformance.speaker.cache_clear()
+    row = conformance.row(BY_NAME[name], engine)
+    conformance.speaker.cache_clear()
+    return not row.ok
+
+
+WORDS = "minimum maximum clamp of NaN and ±inf"
+
+
+@pytest.mark.parametrize("word", sorted(vocabulary.RULE))
+def test_a_wrong_word_is_noticed_torch(word, monkeypatch):
+    torch_ = pytest.importorskip("rlx_optim.engines.torch_")
+    right = torch_.LISTS[word]
+    where_ = word == "where"
+    monkeypatch.setitem(torch_.LISTS, word, (lambda c, y, n: right(c, n, y)) if where_ else lambda *a: -right(*a))
+    assert any(broken("torch", each.name) for each in CONSTRUCTS if not each.refused)
+
+
+@pytest.mark.parametrize("word", sorted(vocabulary.RULE))
+def test_a_wrong_word_is_noticed_jax(word, monkeypatch):
+    if "jax" not in HERE:
+        pytest.skip("jax is not installed")
+    from rlx_optim.engines import jax_
+
+    right = jax_.WORDS[word]
+    where_ = word == "where"
+    monkeypatch.setitem(jax_.WORDS, word, (lambda c, y, n: right(c, n, y)) if where_ else lambda *a: -right(*a))
+    chosen = {"where": "where(g*m > 0, g, m)", "minimum": WORDS, "maximum": WORDS, "clamp": WORDS}
+    assert broken("jax", chosen.get(word, "sqrt rsqrt abs sign exp log"))
+
+
+@pytest.mark.parametrize("how", ["largest", "squared", "mean", "root"])
+@pytest.mark.parametrize("engine", [engine for engine in HERE if engine != "jax"])
+def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
+    """An engine that overlooks one property of reductions."""
+    import dataclasses
+
+    who = type(conformance.speaker(engine).engine)
+    if engine == "torch":
+        if how in ("largest", "squared"):
+            right = who.summed
+            monkeypatch.setattr(who, "summed", lambda self, a, r: right(self, a, dataclasses.replace(r, **{how: False})))
+        else:
+            right = who.rooted
+            monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+    else:
+        from rlx_optim.engines.cpu import engine as cpu
+        from rlx_optim.engines.cpu import kernels
+
+        if how in ("mean", "root"):
+            right = who.rooted
+            monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+        else:
+            right = kernels._kept
+            monkeypatch.setattr(kernels, "_kept", lambda i, v, r: right(i, v, dataclasses.replace(r, **{how: False})))
+            monkeypatch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
+    assert broken(engine, "sum mean norm rms max of a tensor")
+
+
+def test_a_wrong_operator_is_noticed(monkeypatch):
+    torch_ = pytest.importorskip("rlx_optim.engines.torch_")
+    for name, construct in {
+        "__rsub__": "+ - * / of arrays, numbers and literals",
+        "__neg__": "unary minus",
+        "__lt__": "comparisons < > <= >= == !=",
+        "__or__": "& and | inside where",
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_.Many, name, lambda self, *other: self)
+            assert broken("torch", construct), name
+
+
+def test_a_wrong_word_is_noticed_cpu(monkeypatch):
+    """A kernel whose text is wrong."""
+    from rlx_optim.engines.cpu import engine as cpu
+    from rlx_optim.engines.cpu import kernels
+
+    source = kernels.source
+    for old, new, construct in (
+        ("maximum(", "minimum(", WORDS),
+        ("_scale", "_F(1)", "+ - * / of arrays, numbers and literals"),
+        ("_r // _rows", "0", "rows and columns: slots, and reductions of rows"),
+    ):
+        with monkeypatch.context() as patch:
+
+            def other(rule, layout, old=old, new=new):
+                head, _, kernel = source(rule, layout).partition("@njit")
+                return head.replace("import float32_at", "import minimum, float32_at") + "@njit" + kernel.replace(old, new)
+
+            patch.setattr(kernels, "source", other)
+            patch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
+            assert broken("cpu", construct), old
+
+
+# ---- what is outside is refused, with its place and the way to say it --------------------------------------------------------
+def power(g):
+    u = g**2
+    return u
+
+
+def conditional(g):
+    u = g if g > 0 else -g
+    return u
+
+
+def branch(g):
+    if g > 0:
+        u = g
+    return u
+
+
+def loop(g):
+    for k in (1, 2):
+        u = g * k
+    return u
+
+
+def forever(g):
+    while g > 0:
+        u = g
+    return u
+
+
+def both(g, p):
+    u = where(g > 0 and p > 0, g, p)
+    return u
+
+
+def element(g):
+    u = g[0]
+    return u
+
+
+def attribute(g):
+    u = np.sqrt(g)
+    return u
+
+
+def member(g):
+    u = g.real
+    return u
+
+
+def augmented(g):
+    g += 1
+    u = g
+    return u
+
+
+def compared(g):
+    u = g > 0
+    return u
+
+
+def unknown_name(g):
+    u = g * scale_of_another_file  # noqa: F821
+    return u
+
+
+def unknown_word(g):
+    u = max(g, 0.0)
+    return u
+
+
+def too_many(g):
+    u = sqrt(g, g)
+    return u
+
+
+def defaults(g, a=1.0):
+    u = a * g
+    return u
+
+
+def returns_g(g):
+    g = -g
+    return g
+
+
+def no_value(g):
+    return u  # noqa: F821
+
+
+def expression_returned(g):
+    return g * 2
+
+
+def text(g):
+    u = "g"
+    return u
+
+
+def two_names(g):
+    u, v = g, g
+    return u, v
+
+
+def reserved(g, sqrt):
+    u = g * sqrt
+    return u
+
+
+def underscored(g, _a):
+    u = g * _a
+    return u
+
+
+def same_twice(g):
+    u = g
+    return u, u
+
+
+def chained_comparison(g, p):
+    u = where(0 < g < p, g, p)
+    return u
+
+
+def number_condition(g, p):
+    u = where(g, g, p)
+    return u
+
+
+OUTSIDE = {
+    power: (1, HINTS[ast.Pow]),
+    conditional: (1, HINTS[ast.IfExp]),
+    branch: (1, HINTS[ast.If]),
+    loop: (1, HINTS[ast.For]),
+    forever: (1, HINTS[ast.While]),
+    both: (1, HINTS[ast.BoolOp]),
+    element: (1, HINTS[ast.Subscript]),
+    attribute: (1, "the vocabulary is"),
+    member: (1, HINTS[ast.Attribute]),
+    augmented: (1, HINTS[ast.AugAssign]),
+    compared: (1, HINTS[ast.Compare]),
+    unknown_name: (1, "neither an argument nor a name"),
+    unknown_word: (1, "the vocabulary is"),
+    too_many: (1, "sqrt takes 1 arguments"),
+    defaults: (0, "without defaults"),
+    returns_g: (2, "gradients are never written"),
+    no_value: (1, "'u' has no value"),
+    expression_returned: (1, "`return` and the names of its results"),
+    text: (1, "the only literals are numbers"),
+    two_names: (1, "one name each"),
+    reserved: (0, "cannot be the name of a value"),
+    underscored: (0, "cannot be the name of a value"),
+    same_twice: (2, "each result is returned once"),
+    chained_comparison: (1, "compares two values"),
+    number_condition: (1, "compares two values"),
+}
+
+
+@pytest.mark.parametrize("rule", OUTSIDE, ids=lambda rule: rule.__name__)
+def test_outside_is_refused(rule):
+    line, hint = OUTSIDE[rule]
+    with pytest.raises(LanguageError) as caught:
+        checked(rule)
+    assert hint in str(caught.value)
+    assert str(caught.value).startswith(f"{__file__}:{rule.__code__.co_firstlineno + line}: {rule.__name__}: ")
+
+
+def test_every_hint_is_given():
+    said = [hint for _, hint in OUTSIDE.values()]
+    assert [kind.__name__ for kind, hint in HINTS.items() if hint not in said] == []
+
+
+def test_functions_that_are_no_rules():
+    def inside(g):
+        u = g * line
+        return u
+
+    line = 2.0
+    with pytest.raises(LanguageError, match=f"{re.escape(__file__)}:.*'line' from around it; give it as an argument"):
+        checked(inside)
+    with pytest.raises(LanguageError, match="a function with a name"):
+        checked(lambda g: g)
+    with pytest.raises(LanguageError, match="without decorators"):
+        checked(decorated)
+    with pytest.raises(LanguageError, match="a function with a name"):
+        checked(np.sqrt)
+    scope = {}
+    exec("def nowhere(g):\n    u = g\n    return u\n", scope)
+    with pytest.raises(LanguageError, match="must be in a file"):
+        checked(scope["nowhere"])
+
+
+@functools.wraps(power)
+def decorated(g):
+    return g
+
+
+def plain(g):
+    u = g
+    return u
+
+
+def averages(g, m, a):
+    m = a * m + g
+    return m
+
+
+def of_m(m):
+    u = m
+    return u
+
+
+def sizes(p, g):
+    size = p
+    u = g
+    return size, u
+
+
+def into_m(g):
+    m = g
+    return m
+
+
+def doubled(a):
+    a = 2 * a
+    return a
+
+
+def of_array(g):
+    u = g
+    return u
+
+
+def moves(p, g):
+    p = p - g
+    u = g
+    return p, u
+
+
+def no_array(a, b):
+    u = a * b
+    return u
+
+
+def of_missing(g, momentum):
+    u = g * momentum
+    return u
+
+
+def of_none(g, late):
+    u = g * late
+    return u
+
+
+def a_row(row, g):
+    row = g
+    u = g
+    return row, u
+
+
+UPDATES = {
+    "unknown reduction": (lambda s, E, x: E.map(sizes, x, size="median"), "unknown reduction size='median'; known are sum, mean"),
+    "stale read": (lambda s, E, x: (E.map(averages, x), E.map(of_m, x))[1], "reads 'm' as it was before a map wrote it; use"),
+    "lost update": (lambda s, E, x: (E.map(averages, x), E.map(plain, x))[1], "loses what a map gave for 'm'; return the values"),
+    "reduction onto a slot": (lambda s, E, x: E.map(into_m, x, m="norm"), "'m' is a buffer; give what is reduced another name"),
+    "not returned": (lambda s, E, x: E.map(plain, x, size="norm"), "does not return 'size', which is to be reduced"),
+    "array in E.each": (lambda s, E, x: E.each(of_array, x), "takes 'g', which is an array; a function of coordinates is run by"),
+    "no array": (lambda s, E, x: E.map(no_array, x), "takes no array; a function of numbers is run by E.each"),
+    "arithmetic": (lambda s, E, x: E.map(plain, x.set(a=x.a * 2)), "computes with 'a' itself; computing belongs into a rule"),
+    "a choice": (lambda s, E, x: E.map(plain, x) if x.a > 0 else x, "computes with 'a' itself"),
+    "a number of its own": (lambda s, E, x: E.map(averages, x.set(a=0.5)), "which is 0.5; numbers come from `scalars`"),
+    "None": (lambda s, E, x: E.map(of_none, x), "takes 'late', which Wrong.scalars gives as None with these settings"),
+    "missing": (lambda s, E, x: E.map(of_missing, x), "takes 'momentum', which Wrong does not have; it has a, "),
+    "returns p": (lambda s, E, x: E.map(moves, x), "returns p, which the commit alone moves; return the direction u"),
+    "a hyperparameter": (
+        lambda s, E, x: E.map(plain, x) if s.a > 0 else x,
+        "Wrong.update reads 'a', in which the tensors of one",
+    ),
+    "not values": (lambda s, E, x: 3, "must return the values that its last E.map"),
+    "no such axis": (lambda s, E, x: E.map(of_m, E.map(into_row, x), u="column_sum"), "lacks that axis already"),
+}
+
+
+def into_row(row):
+    m = row
+    return m
+
+
+@pytest.mark.parametrize("case", UPDATES)
+def test_updates_that_are_refused(case):
+    update, message = UPDATES[case]
+
+    class Wrong(Small):
+        def slots(self, shape):
+            from rlx_optim.spec import Slot
+
+            return {**({} if case == "no such axis" else like(shape, "m")), "row": Slot(shape[:-1], drop=(-1,))}
+
+        def scalars(self, t, counters):
+            return {"step": self.lr, "a": self.a, "b": self.b, "late": None}
+
+    Wrong.update = update
+    with pytest.raises(LanguageError) as caught:
+        trace(Wrong(), Wrong().slots((4, 3)))
+    assert message in str(caught.value)
+
+
+def test_a_buffer_of_another_shape():
+    class Wrong(Small):
+        def slots(self, shape):
+            from rlx_optim.spec import Slot
+
+            return {"row": Slot(shape[:-1], drop=(-1,))}
+
+        def update(self, E, x):
+            return E.map(a_row, x)
+
+    with pytest.raises(LanguageError, match="'row' is a buffer of another shape"):
+        trace(Wrong(), Wrong().slots((4, 3)))
+
+
+# ---- what a program cannot be run on --------------------------------------------------------------------------------------------
+class ByColumn(Small):
+    def update(self, E, x):
+        return E.map(plain, E.map(sizes, x, size="column_max"))
+
+
+class Gathering(Small):
+    """The step shrinks with the norm of all gradients."""
+
+    kept = rlx_optim.spec.flag(False)
+
+    def slots(self, shape):
+        return like(shape, "m") if self.kept else {}
+
+    def update(self, E, x):
+        return E.map(over_all, E.map(sizes_of_g, x, size="all_norm"))
+
+
+def sizes_of_g(g):
+    size = g
+    return size
+
+
+def over_all(g, size):
+    u = g / size
+    return u
+
+
+def named(spec, **settings):
+    return type(spec.__name__, (NamedOptimizer,), {"spec": spec})(**settings)
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(0)
+    return {f"w{i}": np.asarray(rng.standard_normal(shape), np.float32) for i, shape in enumerate(shapes)}
+
+
+def test_tensors_without_the_axes():
+    opt = named(ByColumn, engine="reference")
+    with pytest.raises(LanguageError, match=r"ByColumn: 'w0' has shape \(3,\) and no columns"):
+        opt.step_all(arrays((3,)), arrays((3,)))
+
+
+@pytest.mark.parametrize("engine", ["reference", "cpu"])
+def test_all_tensors_are_those_of_the_call(engine):
+    opt, params, grads = named(Gathering, engine=engine, lr=1.0), arrays((3, 2), (5,)), arrays((3, 2), (5,))
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    want = {k: p - grads[k] / norm for k, p in params.items()}
+    opt.step_all(params, grads)
+    for k in params:
+        np.testing.assert_allclose(params[k], want[k], rtol=1e-5, atol=1e-6)
+
+
+def test_all_tensors_of_two_bundles_are_refused():
+    grads = arrays((3,), (3,))
+    opt = named(Gathering, engine="reference", groups=[{"match": "w1", "kept": True}])
+    with pytest.raises(ValueError, match=r"Gathering: size=\"all_norm\" is over all tensors, but 'w0' and 'w1' are not stepped"):
+        opt.step_all(arrays((3,), (3,)), grads)
+    with pytest.raises(ValueError, match="give them to step_all together"):
+        named(Gathering, engine="reference").step("w", np.ones(3, np.float32), np.ones(3, np.float32))
+
+
+def test_all_tensors_in_optax():
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    from rlx_optim.optax.places import Member
+    from rlx_optim.optax.transform import Transform, transformation
+
+    tx = transformation(Transform(Member("gathering", Gathering, Gathering(lr=1.0).values()), None))
+    params, grads = arrays((3, 2), (5,)), arrays((3, 2), (5,))
+    params = {k: jax.numpy.asarray(p) for k, p in params.items()}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    for k, g in grads.items():
+        np.testing.assert_allclose(updates[k], -g / norm, rtol=1e-5)
+    mixed = {"a": jax.numpy.ones(3), "b": jax.numpy.ones(3, "float16")}
+    assert tx.update(mixed, tx.init(mixed), mixed)  # one arithmetic
+    del optax
+
+
+# ---- check_rule ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor"])
+def test_rules_that_are_fit(name):
+    report = rlx_optim.check_rule(spec_class(name))
+    assert report.ok, str(report)
+    assert {row.engine for row in report.rows} >= {"reference", *HERE}
+    assert all(len(line) <= 100 for line in str(report).splitlines())
+
+
+def test_a_matrix_rule_that_is_fit():
+    report = rlx_optim.check_rule(spec_class("muon"), engines=["cpu"])
+    assert report.ok, str(report)
+
+
+def simple(g, m, beta):
+    m = beta * m + g
+    u = m
+    return u, m
+
+
+class Momentum(Spec):
+    lr = real(0.1)
+    beta = real(0.9, high=1.0)
+
+    def slots(self, shape):
+        return like(shape, "m")
+
+    def scalars(self, t, counters):
+        return {"step": self.lr, "beta": self.beta}
+
+    def update(self, E, x):
+        return E.map(simple, x)
+
+
+class Idle(Momentum):
+    nothing = real(1.0)
+
+
+class OnTheClass(Momentum):
+    seen = 0
+
+    def scalars(self, t, counters):
+        type(self).seen += 1
+        return {"step": self.lr / type(self).seen, "beta": self.beta}
+
+
+class Clock(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr * (1 + time.perf_counter() % 1), "beta": self.beta}
+
+
+class ReadsItself(Momentum):
+    """Its update, traced once, bakes in a number of one group."""
+
+    def update(self, E, x):
+        return E.map(simple if self.beta > 0.6 else plainly, x)
+
+
+def plainly(g, m):
+    m = m + g
+    u = g
+    return u, m
+
+
+def dividing(g, m):
+    m = m + g * g
+    u = g / sqrt(m)
+    return u, m
+
+
+class Divides(Momentum):
+    def update(self, E, x):
+        return E.map(dividing, x)
+
+
+class Outside(Momentum):
+    def update(self, E, x):
+        return E.map(power, x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "check", "words"),
+    [
+        (Idle, "hyperparameter nothing", "does `scalars` give it"),
+        (OnTheClass, "resume", "state must be in slots or counters"),
+        (OnTheClass, "same again", "a step may depend on"),
+        (Clock, "same again", "a step may depend on"),
+        (ReadsItself, "language", "ReadsItself.update reads 'beta', in which the tensors of one pass may differ"),
+        (Divides, "zero", "keep divisions away from 0"),
+        (Divides, "hyperparameter beta", "does `scalars` give it"),
+        (Outside, "language", "write x * x"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_rules_that_are_not_fit(rule, check, words):
+    report = rlx_optim.check_rule(rule, engines=["reference"])
+    bad = {row.check: row.note for row in report.rows if not row.ok}
+    assert not report.ok
+    assert words in bad[check]
+    assert "WRONG" in str(report)
+
+
+class InTurn(Momentum):
+    """A tensor's step depends on how many came before."""
+
+    count: ClassVar[list[int]] = [0]
+
+    def counters(self):
+        InTurn.count[0] += 1
+        return {"place": float(InTurn.count[0] % 5)}
+
+    def scalars(self, t, counters):
+        return {"step": self.lr * (1 + counters["place"]), "beta": self.beta}
+
+
+def test_a_rule_that_depends_on_order():
+    bad = {row.check for row in rlx_optim.check_rule(InTurn, engines=["reference"]).rows if not row.ok}
+    assert "order" in bad
+
+
+def test_check_rule_takes_specs():
+    with pytest.raises(TypeError, match="takes a Spec class, got 'adamw'"):
+        rlx_optim.check_rule("adamw")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------------------
+def test_command(capsys):
+    pytest.importorskip("typer")
+    from rlx_optim.cli import main
+
+    assert main(["check", "sgd"]) == 0
+    assert "fit to be used" in capsys.readouterr().out
+    assert main(["check", "test_language:Idle", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert [row["check"] for row in found["rows"] if not row["ok"]] == ["hyperparameter nothing"]
+    assert main(["check"]) == 2
+    assert main(["check", "test_language:simple"]) == 2
+    assert main(["check", "nowhere:Rule"]) == 2
+    assert "give a rule" in capsys.readouterr().err
+
+
+def test_command_of_the_language(capsys, monkeypatch):
+    pytest.importorskip("typer")
+    from rlx_optim.cli import check, main
+
+    monkeypatch.setattr(check, "present", lambda: ["reference", "torch"])
+    assert main(["check", "--language"]) == 0
+    out = capsys.readouterr().out
+    assert all(name[:20] in out for name in BROKE)
+    assert "refused" in out
