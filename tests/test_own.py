@@ -328,6 +328,14 @@ def test_two_ranks_give_the_result_of_one(site, found, tmp_path):
     assert ended(process(site, "-c", code)) == "(24,)\n"
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_it_is_checked(site, name):
+    pytest.importorskip("typer")
+    report = json.loads(ended(process(site, "-m", "rlx_optim.cli", "check", name, "--json")))
+    assert report["ok"], report
+    assert len(report["rows"]) > 20
+
+
 def test_the_command_line_has_them(site):
     pytest.importorskip("typer")
 
