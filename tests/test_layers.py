@@ -29,7 +29,7 @@ MAY = {
     "data": set(),
     "helpers": {"engines"},
     "linalg": set(),
-    "sharing": {"engine", "spec"},
+    "sharing": {"engine", "program", "spec"},
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"spec", "linalg", "vocabulary"},
