@@ -13,7 +13,7 @@ import optax
 
 from ..admission import listed
 from ..engines.jax_ import engine_in, traceable
-from ..program import Values, trace
+from ..program import Program, Values, trace
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
@@ -150,8 +150,7 @@ class Transform:
             if ps[i].size:
                 key = (id(place.member), place.decays, tuple(place.slots), str(arithmetic(ps[i])))
                 bundles.setdefault((*key, i) if place.member.kind.matrix else key, []).append(i)
-        programs = [places[mine[0]] for mine in bundles.values() if not places[mine[0]].member.kind.matrix]
-        check_together([(p.member.steady, trace(p.member.steady, p.slots), [p.name]) for p in programs])
+        programs: list[tuple[Spec, Program, list[str]]] = []
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
@@ -163,6 +162,9 @@ class Transform:
                 (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
                 for i in indices
             ]
+            if not member.kind.matrix:
+                programs.append((spec, trace(spec, place.slots, "change", numbers), [place.name]))
+                check_together(programs)
             step = _matrix_step if member.kind.matrix else _program_step
             with exact_products(member.kind):
                 x = step(spec, leaves, dtype, numbers, state.count + 1)
