@@ -1419,7 +1419,7 @@ def test_without_numba_the_torch_engine_takes_over(monkeypatch):
     ours.engines.choose.cache_clear()
     try:
         (text,) = ours.AdamW([nn.Parameter(torch.ones(2))]).engine_report().values()
-        assert text.endswith("(numba is not installed)")
+        assert text.endswith("(numba is not installed (pip install numba))")
         with pytest.raises(ValueError, match="engine 'cpu' needs numba"):
             ours.AdamW([nn.Parameter(torch.ones(2))], engine="cpu")
     finally:
