@@ -38,6 +38,8 @@ def test_every_construct(engine):
     assert wrong(rows) == {}
 
 
+@pytest.mark.slow  # a minute and a half; on a GPU it is test_every_construct_on_cuda
+@pytest.mark.timeout(600)
 def test_every_construct_in_the_interpreter():
     assert in_the_interpreter("interpreted", "test_language") == []
 

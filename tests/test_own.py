@@ -328,6 +328,7 @@ def test_two_ranks_give_the_result_of_one(site, found, tmp_path):
     assert ended(process(site, "-c", code)) == "(24,)\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_it_is_checked(site, name):
     pytest.importorskip("typer")
