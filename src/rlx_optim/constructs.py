@@ -32,7 +32,7 @@ class Small(Spec):
         return {"step": self.lr, "a": self.a, "b": self.b, "late": 1.0 / t}
 
     def update(self, E: Any, x: Any) -> Any:
-        raise NotImplementedError
+        raise self.refuse("a construct says its own update")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -434,11 +434,6 @@ def counted(shape: Shape, domain: Drop, how: Reduction) -> int:
 
 def mover(spec: Spec, x: Mapping[str, Any]) -> Rule:
     """The commit of a matrix rule as one rule of p, u and numbers."""
-    (step,) = commit_program(spec, x).steps
+    (step,) = trace(spec, {}, "move", {name: x.get(name) for name in spec.committed}).steps
     assert isinstance(step, Pass)
     return step.rule
-
-
-def commit_program(spec: Spec, x: Mapping[str, Any]) -> Program:
-    """What moves p along a direction that is there."""
-    return trace(spec, {}, "move", {name: x.get(name) for name in spec.committed})

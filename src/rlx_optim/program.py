@@ -131,7 +131,22 @@ def reduced_axis(domain: Drop, how: Reduction) -> int:
 
 
 # ---- tracing ----------------------------------------------------------------------------------------------------------------
-class Symbol:
+class Opaque:
+    """Stands for what an update may pass on but not compute with: every operator refuses."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise LanguageError("an update computes with what belongs into a rule")
+
+    def _operator(self, *others: Any) -> Any:
+        return self._refuse(*others)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __matmul__ = _operator
+    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __abs__ = __pow__ = _operator
+
+
+class Symbol(Opaque):
     """A value while an update is traced."""
 
     __slots__ = ("drop", "name", "number", "owner")
@@ -149,9 +164,6 @@ class Symbol:
             f"{self.owner.title}.update computes with {self.name!r} itself; computing belongs into a rule (E.map) or, for "
             "numbers, into a function (E.each), and choices depend on structural hyperparameters alone"
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __abs__ = __pow__ = _refuse
 
 
 class Values(dict[str, Any]):
@@ -307,7 +319,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     return Program(tuple(steps), known, drops, buffers, wanted, names)
 
 
-class Unread:
+class Unread(Opaque):
     """A hyperparameter that tensors of one pass may differ in, while an update is traced: only whether it is None is known."""
 
     def __init__(self, title: str, name: str):
@@ -319,8 +331,9 @@ class Unread:
             '`scalars`, or choose by a structural hyperparameter (flag, integer, choice) or by the slots there are ("m" in x)'
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __pow__ = __eq__ = _refuse
+    def __eq__(self, other: object) -> Any:
+        return self._refuse()
+
     __hash__ = None  # type: ignore[assignment]
 
 
