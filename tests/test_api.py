@@ -2,8 +2,11 @@
 
 import copy
 import inspect
+import itertools
 import math
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Mapping
 
@@ -36,6 +39,47 @@ def test_signature_documentation_and_repr(name):
     assert "Formulas" in kind.__doc__
     assert "When, and what it costs" in kind.__doc__
     assert all(f"{field}=" in repr(make(name)) for field in fields)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("front_end", ["rlx_optim", "rlx_optim.torch", "rlx_optim.optax"])
+def test_help_says_every_argument(front_end, name):
+    """With type, default and meaning; hyperparameters with what they must be."""
+    module = pytest.importorskip(front_end)
+    kind = spec_class(name)
+    made = getattr(module, kind.optax.factory or name if front_end.endswith("optax") else kind.title)
+    said = made.__doc__.partition("\nArguments.\n")[2].splitlines()
+    told = dict(itertools.pairwise(said))
+    for parameter in inspect.signature(made).parameters.values():
+        (line,) = (line for line in said if line.startswith(f"    {parameter.name}: "))
+        assert parameter.annotation is not parameter.empty
+        assert str(parameter.annotation) in line
+        assert (" = " in line) is (parameter.default is not parameter.empty)
+        assert len(told[line].strip()) > 10, parameter.name
+
+
+@pytest.mark.parametrize(
+    ("front_end", "made", "args", "wrong", "right"),
+    [
+        ("rlx_optim", "AdamW", (), "learning_rate", "lr"),
+        ("rlx_optim", "AdamW", (), "weight_deacy", "weight_decay"),
+        ("rlx_optim.torch", "AdamW", ([],), "learning_rate", "lr"),
+        ("rlx_optim.optax", "adamw", (), "lr", "learning_rate"),
+    ],
+)
+def test_a_wrong_keyword_says_what_it_is_called_here(front_end, made, args, wrong, right):
+    with pytest.raises(TypeError, match=rf"^{made}: unknown hyperparameter '{wrong}'; known are .*; {wrong} is called {right} here$"):
+        getattr(pytest.importorskip(front_end), made)(*args, **{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("front_end", "hidden", "extra"), [("torch", "torch", "torch"), ("optax", "jax", "jax"), ("optax", "optax", "jax")]
+)
+def test_a_missing_extra_says_what_to_install(front_end, hidden, extra):
+    program = f"import sys; sys.modules[{hidden!r}] = None; import rlx_optim.{front_end}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = run.stderr.strip().splitlines()[-1]
+    assert last == f'ModuleNotFoundError: rlx_optim.{front_end} needs {hidden}: pip install "rlx-optim[{extra}]"'
 
 
 def test_defaults_are_those_of_the_table():

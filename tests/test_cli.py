@@ -231,6 +231,47 @@ def test_info_names_what_can_be_imported(name):
         assert callable(getattr(found, names[framework].rpartition(".")[2]))
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("list",),
+        ("info", "muon"),
+        ("memory", "--optimizer", "soap"),
+        ("plan", "--optimizer", "muon,soap,adamw", "--ranks", "8,512"),
+        ("bench", "--model", "one:1k", "--optimizers", "adamw", "--peers", "none", "--rounds", "1", "--seconds", "0.0001"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_everything_fits_the_terminal_and_no_number_is_cut(argv, columns, capsys, monkeypatch):
+    if columns == 60 and argv[0] in ("plan", "bench"):
+        return  # what is left of them needs more
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(*argv) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns
+    cells = [cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")]
+    assert not any(cell.endswith("…") for cell in cells)
+    if columns == 80 and argv[0] in ("list", "plan", "bench"):
+        assert "Left out at 80 columns" in said
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (27983, "28.0 kB"),
+        (999_600, "1.00 MB"),
+        (3_618_007_040, "3.62 GB"),
+        (2e15, "2,000 TB"),
+    ],
+)
+def test_bytes_have_one_unit(count, text):
+    assert cli.size(count) == text
+
+
 def test_info_keeps_formulas_and_flows_prose():
     text = "One\nsentence.\n    m ← g\n    p ← m\nAfter\nit.\n\n- an item\n  goes on\n- another"
     assert info.flowing(text) == "One sentence.\n    m ← g\n    p ← m\nAfter it.\n\n- an item goes on\n- another"

@@ -23,6 +23,7 @@ MAY = {
     "spec": set(),
     "random": set(),
     "registry": {"spec", "rules"},
+    "explain": {"registry", "spec"},
     "rule": {"spec", "linalg", "vocabulary", "registry"},
     "schedules": set(),
     "threads": set(),
@@ -41,11 +42,11 @@ MAY = {
     "checkpoint": {"spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},
     "optax": {
         "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random",
-        "checkpoint",
+        "checkpoint", "explain",
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
-        "sharing", "language", "program",
+        "sharing", "language", "program", "explain",
     },
     "stepping": {"engine", "program", "spec"},
     "constructs": {"language", "spec", "vocabulary"},
@@ -54,11 +55,11 @@ MAY = {
     "family": {"engine", "engines", "spec", "settings", "admission", "routing", "stepping"},
     "optimizer": {"engine", "engines", "family", "spec", "settings", "admission", "routing", "stepping", "checkpoint", "program"},
     "curvature": {"engine", "program", "spec", "optimizer", "admission", "stepping"},
-    "named": {"optimizer", "curvature", "registry", "spec"},
+    "named": {"optimizer", "curvature", "registry", "spec", "explain"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "cli": {
         "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "__init__",
+        "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain", "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file

@@ -430,6 +430,25 @@ def test_signature_says_every_hyperparameter(name):
 
 
 @every
+def test_words_of_torch_optim_for_how_to_step(name):
+    """nanoGPT and its like pass fused=; both are taken, and the report says that they decide nothing."""
+    cls = getattr(ours, name)
+    for given in ({"fused": True}, {"foreach": False}, {"fused": False, "foreach": True}, {"differentiable": False}):
+        one, other = parameters(), parameters()
+        opt = cls(one.values(), **given)
+        for params, each in ((one, opt), (other, cls(other.values()))):
+            for p in params.values():
+                p.grad = torch.full_like(p, 0.1)
+            each.step()
+        assert same(bits(one), bits(other))
+        assert all(("makes no difference" in why) is ("differentiable" not in given) for why in opt.engine_report().values())
+    with pytest.raises(RuntimeError, match="fused and foreach"):
+        cls(parameters().values(), fused=True, foreach=True)
+    with pytest.raises(ValueError, match=rf"{name}: differentiable=True is not done here"):
+        cls(parameters().values(), differentiable=True)
+
+
+@every
 @on_engines
 def test_maximize_is_the_step_on_the_negated_gradient(name, engine):
     up, down = parameters(), parameters()

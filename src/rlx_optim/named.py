@@ -6,31 +6,41 @@ import functools
 import inspect
 from typing import Any
 
-from . import registry
+from . import explain, registry
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
 from .registry import spec_class as spec_class
-from .spec import REQUIRED, Spec
+from .spec import REQUIRED, Field, Spec
 
 _DEFAULT: Any = object()
 __all__ = [kind.title for kind in registry.OURS]
 
 
 def _signature(kind: type[Spec]) -> inspect.Signature:
-    def parameter(name: str, default: Any, how: Any = inspect.Parameter.KEYWORD_ONLY) -> inspect.Parameter:
-        return inspect.Parameter(name, how, default=inspect.Parameter.empty if default is REQUIRED else default)
+    def parameter(name: str, default: Any, annotation: str, how: Any = inspect.Parameter.KEYWORD_ONLY) -> inspect.Parameter:
+        return inspect.Parameter(
+            name, how, default=inspect.Parameter.empty if default is REQUIRED else default, annotation=annotation
+        )
 
-    fields = [parameter(n, f.default, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, f in kind.fields.items()]
-    common = {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
-    extra = [parameter("otherwise", kind.otherwise_default)] if kind.otherwise_default else []
-    return inspect.Signature([*fields, *extra, *(parameter(n, d) for n, d in common.items())])
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    fields = [parameter(n, f.default, _annotation(f), either) for n, f in kind.fields.items()]
+    defaults = {"otherwise": kind.otherwise_default} if kind.otherwise_default else {}
+    defaults |= {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
+    return inspect.Signature([*fields, *(parameter(n, d, explain.NAMED[n][0]) for n, d in defaults.items())])
+
+
+def _annotation(field: Field) -> str:
+    """A setting may be a schedule unless it shapes the state."""
+    if field.fixed or field.annotation.startswith("Callable"):
+        return field.annotation
+    return f"{field.annotation} | Callable[[int], {field.annotation}]"
 
 
 @functools.cache
 def made(kind: type[Spec]) -> type[NamedOptimizer]:
     """The class of that rule."""
     title, fallback = kind.title, kind.otherwise_default
-    base = CurvatureOptimizer if kind.observes else NamedOptimizer
+    base, signature = CurvatureOptimizer if kind.observes else NamedOptimizer, _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(kind.fields):
@@ -40,13 +50,15 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
             raise TypeError(f"{title}: {', '.join(sorted(twice))} given twice")
         if fallback is None and "otherwise" in kwargs:
             raise TypeError(f"{title}: takes every tensor itself and has no otherwise")
+        if not kwargs.keys() <= signature.parameters.keys():
+            raise explain.unknown(title, kwargs, list(signature.parameters))
         if fallback is not None and kwargs.setdefault("otherwise", _DEFAULT) is _DEFAULT:
             kwargs["otherwise"] = create(fallback.name, **fallback.settings)
         base.__init__(self, **given, **kwargs)
 
     return type(title, (base,), {
-        "__init__": __init__, "__doc__": registry.documentation(kind), "__module__": __name__,
-        "__signature__": _signature(kind), "spec": kind,
+        "__init__": __init__, "__doc__": explain.documented(kind, signature, explain.NAMED), "__module__": __name__,
+        "__signature__": signature, "spec": kind,
     })  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rlx_optim import explain
 from rlx_optim.cli.info import described
 from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
@@ -51,16 +52,8 @@ def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
     )
 
 
-def documented(name: str) -> dict[str, str]:
-    """What each slot and counter of the state is, from the docstrings of `slots` and `counters`."""
-    kind = spec_class(name)
-    own = [getattr(kind, method).__doc__ for method in ("slots", "counters") if method in vars(kind)]
-    lines = (line.strip() for text in own for line in (text or "").splitlines())
-    return dict(line.split(": ", 1) for line in lines if line)
-
-
 def state(name: str) -> str:
-    kind, meaning = spec_class(name), documented(name)
+    kind, meaning = spec_class(name), explain.state(spec_class(name))
     given = {"lr": 0.1} if kind.fields["lr"].default is REQUIRED else {}
     spec = kind(**given)
 

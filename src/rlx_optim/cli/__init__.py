@@ -15,7 +15,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,16 +156,59 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: bar.update(task, description=name, advance=1)
 
 
-def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[bool]) -> None:
-    """Print a table: two columns of names, the others of numbers; some rows bold."""
+def width() -> int:
+    """Columns of the terminal; COLUMNS says otherwise, and 80 where there is none."""
+    return shutil.get_terminal_size().columns
+
+
+def say(text: str) -> None:
+    """Print lines, folded where they are too long; what is folded stands under its line's own text."""
+    for line in text.splitlines():
+        margin = " " * (len(line) - len(line.lstrip()) + (4 if line.startswith(" ") else 2))
+        folded = textwrap.wrap(line, width(), subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(folded))
+
+
+def size(count: float) -> str:
+    """Bytes with three digits, in units of 1000, here and everywhere."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:#.3g}".rstrip(".") + f" {unit}"
+        count /= 1000
+    return f"{count:,.0f} TB" if count >= 100 else f"{count:#.3g} TB"
+
+
+def show_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[bool], spare: Sequence[int] = (), texts: int = 2
+) -> None:
+    """Print a table: first columns of text, which fold, then of numbers, which do not; some rows bold. Where it is too wide,
+    heads are folded, then the spare columns are left out one by one, then text is folded."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Column, Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(*(Column(title, justify="right" if place > 1 else "left") for place, title in enumerate(head)))
-    for row, strong in zip(rows, bold, strict=True):
-        table.add_row(*row, style="bold" if strong else "")
-    console.print(table)
+    console = Console(width=width())
+
+    def table(folded: bool, kept: Sequence[int]) -> Table:
+        def column(i: int) -> Column:
+            if i < texts:
+                return Column(head[i], overflow="fold")
+            heads = head[i].split() if folded else [head[i]]
+            return Column(head[i], justify="right", width=max(map(len, (*heads, *(row[i] for row in rows)))))
+
+        made = Table(*map(column, kept))
+        for row, strong in zip(rows, bold, strict=True):
+            made.add_row(*(row[i] for i in kept), style="bold" if strong else "")
+        return made
+
+    ways = [(0, False), *((count, True) for count in range(len(spare) + 1))]
+    for count, folded in ways:
+        found = table(folded, [i for i in range(len(head)) if i not in spare[:count]])
+        if Measurement.get(console, console.options.update(width=100_000), found).maximum <= console.width:
+            break
+    console.print(found)
+    if count:
+        say(f"Left out at {console.width} columns: {', '.join(head[i] for i in spare[:count])}. --json has everything.")
 
 
 # ---- the program ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases
-from . import Problem, check_place, choose, cuda, progress, show_table, unknown, write_json
+from . import Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
 from .results import Report, Request, Row, Shapes, check_memory, turns
@@ -38,6 +38,7 @@ HEAD = (
     "state B/param",
     "best peer / this",
 )
+SPARE = (7, 3, 6, 9)  # columns that a narrow terminal does without
 DEVICES = ("cpu", "cuda")
 
 
@@ -125,14 +126,16 @@ def describe(report: Report) -> str:
 
 
 def show(report: Report) -> None:
-    print(describe(report))
+    say(describe(report))
     enqueued = any(row.host_ms is not None for row in report.rows)
-    show_table((*HEAD, "host ms") if enqueued else HEAD, [cells(row) for row in report.rows], [ours(row) for row in report.rows])
+    head = (*HEAD, "host ms") if enqueued else HEAD
+    spare = [column for column in SPARE if column < len(head)]
+    show_table(head, [cells(row) for row in report.rows], [ours(row) for row in report.rows], spare)
     copies = sorted({row.copy_gb_per_second for row in report.rows if row.copy_gb_per_second is not None})
     if copies:
-        print(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
+        say(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
     for note in report.notes:
-        print(note)
+        say(note)
 
 
 def ours(row: Row) -> bool:

@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from ..engines import list_engines
-from . import machine, show_table, write_json
+from . import machine, say, show_table, size, write_json
 from .walks import ENGINES, bar_of, distance, problem, settings_of, walk
 
 CHECKED = ("adamw", "lamb", "muon")  # an elementwise rule, one that reduces, one that multiplies matrices
@@ -97,16 +97,16 @@ def show(found: dict[str, Any]) -> None:
         seconds = f"{e['seconds']:.2f}" if "seconds" in e else "–"
         why = escape(f": {e['why']}") if e["why"] else ""  # an extra stands in brackets, which rich would take for a style
         rows.append([e["engine"], e["what"] + why, e["status"], worst, seconds])
-    show_table(("engine", "what it is", "", "error", "s"), rows, [e["status"] != "not here" for e in found["engines"]])
+    show_table(("engine", "what it is", "status", "error", "s"), rows, [e["status"] != "not here" for e in found["engines"]])
     others = ", ".join(found["third_party_engines"])
-    print(f"error: the largest of {', '.join(CHECKED)} after {STEPS} steps, as a share of the distance travelled")
-    print(*([f"third-party engines: {others}"] if others else []), sep="\n", end="\n" if others else "")
-    print(f"threads: {m['threads']} of {m['cores']} cores; numba's layer: {found['threading_layer'] or 'not started'}")
-    where = f"{kept['folder']} ({kept['files']:,} files, {kept['bytes'] / 1e6:.1f} MB)" if "folder" in kept else ""
-    print(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
-    print(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")
-    print("versions: " + ", ".join(f"{name} {version}" for name, version in m["versions"].items()))
-    print(f"{'healthy' if found['healthy'] else 'something is broken'} ({found['seconds']:.1f} s)")
+    say(f"error: the largest of {', '.join(CHECKED)} after {STEPS} steps, as a share of the distance travelled")
+    say(f"third-party engines: {others}" if others else "")
+    say(f"threads: {m['threads']} of {m['cores']} cores; numba's layer: {found['threading_layer'] or 'not started'}")
+    where = f"{kept['folder']} ({kept['files']:,} files, {size(kept['bytes'])})" if "folder" in kept else ""
+    say(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
+    say(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")
+    say("versions: " + ", ".join(f"{name} {version}" for name, version in m["versions"].items()))
+    say(f"{'healthy' if found['healthy'] else 'something is broken'} ({found['seconds']:.1f} s)")
 
 
 def command(

@@ -5,17 +5,16 @@ rlx-optim info muon
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from ..explain import state, words
 from ..named import list_optimizers
 from ..registry import aliases, documentation, spec_class
 from ..spec import REQUIRED
-from . import Problem, one, write_json
+from . import Problem, one, say, width, write_json
 from .listing import entry
 
 #: how a part of a rule's docstring begins -> what it is
@@ -32,17 +31,6 @@ def parts_of(name: str) -> dict[str, str]:
             part, paragraph = PARTS[head], paragraph[len(head) :].removeprefix(".")[1:]
         parts[part] = f"{parts[part]}\n\n{paragraph}" if part in parts else paragraph
     return parts
-
-
-def meanings(name: str) -> dict[str, str]:
-    """What each hyperparameter and slot is, from the docstring of the spec: "word: text", over one or more lines."""
-    found: dict[str, str] = {}
-    for line in inspect.cleandoc(spec_class(name).__doc__ or "").splitlines():
-        if start := re.fullmatch(r"(\w+): (.*)", line):
-            found[start[1]] = start[2]
-        elif found:
-            found[next(reversed(found))] += f" {line.strip()}"
-    return found
 
 
 def flowing(text: str) -> str:
@@ -62,10 +50,10 @@ def flowing(text: str) -> str:
 def described(name: str) -> dict[str, Any]:
     """Everything that is known of an optimizer."""
     kind = spec_class(name)
-    words = meanings(name)
+    said = words(kind.__doc__)
     fields = {
         field: {
-            "meaning": words.pop(field, ""),
+            "meaning": said.get(field, ""),
             "required": f.default is REQUIRED,
             "default": None if f.default is REQUIRED else f.default,
             "expected": f.expected,
@@ -79,7 +67,7 @@ def described(name: str) -> dict[str, Any]:
         **entry(name),
         **parts_of(name),
         "hyperparameters": fields,
-        "state": words,
+        "state": state(kind),
         "otherwise": None if fallback is None else {"optimizer": fallback.name, **fallback.settings},
         "names": {framework: f"rlx_optim.{path}" for framework, path in own.items()},
     }
@@ -90,12 +78,12 @@ def show(told: dict[str, Any]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=width())
 
     def section(title: str, text: str) -> None:
         if text:
             console.print(f"\n[bold]{title}[/]")
-            console.print(flowing(text), markup=False)
+            say(flowing(text))
 
     console.print(f"[bold]{told['title'].replace('[', chr(92) + '[')}[/]")
     section("Idea", told.get("idea", ""))
@@ -111,7 +99,7 @@ def show(told: dict[str, Any]) -> None:
         settings = dict(told["otherwise"])
         rule = spec_class(settings.pop("optimizer")).title
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
-        console.print(f"What it does not take goes to otherwise = {rule}({given}).", markup=False)
+        say(f"What it does not take goes to otherwise = {rule}({given}).")
     section("State", "\n".join(f"- {slot}: {text}" for slot, text in told["state"].items()) or "- none")
     section("Conventions", told.get("conventions", ""))
     section("When, and what it costs", told.get("when", ""))

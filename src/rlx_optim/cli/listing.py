@@ -10,7 +10,7 @@ import typer
 from ..named import create
 from ..program import measures
 from ..registry import documentation, known, spec_class
-from . import show_table, write_json
+from . import say, show_table, write_json
 from .bench import digits
 from .memory import slots_of
 from .results import bytes_of, settings_of
@@ -51,5 +51,5 @@ def command(
         [e["name"], e["summary"], e["kind"], digits(e["state_bytes_per_parameter"]), digits(e["traffic_bytes_per_parameter"])]
         for e in entries
     ]
-    show_table(("optimizer", "what it is", "rule", "state B/param", "traffic B/param"), rows, [False] * len(rows))
-    print("State of a 1024×1024 matrix (SGD with momentum). More on one: rlx-optim info NAME")
+    show_table(("optimizer", "what it is", "rule", "state B/param", "traffic B/param"), rows, [False] * len(rows), spare=(2, 4))
+    say("State of a 1024×1024 matrix (SGD with momentum). More on one: rlx-optim info NAME")

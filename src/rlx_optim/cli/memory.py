@@ -21,7 +21,7 @@ import typer
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
 from ..registry import aliases
-from . import Problem, choose, show_table, write_json
+from . import Problem, choose, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
 
@@ -100,17 +100,8 @@ def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
 
 
 # ---- what is said -------------------------------------------------------------------------------------------------------
-def readable(count: float) -> str:
-    """Bytes with a unit of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
-
-
 def sizes(total: int, count: int) -> list[str]:
-    return [f"{total:,}", readable(total), f"{total / max(count, 1):.3f}"]
+    return [f"{total:,}", size(total), f"{total / max(count, 1):.3f}"]
 
 
 def rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], bool]]:
@@ -140,10 +131,10 @@ def command(
         about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": ITEM * count}
         write_json({**about, "optimizers": report})
         return
-    print(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {readable(ITEM * count)} of float32 parameters")
+    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(ITEM * count)} of float32 parameters")
     lines = list(rows(report, count))
     show_table(
-        ("optimizer", "rule: slot", "tensors", "bytes", "", "B/param"),
+        ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),
         [line for line, _ in lines],
         [strong for _, strong in lines],
     )

@@ -19,12 +19,14 @@ from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..sharing import extent, traffic
 from ..spec import Shape, Spec
-from . import Problem, choose, show_table, unknown
+from . import Problem, choose, say, show_table, size, unknown
 
 SIZES = {"float32": 4, "bfloat16": 2}
 HEAD = (
-    "optimizer", "ranks", "matrices", "sent/rank, most", "mean", "all-reduces", "of bytes", "balance", "state/rank, most", "mean",
+    "optimizer", "ranks", "matrices", "most sent a rank", "mean sent", "all-reduces", "of bytes", "balance",
+    "most state a rank", "mean state",
 )  # fmt: skip
+SPARE = (4, 9, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +119,6 @@ def kept(shape: Shape, spec: Spec, ranks: int) -> int:
     return sum(math.prod((whole if lacks else part).shape) for lacks, whole, part in slots)
 
 
-def size(count: float) -> str:
-    """Bytes with three digits."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} GB" if count < 1000 else f"{count:,.0f} GB"
-
-
 def cells(row: Row) -> list[str]:
     balance = "–" if row.balance is None else f"{100 * row.balance:.0f} %"
     reduced = [str(len(row.all_reduced)), size(sum(row.all_reduced))] if row.all_reduced else ["0", "–"]
@@ -155,5 +148,5 @@ def command(
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return
-    print(f"{model}: {rows[0].parameters:,} parameters in {dtype}, one step; bytes that a rank sends to others")
-    show_table(HEAD, [cells(row) for row in rows], [False] * len(rows))
+    say(f"{model}: {rows[0].parameters:,} parameters in {dtype}, one step; bytes that a rank sends to others")
+    show_table(HEAD, [cells(row) for row in rows], [False] * len(rows), SPARE, texts=1)

@@ -20,9 +20,8 @@ from ..named import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
-from . import Problem, choose, machine, one, show_table, write_json
+from . import Problem, choose, machine, one, show_table, size, write_json
 from .bench import digits
-from .memory import readable
 
 REPORT, RESULTS = "report.html", "results.json"
 
@@ -89,10 +88,10 @@ def show(found: dict[str, Any]) -> None:
         note = f" ({e['diverged']} of {e['runs']} diverged)" if e["diverged"] else ""
         rows.append([
             name + note, f"{e['lr']:g}", spread(e["accuracy"], "{:.1%}".format), spread(e["test_loss"], "{:.3g}".format),
-            spread(e["train_loss"], "{:.3g}".format), digits(e["ms_per_step"]["mean"]), readable(e["state_bytes"]),
+            spread(e["train_loss"], "{:.3g}".format), digits(e["ms_per_step"]["mean"]), size(e["state_bytes"]),
         ])  # fmt: skip
     head = ("optimizer", "lr", "test accuracy", "test loss", "train loss", "ms/step", "state")
-    show_table(head, rows, [place == 0 for place in range(len(rows))])
+    show_table(head, rows, [place == 0 for place in range(len(rows))], spare=(3,))
 
 
 def command_line(race: Race, default: Race) -> str:

@@ -11,10 +11,14 @@ Keyword names and defaults follow optax where optax has the optimizer. The rules
 
 from typing import Any
 
-from .. import registry
-from .checkpoint import load_state, save_state
-from .factories import create, known, made, name_of, routing_report
-from .transform import RuleState
+from .. import explain, registry
+
+try:
+    from .checkpoint import load_state, save_state
+    from .factories import create, known, made, name_of, routing_report
+    from .transform import RuleState
+except ModuleNotFoundError as problem:
+    raise explain.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
 
 __all__ = ["RuleState", "create", "load_state", "routing_report", "save_state"]
 __all__ += [name_of(kind) for kind in registry.OURS]

@@ -12,7 +12,7 @@ from typing import Any
 
 import optax
 
-from .. import registry
+from .. import explain, registry
 from ..named import create as create_named
 from ..optimizer import NamedOptimizer
 from ..spec import REQUIRED, Field, Foreign, Spec, same
@@ -21,15 +21,6 @@ from .places import Member, is_static
 from .transform import Transform, transformation
 
 POSITIONAL = ("b1", "b2", "eps")  # where they come first, as in optax; the rest by keyword alone
-#: keywords that are no fields of a rule, with their types
-BESIDE = {
-    "mask": "Any | Callable[[Any], Any]",
-    "otherwise": "NamedOptimizer | optax.GradientTransformation | Literal['default'] | None",
-    "route": "Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None]",
-    "stacked": "Mapping[str, int]",
-    "update_interval": "int | jax.Array",
-    "seed": "int",  # of estimates, where the rule has none of its own
-}
 
 
 def known() -> dict[str, type[Spec]]:
@@ -136,7 +127,7 @@ def _annotation(kind: type[Spec], keyword: str, default: Any) -> str:
     foreign = Foreign("lr") if keyword == "learning_rate" else keywords(kind)[keyword][1]
     field = None if foreign is None else kind.fields[foreign.field]
     if foreign is None or field is None:
-        found = BESIDE.get(keyword, "jax.typing.ArrayLike")
+        found = explain.OPTAX.get(keyword, ("jax.typing.ArrayLike", ""))[0]
     elif foreign.read is not same:
         found = "jax.typing.ArrayLike"
     elif field.annotation.startswith("float"):
@@ -166,10 +157,7 @@ def signature(kind: type[Spec]) -> inspect.Signature:
 
 
 def _bound(kind: type[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        bound = signature(kind).bind(*args, **kwargs)
-    except TypeError as problem:
-        raise TypeError(f"{name_of(kind)}: {problem}; known are learning_rate, {', '.join(keywords(kind))}") from None
+    bound = explain.bound(name_of(kind), signature(kind), args, kwargs)
     bound.apply_defaults()
     return bound.arguments
 
@@ -188,7 +176,7 @@ def made(kind: type[Spec]) -> Any:
     function: Any = make
     function.__name__ = function.__qualname__ = name_of(kind)
     function.__module__, function.__signature__ = __package__, signature(kind)
-    function.__doc__ = registry.documentation(kind)
+    function.__doc__ = explain.documented(kind, signature(kind), explain.OPTAX)
     return function
 
 

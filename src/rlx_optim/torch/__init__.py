@@ -13,21 +13,31 @@ import functools
 import inspect
 from typing import Any
 
-from .. import registry
+from .. import explain, registry
 from ..named import create as create_named
 from ..spec import REQUIRED, Spec
-from .clip import clip_grad_norm_
-from .curvature import CurvatureOptimizer
-from .optimizer import RuleOptimizer
+
+try:
+    from .clip import clip_grad_norm_
+    from .curvature import CurvatureOptimizer
+    from .optimizer import RuleOptimizer
+except ModuleNotFoundError as problem:
+    raise explain.lacking(problem, __name__, "torch", ("torch",)) from None
 
 __all__ = ["RuleOptimizer", "clip_grad_norm_", "create"] + [kind.title for kind in registry.OURS]
 
-COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False, "amp_scaling": False}
+COMMON = {
+    "maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False, "amp_scaling": False,
+    "fused": None, "foreach": None, "differentiable": False,
+}  # fmt: skip
 
 
 def _signature(kind: type[Spec]) -> inspect.Signature:
-    def parameter(field: str, default: Any, how: Any) -> inspect.Parameter:
-        return inspect.Parameter(field, how, default=inspect.Parameter.empty if default is REQUIRED else default)
+    def parameter(name: str, default: Any, how: Any) -> inspect.Parameter:
+        annotation = explain.TORCH[name][0] if name in explain.TORCH else kind.fields[name].annotation
+        annotation = {"lr": f"{annotation} | torch.Tensor", **kind.torch.annotations}.get(name, annotation)
+        given = inspect.Parameter.empty if default is REQUIRED else default
+        return inspect.Parameter(name, how, default=given, annotation=annotation)
 
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     defaults = {field: f.default for field, f in kind.fields.items()} | dict(kind.torch.defaults)
@@ -38,7 +48,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     seed = {"hessian_seed": 0} if kind.observes else {}
     ranks = {"process_group": None} if kind.matrix else {}
     extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **ranks}.items()]
-    return inspect.Signature([parameter("self", REQUIRED, either), parameter("params", REQUIRED, either), *fields, *extra])
+    return inspect.Signature([inspect.Parameter("self", either), parameter("params", REQUIRED, either), *fields, *extra])
 
 
 @functools.cache
@@ -47,7 +57,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     signature = _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        given = dict(explain.bound(kind.title, signature, (self, *args), kwargs).arguments)
         self, params = given.pop("self"), given.pop("params")
         if kind.otherwise_default is not None and "otherwise" not in given:
             given["otherwise"] = create_named(kind.otherwise_default.name, **kind.otherwise_default.settings)
@@ -59,7 +69,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     base = CurvatureOptimizer if kind.observes else RuleOptimizer
     space = {
         "__init__": __init__,
-        "__doc__": registry.documentation(kind),
+        "__doc__": explain.documented(kind, signature, explain.TORCH),
         "__module__": __name__,
         "spec": kind,
         "rule": kind.name,

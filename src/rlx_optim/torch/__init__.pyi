@@ -30,6 +30,9 @@ class SGD(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Adam(RuleOptimizer):
@@ -47,6 +50,9 @@ class Adam(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class AdamW(RuleOptimizer):
@@ -64,6 +70,9 @@ class AdamW(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class NAdamW(RuleOptimizer):
@@ -82,6 +91,9 @@ class NAdamW(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class RAdam(RuleOptimizer):
@@ -100,6 +112,9 @@ class RAdam(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class QHAdamW(RuleOptimizer):
@@ -117,6 +132,9 @@ class QHAdamW(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Lamb(RuleOptimizer):
@@ -135,6 +153,9 @@ class Lamb(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Adafactor(RuleOptimizer):
@@ -155,6 +176,9 @@ class Adafactor(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Lion(RuleOptimizer):
@@ -170,6 +194,9 @@ class Lion(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class SOAP(RuleOptimizer):
@@ -191,6 +218,9 @@ class SOAP(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -220,6 +250,9 @@ class KronPSGD(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -244,6 +277,9 @@ class Muon(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,
@@ -266,6 +302,9 @@ class Sophia(CurvatureOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         hessian_seed: int = 0,
     ) -> None: ...
 
@@ -286,6 +325,9 @@ class MARS(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int] | None = None,

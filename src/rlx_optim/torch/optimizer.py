@@ -49,20 +49,29 @@ class RuleOptimizer(Stepper):
         nonfinite: str = "propagate",
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
         split: Mapping[str, int] | None = None,
         process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
-        """amp_scaling: GradScaler hands over its scale and its verdict, which saves a pass; who clips in between (Lightning) will
-        then refuse. process_group: its ranks share out matrices that all have. beside: settings of a group, not of the rule."""
+        """beside: settings of a group, not of the rule. The others: `rlx_optim.explain.TORCH`."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         check_engine(engine)
         for switch, on in (("capturable", capturable), ("amp_scaling", amp_scaling)):
             if not isinstance(on, bool):
                 raise TypeError(f"{self._owner}: {switch} must be True or False, got {on!r}")
+        if fused and foreach:
+            raise RuntimeError(f"{self._owner}: fused and foreach cannot be True together")  # torch's own words and type
+        if differentiable:
+            raise ValueError(
+                f"{self._owner}: differentiable=True is not done here: autograd does not record a step; use torch.optim"
+            )
+        self._asked = " and ".join(name for name, on in (("fused", fused), ("foreach", foreach)) if on is not None)
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self._split, self._split_used = dict(split or {}), set[str]()
@@ -367,6 +376,7 @@ class RuleOptimizer(Stepper):
     def engine_report(self) -> dict[str, str]:
         """Which engine steps what, and why: {"12 parameters on cpu, float32 arithmetic": "cpu: … (why)"}."""
         out = {}
+        asked = self._asked and f"; {self._asked}= makes no difference, engine= does"
         self._ready()
         for lane in self._lanes or []:
             first = lane.seats[0]
@@ -375,7 +385,7 @@ class RuleOptimizer(Stepper):
             key = (
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
             ) + (lane.spread and f", {lane.spread}")
-            out[key] = f"{lane.engine.live(spec)} ({lane.why})"
+            out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked})"
         return out
 
     def routing_report(self) -> str:

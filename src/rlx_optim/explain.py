@@ -1,0 +1,153 @@
+"""What is said of an optimizer's arguments and state by help(), `rlx-optim info` and the reference.
+
+It comes from the docstrings in its file; what the front ends have beside hyperparameters is in the tables here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .registry import documentation
+from .spec import Otherwise, Spec
+
+NONFINITE = "Literal['propagate', 'raise', 'skip']"
+Beside = Mapping[str, tuple[str, str]]
+#: arguments that are no hyperparameters, by front end: their type, and what they are
+NAMED: Beside = {
+    "otherwise": ("NamedOptimizer | None", "who steps the tensors that this rule does not take; None: they are refused"),
+    "groups": (
+        "Sequence[Mapping[str, Any]] | None",
+        'settings by name: [{"match": "*.bias", "weight_decay": 0.0}]; the first pattern that matches holds, "use" routes',
+    ),
+    "engine": ("Any", '"auto", "cpu", "reference", an installed engine\'s name, or an Engine'),
+    "precision": ("Literal['float32', 'float64']", "of the cpu engine's arithmetic and state"),
+    "nonfinite": (NONFINITE, "what a gradient that is not finite does: goes through, is refused, or leaves the step out"),
+}
+TORCH: Beside = {
+    "params": ("Params", "parameters, named parameters, groups of them, or a model, whose modules then route them"),
+    "maximize": ("bool", "step up the gradient instead of down"),
+    "engine": ("Literal['auto', 'cpu', 'torch', 'triton']", "who computes; engine_report() says who did, and why"),
+    "nonfinite": NAMED["nonfinite"],
+    "capturable": ("bool", "keep step counts and settings on the device, for CUDA graphs"),
+    "amp_scaling": (
+        "bool",
+        "GradScaler hands over its scale and its verdict, which saves a pass; who clips in between (Lightning) will then refuse",
+    ),
+    "fused": ("bool | None", "torch.optim's; taken, and without effect: steps are fused wherever `engine` can"),
+    "foreach": ("bool | None", "torch.optim's; taken, and without effect"),
+    "differentiable": ("bool", "torch.optim's; True is refused, for steps are not recorded by autograd"),
+    "otherwise": NAMED["otherwise"],
+    "route": ("Route", 'by name or function: {"*embed*": "otherwise"}, or an optimizer in place of the word'),
+    "split": ("Mapping[str, int] | None", 'parameters that are several matrices: {"*qkv.weight": 3}'),
+    "hessian_seed": ("int", "of Hutchinson's estimates"),
+    "process_group": ("Any", "its ranks share out matrices that all of them have"),
+}
+OPTAX: Beside = {
+    "mask": (
+        "Any | Callable[[Any], Any]",
+        "a tree of booleans like the parameters, or a function that gives it: whose weights decay",
+    ),
+    "otherwise": (
+        "NamedOptimizer | optax.GradientTransformation | Literal['default'] | None",
+        "who steps the leaves that this rule does not take; None: they are refused",
+    ),
+    "route": (
+        "Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None]",
+        'by path or function: {"*embed*": "otherwise"}, or an optimizer in place of the word',
+    ),
+    "stacked": ("Mapping[str, int]", 'leaves that are several matrices: {"*experts*": 1}, how many leading axes count them'),
+    "update_interval": ("int | jax.Array", "steps from one estimate of the curvature to the next"),
+    "seed": ("int", "of Hutchinson's estimates"),
+}
+
+
+def words(text: str | None) -> dict[str, str]:
+    """What a docstring says of names: "word: text", over one or more lines."""
+    found: dict[str, str] = {}
+    for line in inspect.cleandoc(text or "").splitlines():
+        if start := re.fullmatch(r"(\w+): (.*)", line):
+            found[start[1]] = start[2]
+        elif found:
+            found[next(reversed(found))] += f" {line.strip()}"
+    return found
+
+
+def state(kind: type[Spec]) -> dict[str, str]:
+    """What each slot and counter of the state is."""
+    own = [getattr(kind, method) for method in ("slots", "counters") if getattr(kind, method) is not getattr(Spec, method)]
+    return {name: text for method in own for name, text in words(method.__doc__).items()}
+
+
+def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
+    """What each argument is, and must be, of the hyperparameters and of a front end's own."""
+    said = words(kind.__doc__)
+    found = {name: text for name, (_, text) in beside.items()}
+    for name, field in kind.fields.items():
+        found[name] = f"{said.get(name, '')} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
+    if beside is OPTAX:
+        found["learning_rate"] = found["lr"]
+        found |= {n: f"{found[n]}; None: the rule's own, {f.default!r}" for n, f in kind.fields.items() if f.annotation == "int"}
+        found |= {keyword: found[each.field] for keyword, each in kind.optax.settings.items() if each.field in found}
+        for pair, letter in kind.optax.spread.items():
+            if pair in kind.fields:
+                found |= {f"{letter}{i}": f"number {i} of: {found[pair]}" for i in range(1, len(kind.fields[pair].default) + 1)}
+    return found
+
+
+def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -> str:
+    """The documentation of a class or factory: that of the rule, and its arguments with type, default and meaning."""
+    said, lines = meanings(kind, beside), ["Arguments."]
+    for name, parameter in signature.parameters.items():
+        if name != "self":
+            lines.append(
+                f"    {name}: {parameter.annotation}"
+                + ("" if parameter.default is parameter.empty else f" = {shown(parameter.default)}")
+            )
+            lines += textwrap.wrap(said[name], 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join([documentation(kind), "", *lines])
+
+
+#: what others call it
+SYNONYMS = {"learning_rate": "lr", "lr": "learning_rate", "wd": "weight_decay", "decay": "weight_decay"}
+
+
+def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
+    """The error about keywords that nobody has, with what they are called here."""
+    bad = sorted(set(given) - set(known))
+    meant: dict[str, str] = {}
+    for word in bad:
+        synonym, near = SYNONYMS.get(word, ""), difflib.get_close_matches(word, known, 1)
+        meant |= {word: synonym} if synonym in known else {word: near[0]} if near else {}
+    hint = "".join(f"; {word} is called {here} here" for word, here in meant.items())
+    return TypeError(f"{owner}: unknown hyperparameter {', '.join(map(repr, bad))}; known are {', '.join(known)}{hint}")
+
+
+def bound(owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """A call's arguments, or an error that says which there are."""
+    known = [name for name in signature.parameters if name != "self"]
+    if not kwargs.keys() <= set(known):
+        raise unknown(owner, kwargs, known)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        raise TypeError(f"{owner}: {problem}; known are {', '.join(known)}") from None
+
+
+def lacking(problem: ModuleNotFoundError, module: str, extra: str, libraries: Sequence[str]) -> ModuleNotFoundError:
+    """The error where a library is not installed, with what to do; any other module that is missing stays what it is."""
+    name = (problem.name or "").partition(".")[0]
+    if name not in libraries:
+        return problem
+    return ModuleNotFoundError(f'{module} needs {name}: pip install "rlx-optim[{extra}]"', name=problem.name)
+
+
+def shown(default: object) -> str:
+    """A default as one writes it."""
+    if isinstance(default, Otherwise):
+        return f"{default.name}({', '.join(f'{k}={v!r}' for k, v in default.settings.items())})"
+    return repr(default)
