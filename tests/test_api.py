@@ -68,7 +68,9 @@ def test_help_says_every_argument(front_end, name):
     ],
 )
 def test_a_wrong_keyword_says_what_it_is_called_here(front_end, made, args, wrong, right):
-    with pytest.raises(TypeError, match=rf"^{made}: unknown hyperparameter '{wrong}'; known are .*; {wrong} is called {right} here$"):
+    with pytest.raises(
+        TypeError, match=rf"^{made}: unknown hyperparameter '{wrong}'; known are .*; {wrong} is called {right} here$"
+    ):
         getattr(pytest.importorskip(front_end), made)(*args, **{wrong: 1})
 
 

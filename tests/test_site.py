@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import readme  # noqa: E402
 import site_hook  # noqa: E402
-from docsite import bench, formulas, optimizers, plots  # noqa: E402
+from docsite import arguments, bench, formulas, optimizers, plots  # noqa: E402
 
 NAMES = rlx_optim.list_optimizers()
 SECTIONS = ("Formulas", "Use it", "Hyperparameters", "State", "Conventions, and other libraries", "When, and what it costs")
@@ -61,11 +61,13 @@ VARIANTS = {
 def anchors(text):
     """The ids that Markdown gives headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+    said = set(re.findall(r"^#+ .* \{ #(\w+) \}$", text, re.MULTILINE))
+    return said | {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
 def test_links_lead_somewhere():
-    texts = {str(path.relative_to(ROOT / "docs")): path.read_text() for path in (ROOT / "docs").rglob("*.md")} | site_hook.texts()
+    pages = {str(path.relative_to(ROOT / "docs")): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    texts = {page: site_hook.filled(text) for page, text in pages.items()} | site_hook.texts()
     figures = plots.FIGURES
     for page, text in site_hook.texts().items():
         for link in re.findall(r"\]\(([^):]+)\)", text):
@@ -83,6 +85,22 @@ def test_examples_run(name, framework):
     code = textwrap.dedent("    " + block.lstrip())
     assert "rlx_optim" in code
     exec(compile(code, f"{name}, {framework}", "exec"), {})
+
+
+def test_the_reference_has_every_argument_of_every_front_end():
+    for front_end, (_, _, beside) in arguments.FRONT_ENDS.items():
+        text = site_hook.TABLES[f"arguments {front_end}"]()
+        for kind in map(spec_class, NAMES):
+            name = arguments.name_in(front_end, kind)
+            section = text.partition(f"{{ #{name} }}")[2].partition("\n### ")[0]
+            listed = re.findall(r"^\| `(\w+)` \| `[^\n]+` \| [^\n]+ \| [^\n]{10,} \|$", section, re.MULTILINE)
+            assert listed == [each.name for each in arguments.signatures(front_end)[name]]
+            fields = kind.optax.settings if beside is arguments.explain.OPTAX else kind.fields
+            assert set(fields) <= set(listed) | set(kind.optax.without), name
+
+
+def test_no_figure_is_left_out():
+    assert all("None" not in site_hook.TABLES[table]() for table in ("benchmark source", "copy", "choices"))
 
 
 def test_index_has_all_fourteen():

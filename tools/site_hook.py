@@ -5,11 +5,12 @@ mkdocs.yml names this file under `hooks`; it can also be imported without mkdocs
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
-from docsite import bench, katex, optimizers, parity, plots
+from docsite import arguments, bench, katex, optimizers, parity, plots
 
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
@@ -19,7 +20,9 @@ TABLES = {
     "benchmarks": bench.by_optimizer,
     "benchmarks by size": bench.by_size,
     "benchmark source": lambda: bench.source("two-blocks"),
+    "copy": bench.copies,
     "choices": bench.choices,
+    **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
     "parity engines": lambda: parity.by_optimizer("engine"),
     "parity peers": lambda: parity.by_optimizer("peer"),
     "parity remarks": parity.remarks,

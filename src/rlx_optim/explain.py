@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .registry import documentation
+from .registry import documentation, spec_class
 from .spec import Otherwise, Spec
 
 NONFINITE = "Literal['propagate', 'raise', 'skip']"
@@ -149,5 +149,5 @@ def lacking(problem: ModuleNotFoundError, module: str, extra: str, libraries: Se
 def shown(default: object) -> str:
     """A default as one writes it."""
     if isinstance(default, Otherwise):
-        return f"{default.name}({', '.join(f'{k}={v!r}' for k, v in default.settings.items())})"
+        return f"{spec_class(default.name).title}({', '.join(f'{k}={v!r}' for k, v in default.settings.items())})"
     return repr(default)

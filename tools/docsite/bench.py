@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 from pathlib import Path
@@ -42,9 +43,17 @@ class Measured(NamedTuple):
 
     @property
     def adamw_ms(self) -> float | None:
-        """Our AdamW's time in the same run."""
-        rows = [row for row in self.run["rows"] if (row["optimizer"], row["implementation"]) == ("adamw", "ours")]
+        """Our AdamW's time in the same run, or in the one nearest to it on such a processor."""
+        near = [run for run in runs() if (run["model"], run["machine"]["cpu"]) == (self.run["model"], self.run["machine"]["cpu"])]
+        near = [self.run, *sorted(near, key=lambda run: abs(seconds(run) - seconds(self.run)))]
+        wanted = ("adamw", "ours")
+        rows = [row for run in near for row in run["rows"] if (row["optimizer"], row["implementation"]) == wanted]
         return rows[0]["ms_per_step"] if rows else None
+
+
+def seconds(run: dict[str, Any]) -> float:
+    """When it was."""
+    return datetime.datetime.fromisoformat(run["machine"]["date"]).timestamp()
 
 
 @functools.cache
@@ -98,9 +107,15 @@ def times(ratio: float | None) -> str:
 
 def source(model: str) -> str:
     """Where the figures of a model come from."""
-    used = [(m.run["machine"], m.run["settings"]["threads"]) for (of, _), m in newest().items() if of == model]
-    said = sorted({f"{on['date'][:10]}, {threads} threads of an {on['cpu'].replace('(R)', '')}" for on, threads in used})
+    used = [m.run["machine"] for (of, _), m in newest().items() if of == model]
+    said = sorted({f"{on['date'][:10]}, {on['threads']} threads of an {on['cpu'].replace('(R)', '')}" for on in used})
     return f"from `rlx-optim bench --model {model}` ({'; '.join(said)})"
+
+
+def copies(model: str = "two-blocks") -> str:
+    """How fast a plain copy was in the runs of a model."""
+    found = sorted(row["copy_gb_per_second"] for (of, _), m in newest().items() if of == model for row in m.run["rows"])
+    return f"{found[0]:.0f} to {found[-1]:.0f} GB/s"
 
 
 def speed(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rlx_optim import explain
@@ -11,7 +12,7 @@ from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 
-from . import bench
+from . import arguments, bench
 from .formulas import PAIRS, symbol
 from .text import part, prose, stacked, table
 
@@ -23,6 +24,10 @@ NOTATION = (
 MATRIX, VECTOR = (3, 5), (3,)  # stand for n×m and n: two numbers that occur nowhere else
 LETTERS = {3: "n", 5: "m"}
 EXAMPLE = {"sgd": "lr=0.1, momentum=0.9, nesterov=True", "adafactor": "weight_decay=0.01"}  # where lr alone does not say enough
+
+
+def indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in lines)
 
 
 # ---- sections -------------------------------------------------------------------------------------------------------------
@@ -46,6 +51,13 @@ def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
         title = spec_class(settings.pop("optimizer")).title
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         text += f"\n\nTensors that it does not take go to `otherwise`, by default `{title}({given})`."
+    calls = []
+    for front_end, page in {"NumPy": "named", "PyTorch": "torch", "JAX": "optax"}.items():
+        kind = spec_class(name)
+        call = indented(arguments.signature(front_end, kind).splitlines())
+        link = f"[Every argument](../api/{page}.md#{arguments.name_in(front_end, kind)}) with type and meaning."
+        calls.append(f'=== "{front_end}"\n\n    ```python\n{call}\n    ```\n\n    {link}')
+    text += "\n\nThe whole call in each front end:\n\n" + "\n\n".join(calls)
     return text + (
         "\n\nA number may also be a [schedule](../named.md#schedules), a function of the iteration. "
         "All front ends check these ranges; `rlx_optim.optax` takes optax's [names and defaults](../jax.md#the-factories)."
@@ -112,7 +124,7 @@ state = tx.init(params)  # updates, state = tx.update(grads, state, params{jax_c
     }
     tabs = []
     for label, code in blocks.items():
-        body = "\n".join(f"    {line}".rstrip() for line in ["```python", *code.splitlines(), "```"])
+        body = indented(["```python", *code.splitlines(), "```"])
         tabs.append(f'=== "{label}"\n\n{body}')
     return "\n\n".join(tabs)
 
