@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -181,23 +182,83 @@ def test_what_is_no_array_is_refused_by_name(wrong):
 
 # ---- states that are not ours -----------------------------------------------------------------------------------------------------
 def test_save_state_says_what_it_takes(tmp_path):
-    """A chain's transformation or state, another's state: refused in words, and no file is written."""
+    """Another's transformation or state: refused in words, and no file is written."""
     params, tx = {"w": jnp.ones((2, 2))}, ours.adamw(0.1)
     chain, injected = optax.chain(optax.clip(1.0), tx), optax.inject_hyperparams(ours.adamw)(0.1)
+    two = optax.chain(tx, ours.lion(0.1))
     for error, message, given, state in [
-        (TypeError, "made by rlx_optim.optax.*of a chain, save each part", chain, chain.init(params)),
-        (TypeError, "made by rlx_optim.optax", injected, injected.init(params)),
         (TypeError, "made by rlx_optim.optax", optax.adamw(0.1), optax.adamw(0.1).init(params)),
-        (TypeError, "AdamW: state must be the RuleState.*got tuple", tx, chain.init(params)),
-        (TypeError, "AdamW: state must be the RuleState.*got InjectStatefulHyperparamsState", tx, injected.init(params)),
+        (TypeError, "made by rlx_optim.optax", None, tx.init(params)),
+        (TypeError, "has 2 of them; save each", two, two.init(params)),
+        (TypeError, "AdamW: state must be what this tx's init.*got tuple", tx, chain.init(params)),
+        (TypeError, "AdamW: state must be what this tx's init.*got InjectStatefulHyperparamsState", tx, injected.init(params)),
+        (TypeError, "AdamW: state must be what this tx's init", chain, optax.adamw(0.1).init(params)),
         (ValueError, "AdamW: state has 'm', but this tx keeps 'm', 'v'", tx, ours.lion(0.1).init(params)),
     ]:
         with pytest.raises(error, match=message):
             ours.save_state(tmp_path / "a", given, state, params)
-    with pytest.raises(TypeError, match="AdamW: state must be the RuleState"):
+    with pytest.raises(TypeError, match="AdamW: state must be what"):
         to_optax(tx, chain.init(params), params, optax.adamw(0.1).init(params))
     assert list(tmp_path.iterdir()) == []
     ours.save_state(tmp_path / "a", tx, chain.init(params)[1], params)  # the chain's part
+
+
+HOLDERS = {
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), ours.soap(3e-3)),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("muon", ours.muon(0.02))),
+    "inject": lambda: optax.inject_hyperparams(ours.adamw)(optax.linear_schedule(0.1, 0.0, 10), weight_decay=0.3),
+    "chain in inject": lambda: optax.inject_hyperparams(lambda learning_rate: optax.chain(optax.clip(1.0), ours.lion(learning_rate)))(0.1),
+    "MultiSteps": lambda: optax.MultiSteps(ours.adamw(optax.linear_schedule(0.1, 0.0, 10)), 2),
+    "masked": lambda: optax.masked(ours.lamb(0.01), {"w": True, "b": False}),
+    "schedule": lambda: optax.chain(ours.adamw(1.0), optax.scale_by_schedule(optax.linear_schedule(0.1, 0.0, 10))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_our_part_of_what_holds_it_is_saved_and_goes_on_bit_for_bit(holder, tmp_path):
+    tx, params = HOLDERS[holder](), {"w": jnp.linspace(0.1, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
+    start, update = tx.init(params), jax.jit(tx.update)
+
+    def walk(params, state, steps):
+        for i in range(steps):
+            updates, state = update(jax.tree.map(lambda p, i=i: jnp.sin(p * (i + 2)), params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params, state = walk(params, start, 4)
+    ours.save_state(tmp_path / "a.safetensors", tx, state, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = ours.load_state(tmp_path / "a.safetensors", HOLDERS[holder](), params)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    ends = [walk(params, each, 4)[0] for each in (state, again)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *ends))
+    assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ends[0], walk(params, start, 4)[0]))
+
+
+def test_what_else_a_chain_keeps_begins_anew_with_a_warning(tmp_path):
+    params = {"w": jnp.ones((2, 2))}
+    tx = optax.chain(optax.trace(0.9), ours.sgd(0.1))
+    ours.save_state(tmp_path / "a.safetensors", tx, tx.init(params), params)
+    with pytest.warns(UserWarning, match=r"SGD: the file has the part of rlx_optim alone; state\[0\].trace\['w'\] begins anew"):
+        ours.load_state(tmp_path / "a.safetensors", tx, params)
+    steps = optax.MultiSteps(ours.sgd(0.1), 2)
+    _, state = steps.update(params, steps.init(params), params)
+    with pytest.raises(ValueError, match="SGD: MultiSteps has gathered 1 gradients that would be lost"):
+        ours.save_state(tmp_path / "b.safetensors", steps, state, params)
+
+
+def test_injected_settings_are_those_of_the_file(tmp_path):
+    params, tx = {"w": jnp.ones((2, 2))}, optax.inject_hyperparams(ours.adamw)(0.1, b2=0.5)
+    state = tx.init(params)
+    state.hyperparams["learning_rate"], state.hyperparams["b1"] = jnp.float32(0.25), jnp.float32(0.75)
+    ours.save_state(tmp_path / "a.safetensors", tx, state, params)
+    loaded = rlx_optim.load(tmp_path / "a.safetensors").hyperparameters()
+    assert (loaded["lr"], loaded["betas"], loaded["eps"]) == (0.25, (0.75, 0.5), float(np.float32(1e-8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = ours.load_state(tmp_path / "a.safetensors", tx, params)
+    assert again.hyperparams == state.hyperparams
 
 
 # ---- types ------------------------------------------------------------------------------------------------------------------------

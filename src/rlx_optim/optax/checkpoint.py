@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
 from ..spec import Spec
 from . import places
+from .inside import Part, part_of
 from .places import Place
 from .transform import RuleState, Transform, arithmetic
 
@@ -39,22 +40,24 @@ def save_state(
 ) -> Path | None:
     """Write a state to a file that every front end reads: `tx` made it, for `params`; see `rlx_optim.NamedOptimizer.save`.
 
-    The iteration is the state's count. The parameters themselves are not in it.
+    tx may hold our transformation: a chain, inject_hyperparams, MultiSteps, masked. The file has our part. The iteration is its
+    count. The parameters themselves are not in it.
     """
-    _, count = opened(tx, state)
+    part = part_of(tx, params)
+    count = int(_checked(part.transform, part.state_in(state)).count)
     return files.save(lambda: snapshot_of(tx, state, params), count, path, every, keep, allow_nan)
 
 
-def load_state(
-    path: str | os.PathLike[str], tx: optax.GradientTransformation, params: Tree, *, allow_nan: bool = False
-) -> RuleState:
-    """The state that was saved to a file by any front end, for `tx` to go on with.
+def load_state(path: str | os.PathLike[str], tx: optax.GradientTransformation, params: Tree, *, allow_nan: bool = False) -> Any:
+    """The state that was saved to a file by any front end, for `tx` to go on with: a RuleState, or where tx only holds our
+    transformation, its whole state with our part and its counts in place; what else it keeps begins anew, and a warning says so.
 
     A transformation cannot be changed: where its settings are not the file's, its own count, and a warning says so.
     """
-    transform = transform_of(tx)
+    part = part_of(tx, params)
     with files.opened(path, allow_nan) as snapshot:
-        return _restored(transform, snapshot, params)
+        ours = _restored(part, snapshot)
+        return part.put_into(ours, snapshot.members[0].values.hyperparameters)
 
 
 def transform_of(tx: Any) -> Transform:
@@ -62,27 +65,30 @@ def transform_of(tx: Any) -> Transform:
     match tx:
         case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as transform)):
             return transform
-    raise TypeError(f"tx must be made by rlx_optim.optax, as adamw(1e-3) is (of a chain, save each part), got {tx!r:.200}")
+    raise TypeError(f"tx must be made by rlx_optim.optax, as adamw(1e-3) is, got {tx!r:.200}")
 
 
 def opened(tx: Any, state: Any) -> tuple[Transform, int]:
     """What is behind a transformation of ours, and how many steps its state has taken."""
     transform = transform_of(tx)
-    if not isinstance(state, RuleState):
-        raise TypeError(
-            f"{transform.owner}: state must be the RuleState that this tx's init or update gave (of a chain, the part's own), "
-            f"got {type(state).__name__}"
-        )
+    ours = _checked(transform, Part(transform, None, None).state_in(state))
+    return transform, int(ours.count)
+
+
+def _checked(transform: Transform, state: RuleState) -> RuleState:
     if state.slots.keys() != set(transform.names):
         raise ValueError(f"{transform.owner}: state has {listed(state.slots)}, but this tx keeps {listed(transform.names)}")
-    return transform, int(state.count)
+    return state
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
 def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> Snapshot:
     """Everything a transformation and its state are and have."""
-    transform, count = opened(tx, state)
-    leaves, tree, where = transform.laid_out(params)
+    part, whole = part_of(tx, params), state
+    transform = part.transform
+    state = _checked(transform, part.state_in(whole))
+    count = int(state.count)
+    leaves, tree, where = transform.laid_out(part.params)
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
     factors = tree.flatten_up_to(state.factors)
     parameters = {}
@@ -99,7 +105,8 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
         )  # fmt: skip
         p.tensors = {name: tensor(np.asarray(arrays[name]).reshape(p.stored(slot))) for name, slot in place.slots.items()}
         parameters[place.name] = p
-    return Snapshot([_member(each, where, count) for each in transform.members], parameters, count, front_end="optax")
+    members = [_member(each, part.member(each, whole), where, count) for each in transform.members]
+    return Snapshot(members, parameters, count, front_end="optax")
 
 
 def settings(member: places.Member, count: int) -> Spec:
@@ -114,9 +121,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 
-def _member(member: places.Member, where: list[Place], count: int) -> Member:
-    values = settings(member, count).values()
-    callables = [name for name, value in member.values.items() if callable(value)]
+def _member(member: places.Member, now: places.Member, where: list[Place], count: int) -> Member:
+    values = settings(now, count).values()
+    callables = [name for name, value in now.values.items() if callable(value)]
     groups = []
     if any(place.member is member and not place.decays for place in where):
         kept = [name for name in callables if name != "weight_decay"]
@@ -125,8 +132,9 @@ def _member(member: places.Member, where: list[Place], count: int) -> Member:
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
-def _restored(transform: Transform, snapshot: Snapshot, params: Tree) -> RuleState:
-    leaves, tree, where = transform.laid_out(params)
+def _restored(part: Part, snapshot: Snapshot) -> RuleState:
+    transform = part.transform
+    leaves, tree, where = transform.laid_out(part.params)
     names = {place.name for place in where}
     if missing := names - snapshot.parameters.keys():
         raise CheckpointError(f"it has no state for {listed(missing)}")
@@ -140,7 +148,7 @@ def _restored(transform: Transform, snapshot: Snapshot, params: Tree) -> RuleSta
     count = steps.pop() if steps else 0
     for place, leaf in zip(where, leaves, strict=True):
         _check_fit(snapshot, snapshot.parameters[place.name], place, leaf)
-    _compare(transform, snapshot, where, count)
+    _compare(transform, snapshot, where, count, part.injected())
     slots: dict[str, list[Any]] = {name: [] for name in transform.names}
     factors = []
     for place, leaf in zip(where, leaves, strict=True):
@@ -193,15 +201,16 @@ def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> d
     return found
 
 
-def _compare(transform: Transform, snapshot: Snapshot, where: list[Place], count: int) -> None:
-    """Warn where the transformation goes on with other settings than the file's."""
+def _compare(transform: Transform, snapshot: Snapshot, where: list[Place], count: int, injected: Collection[str]) -> None:
+    """Warn where the transformation goes on with other settings than the file's; those that are injected are taken from it."""
     told: dict[tuple[str, str], str] = {}
     for place in where:
         p = snapshot.parameters[place.name]
         here: dict[str, Any] = settings(place.member, count).values() | ({} if place.decays else {"weight_decay": 0.0})
         there: Mapping[str, Any] = snapshot.spec(p).values()
         for name, value in here.items():
-            if value != there[name] and not callable(value):
+            taken = place.member is transform.own and name in injected
+            if value != there[name] and not callable(value) and not taken:
                 told.setdefault((place.member.rule, name), f"{name} of {place.name!r} was {there[name]!r} and is {value!r} now")
     if told:
         title = transform.own.kind.title

@@ -88,6 +88,22 @@ def _values(kind: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def written(kind: type[Spec], values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """A spec's settings as a factory's keywords: the field, and the value."""
+    found = {"learning_rate": ("lr", values["lr"])}
+    for pair, letter in kind.optax.spread.items():
+        found |= {f"{letter}{i}": (pair, value) for i, value in enumerate(values.get(pair, ()), 1)}
+    own = {keyword: foreign for keyword, (_, foreign) in keywords(kind).items() if foreign is not None}
+    return found | {keyword: (each.field, each.write(values[each.field])) for keyword, each in own.items()}
+
+
+def put_over(kind: type[Spec], values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec's settings with some of a factory's keywords put over them."""
+    here = {keyword: value for keyword, (_, value) in written(kind, values).items()}
+    fields = _values(kind, {**dict.fromkeys(keywords(kind)), **here, **given})
+    return {name: fields.get(name, value) for name, value in values.items()}
+
+
 def _other(kind: type[Spec], choice: Any, what: str) -> Member | None:
     rule, default = kind.name, kind.otherwise_default
     if choice == "default" and default is not None:

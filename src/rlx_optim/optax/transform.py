@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -32,6 +33,20 @@ class RuleState(NamedTuple):
     slots: dict[str, Tree]
     factors: Tree
     counters: dict[str, Any]
+
+
+_begun: contextvars.ContextVar[list[tuple[Transform, Tree]] | None] = contextvars.ContextVar("begun", default=None)
+
+
+@contextlib.contextmanager
+def begun() -> Iterator[list[tuple[Transform, Tree]]]:
+    """Which of ours are asked for a state in this block, and for what parameters."""
+    found: list[tuple[Transform, Tree]] = []
+    token = _begun.set(found)
+    try:
+        yield found
+    finally:
+        _begun.reset(token)
 
 
 def aligned_slots(member: Member) -> list[str]:
@@ -120,6 +135,8 @@ class Transform:
 
     # ---- optax's pair ----------------------------------------------------------------------------------------------------
     def init(self, params: Tree) -> RuleState:
+        if (found := _begun.get()) is not None:
+            found.append((self, params))
         leaves, tree, places = self.laid_out(params)
         slots: dict[str, list[Any]] = {name: [] for name in self.names}
         factors = []
