@@ -5,6 +5,7 @@
 # make test-integrations   accelerate, Hugging Face Trainer and Lightning (installs them into .venv)
 # make test-gpu   the tests that need a GPU, from source, nothing installed
 # make lint    ruff and mypy
+# make types   mypy and pyright over a user's program for each front end (pyright fetches itself with npm)
 # make docs    the documentation site, into site/                        (sets up .venv, no torch; needs npm once, for KaTeX)
 # make docs-serve   the same, on http://localhost:8000, renewed as files change
 # make setup   the full development environment
@@ -14,7 +15,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: race test test-all test-browser chromium test-gpu test-integrations lint setup clean docs docs-serve tables
+PYRIGHT := 1.1.414
+
+.PHONY: race test test-all test-browser chromium test-gpu test-integrations lint types setup clean docs docs-serve tables
 
 race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
@@ -43,6 +46,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+types: $(VENV)/.dev
+	$(PIP) pyright==$(PYRIGHT)
+	$(BIN)/mypy --strict --ignore-missing-imports tests/types
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/types
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

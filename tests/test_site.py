@@ -126,3 +126,25 @@ def test_marks_of_pages_are_known():
 def test_tables_are_current(file):
     text = file.read_text()
     assert readme.renewed(text) == text, "run python tools/readme.py"
+
+
+# ---- the index page -----------------------------------------------------------------------------------------------------------
+def test_links_of_the_index_page_lead_into_the_repository():
+    pytest.importorskip("hatchling")
+    sys.path.insert(0, str(ROOT))
+    import hatch_build
+
+    text = hatch_build.absolute((ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "#")) for link in links)
+    inside = [link.removeprefix(place) for link in links for place in hatch_build.PLACES.values() if link.startswith(place)]
+    assert inside
+    assert all((ROOT / path.partition("#")[0]).exists() for path in inside)
+
+
+def test_the_release_agrees_with_itself():
+    version = rlx_optim.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    files = {path.name for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert files == {"ci.yml", "build.yml", "docs.yml", "release.yml"}

@@ -20,7 +20,7 @@ from .optimizer import NamedOptimizer, Optimizer
 from .registry import register
 from .threads import get_threads, set_threads
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointError",
