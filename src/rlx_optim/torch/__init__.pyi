@@ -354,4 +354,7 @@ class Prodigy(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
