@@ -6,11 +6,13 @@ import time
 
 import numpy as np
 import pytest
-from helpers import copies, problem, run, same_bits
+from helpers import NAMES, copies, problem, run, same_bits
+from helpers import make as made
 
 import rlx_optim
 from rlx_optim import schedules
 from rlx_optim.checkpoint import latest
+from rlx_optim.engine import ArrayEngine
 
 F = np.float32
 
@@ -259,3 +261,86 @@ def test_an_estimate_of_another_size_is_refused():
     opt.step("w", np.ones((2, 3), F), np.ones((2, 3), F))
     with pytest.raises(ValueError, match=r"has shape \(3, 2\), its parameter \(2, 3\)"):
         opt.update_hessian("w", np.ones((3, 2), F))
+
+
+# ---- float64 ----------------------------------------------------------------------------------------------------------------
+def wide(arrays):
+    return {k: v.astype(np.float64) for k, v in arrays.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_parameters_are_stepped_in_float64(name, tmp_path):
+    """What np.zeros and np.random make: equal to the reference to float64's rounding, and resumed bit for bit."""
+    start, gradients = problem({"w": (5, 4), "b": (3,), "s": ()}, steps=6)
+    start, gradients = wide(start), [wide(grads) for grads in gradients]
+    ends = {}
+    for engine in ("cpu", "reference"):
+        params, opt = copies(start), made(name, engine=engine, **({"otherwise": rlx_optim.AdamW()} if name == "muon" else {}))
+        for grads in gradients[:3]:
+            if name == "sophia":
+                opt.update_hessian("w", grads["w"] ** 2)
+            opt.step_all(params, grads)
+        assert {a.dtype for k in params for a in opt.state(k).values()} - {np.dtype(int)} <= {np.dtype(float)}
+        opt.save(tmp_path / engine)
+        ends[engine] = copies(params)
+        resumed = [
+            (each, copies(params))
+            for each in (opt, rlx_optim.load(tmp_path / engine, engine=engine), pickle.loads(pickle.dumps(opt)))
+        ]
+        for each, its in resumed:
+            for grads in gradients[3:]:
+                each.step_all(its, grads)
+        assert all(same_bits(its, resumed[0][1]) for _, its in resumed)
+    assert all(
+        np.abs(ends["cpu"][k] - ends["reference"][k]).max() <= 1e-9 * np.abs(ends["cpu"][k] - start[k]).max() + 1e-15
+        for k in start
+    )
+
+
+def test_float64_is_not_float32_in_disguise():
+    p = {"w": np.array([1.0])}
+    rlx_optim.SGD(lr=1.0).step_all(p, {"w": np.array([1e-12])})
+    assert p["w"][0] == 1.0 - 1e-12
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_one_optimizer_steps_one_type(engine):
+    a, b = np.ones(3), np.ones(3, np.float32)
+    opt = rlx_optim.AdamW(engine=engine)
+    with pytest.raises(TypeError, match="AdamW: 'a' is float64, 'b' is float32, but one optimizer steps one type"):
+        opt.step_all({"a": a, "b": b}, {"a": a.copy(), "b": b.copy()})
+    opt.step_all({"b": b}, {"b": b.copy()})
+    opt.step("b", b, b.copy())
+    with pytest.raises(
+        TypeError, match="AdamW: 'a' is float64, but this optimizer steps float32 ones; give each type an optimizer of its own"
+    ):
+        opt.step("a", a, a.copy())
+    with pytest.raises(TypeError, match="gradient of 'b' must be float32, as its parameter is, got float64"):
+        opt.step("b", b, a)
+    assert (a == 1).all()
+    assert opt.step_count("b") == 2
+    lion = opt.convert_to("lion")
+    lion.end_iteration()
+    lion.step("b", b, b.copy())
+
+
+def test_float64_repeats_quickly_and_refuses_what_moved():
+    """The short way for repeated steps knows the type: an array of the other type, or a gradient inside a parameter, is seen."""
+    room, opt = np.ones(20), rlx_optim.AdamW(engine="cpu")
+    p, g = room[:8], np.full(8, 0.5)
+    opt.step_all({"w": p}, {"w": g})
+    assert opt._plan.watch is None or opt._plan.watch.admit([p], [g])
+    with pytest.raises(ValueError, match="overlap in memory"):
+        opt.step_all({"w": p}, {"w": room[7:15]})
+    with pytest.raises(TypeError, match="gradient of 'w' must be float64"):
+        opt.step_all({"w": p}, {"w": g.astype(np.float32)})
+    opt.step_all({"w": p}, {"w": g.copy()})
+    assert opt.step_count("w") == 2
+
+
+def test_float64_on_an_engine_of_others():
+    class Mine(ArrayEngine):
+        name = "mine"
+
+    with pytest.raises(TypeError, match="steps float32 arrays; float64 ones are for 'reference', 'cpu'"):
+        rlx_optim.AdamW(engine=Mine()).step_all({"w": np.ones(2)}, {"w": np.ones(2)})

@@ -36,7 +36,16 @@ def unaligned():
 P = (4, 6)
 #: what is wrong -> (step's arguments after the name, kind of error, words of the message)
 STEPS = {
-    "float64 parameter": (lambda: (w(*P, dtype=np.float64), w(*P)), TypeError, "parameter of 'w' must be float32, got float64"),
+    "float64 parameter": (
+        lambda: (w(*P, dtype=np.float64), w(*P)),
+        TypeError,
+        "gradient of 'w' must be float64, as its parameter is, got float32",
+    ),
+    "float16 parameter": (
+        lambda: (w(*P, dtype=np.float16), w(*P)),
+        TypeError,
+        "parameter of 'w' must be float32 or float64, got float16; keep the parameter itself so",
+    ),
     "float64 gradient": (lambda: (w(*P), w(*P, dtype=np.float64)), TypeError, "gradient of 'w' must be float32"),
     "float16 gradient": (lambda: (w(*P), w(*P, dtype=np.float16)), TypeError, "float16"),
     "int32 parameter": (lambda: (w(*P, dtype=np.int32), w(*P)), TypeError, "int32"),

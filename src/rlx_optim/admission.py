@@ -10,7 +10,7 @@ import numpy as np
 
 from .spec import Shape
 
-FLOAT32 = np.dtype(np.float32)
+TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def check_array(owner: str, name: str, role: str, array: Any, writable: bool = False) -> None:
@@ -19,12 +19,14 @@ def check_array(owner: str, name: str, role: str, array: Any, writable: bool = F
         raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array, and a step would ignore the mask; pass .filled(0) or .data")
-    if array.dtype != FLOAT32:
-        raise TypeError(f"{what} must be float32, got {array.dtype}; convert it with .astype(np.float32)")
+    keep = "keep the parameter itself so: a copy made for the call would be stepped and lost" if writable else ""
+    if array.dtype not in TYPES:
+        raise TypeError(f"{what} must be float32 or float64, got {array.dtype}; {keep or 'convert it with .astype(np.float32)'}")
     if not array.flags.c_contiguous:
-        raise ValueError(f"{what} must be C-contiguous, got strides {array.strides}; pass np.ascontiguousarray(…)")
+        mend = keep or "pass np.ascontiguousarray(…)"
+        raise ValueError(f"{what} must be C-contiguous, got strides {array.strides}; {mend}")
     if not array.flags.aligned:
-        raise ValueError(f"{what} must be aligned to 4 bytes in memory; pass a copy")
+        raise ValueError(f"{what} must be aligned to {array.itemsize} bytes in memory; {keep or 'pass a copy'}")
     if writable and not array.flags.writeable:
         raise ValueError(f"{what} is read-only, and a step writes to it in place; pass a writable array")
 
@@ -48,6 +50,11 @@ def check_pair(owner: str, name: Any, param: Any, grad: Any, shape: Any) -> Shap
         raise TypeError(f"{owner}: a parameter's name must be a string, got {name!r}")
     check_array(owner, name, "parameter", param, writable=True)
     check_array(owner, name, "gradient", grad)
+    if param.dtype != grad.dtype:
+        raise TypeError(
+            f"{owner}: gradient of {name!r} must be {param.dtype}, as its parameter is, got {grad.dtype}; "
+            f"convert the gradient with .astype(np.{param.dtype})"
+        )
     if param.shape != grad.shape:
         raise ValueError(f"{owner}: gradient of {name!r} has shape {grad.shape}, its parameter {param.shape}")
     return logical_shape(owner, name, param, shape)

@@ -29,6 +29,7 @@ class CurvatureOptimizer(NamedOptimizer):
         if known is not None and wanted != known.shape and not _open(known, wanted):
             raise ValueError(f"{self._owner}: Hessian estimate of {name!r} has shape {wanted}, its parameter {known.shape}")
         _, record, why = self._lookup(name, wanted)
+        self._settle([name], [estimate])
         if not self._passes([name], [estimate]):
             return
         if record is not known:

@@ -50,7 +50,7 @@ class Member:
     nonfinite: str
     otherwise: Any
     _used: tuple[Any, ...] = ()  # those that groups send tensors to
-    _engine_choice: Any  # what `get_engine` takes
+    _engine_choice: tuple[Any, str, str]  # what `get_engine` takes
     _settings: Settings
     _records: dict[str, Record]
     _why: dict[str, str]  # how a name came here
@@ -68,6 +68,26 @@ class Member:
     @functools.cached_property
     def _engine(self) -> Engine:
         return get_engine(*self._engine_choice)  # not before it is needed: it may import a compiler
+
+    def _settle(self, names: Sequence[str], arrays: Sequence[np.ndarray]) -> None:
+        """The first step decides the type of all parameters: state and arithmetic follow it."""
+        stored = self._engine_choice[2]
+        if all(array.dtype == stored for array in arrays):
+            return
+        known = any(member._records for member in self._family())
+        types = dict(zip((array.dtype.name for array in arrays), names, strict=True))
+        if known or len(types) > 1:
+            there = f"this optimizer steps {stored} ones" if known else "one optimizer steps one type"
+            kinds = ", ".join(f"{name!r} is {kind}" for kind, name in types.items() if kind != stored or not known)
+            raise TypeError(f"{self._owner}: {kinds}, but {there}; give each type an optimizer of its own")
+        choice = (*self._engine_choice[:2], arrays[0].dtype.name)
+        get_engine(*choice)  # refuses what it does not take, before anything has changed
+        for member in self._family():
+            member._store(choice[2])
+
+    def _store(self, stored: str) -> None:
+        self._engine_choice = (*self._engine_choice[:2], stored)
+        self.__dict__.pop("_engine", None)
 
     def _family(self) -> Iterator[Self]:
         """This one and those that its tensors may be handed to."""
@@ -140,6 +160,7 @@ class Member:
             member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
+        self._settle(names, params)
         if not self._passes(names, grads):
             return None
         for item in items:

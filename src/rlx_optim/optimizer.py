@@ -66,7 +66,7 @@ class NamedOptimizer(Member):
         if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
             raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine, precision)
-        self._engine_choice = (engine, precision)
+        self._engine_choice = (engine, precision, "float32")
         self.nonfinite = nonfinite
         self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
         self.__dict__["otherwise"] = otherwise

@@ -32,14 +32,14 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
             parameters[name] = Parameter(
                 i, group, record.shape, record.t, _tensors(opt, record, specs[record.group]),
                 {**specs[record.group].counters(), **record.counters},
-                piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
+                opt._engine_choice[2], piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
             )  # fmt: skip
     return Snapshot([_member(each, family) for each in family], parameters, opt.iteration, opt.skipped, opt.nonfinite, "named")
 
 
 def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
     def fresh(slot: Slot) -> Tensor:  # a setting has changed, and the next step would make it
-        return Tensor(slot.shape, np.dtype(np.float32), functools.partial(opt._engine.allocate, slot))
+        return Tensor(slot.shape, np.dtype(opt._engine_choice[2]), functools.partial(opt._engine.allocate, slot))
 
     kept = {name: tensor(np.asarray(buffer)) for name, buffer in record.state.items()}
     return kept | {name: fresh(slot) for name, slot in spec.slots(record.shape).items() if name not in kept}
@@ -68,7 +68,7 @@ def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
 def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mapping[str, Any]) -> NamedOptimizer:
     """The optimizer a snapshot was taken of. `given`: what was marked as a callable, once more."""
-    refuse_what_is_not_here(snapshot)
+    stored = type_of(snapshot)
     owed = [given_for(snapshot, depth, given) for depth in range(len(snapshot.members))]
     line = line_of(snapshot)
     made: dict[int, NamedOptimizer] = {}
@@ -79,6 +79,7 @@ def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mappi
     reached = list(opt._family())
     opt._used += tuple(made[index] for index in sorted(made) if made[index] not in reached)  # no pattern leads there
     for index, member in made.items():
+        member._store(stored)
         member._iteration = snapshot.iteration
         _restore(member, snapshot, index)
     opt._skipped = snapshot.skipped
@@ -95,15 +96,19 @@ def line_of(snapshot: Snapshot) -> list[int]:
     return line
 
 
-def refuse_what_is_not_here(snapshot: Snapshot) -> None:
+def type_of(snapshot: Snapshot) -> str:
+    """The type of the state, and so of the parameters that are stepped here. What is not done here is refused."""
+    types: dict[str, str] = {}
     for name, p in snapshot.parameters.items():
         if p.split:
             raise CheckpointError(f"{name!r} is split into {p.pieces} of shape {p.piece}, which the named API does not do")
         if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
             raise CheckpointError(f"{name!r} is maximized, which the named API does not do")
         for slot, each in p.tensors.items():
-            if each.dtype.itemsize > 4:
-                raise CheckpointError(f"{slot} of {name!r} is {each.dtype}; the named API keeps float32 and would lose bits")
+            types[each.dtype.name] = f"{slot} of {name!r} is {each.dtype}"
+    if len(types) > 1:
+        raise CheckpointError(f"{', '.join(types.values())}; one optimizer of the named API steps one type")
+    return next(iter(types), "float32")
 
 
 def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

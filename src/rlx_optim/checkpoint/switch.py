@@ -27,10 +27,11 @@ FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment
 
 def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
     """The other optimizer, with a record for every parameter the first one knows."""
-    engine, precision = opt._engine_choice
+    engine, precision, stored = opt._engine_choice
     new = named.create(name, **{"engine": engine, "precision": precision, "nonfinite": opt.nonfinite, **settings})
     new._skipped = opt._skipped
     for member in new._family():
+        member._store(stored)
         member._iteration = opt._iteration
     rows = [("parameter", "from", "to", "carried over", "dropped")]
     for source in opt._family():
@@ -63,7 +64,7 @@ def _carry(source: NamedOptimizer, old: Record, target: NamedOptimizer, new: Rec
         new.t = old.t
         new.counters = _counters(after, new, bool(slots))
     for slot, (its, factor) in slots.items():
-        new.state[slot][...] = old.state[its] if factor == 1 else old.state[its] * np.float32(factor)
+        new.state[slot][...] = old.state[its] if factor == 1 else old.state[its] * new.state[slot].dtype.type(factor)
     scaled = [f"{slot} (×{factor:g})" if factor != 1 else slot for slot, (_, factor) in slots.items()]
     kept = [*scaled, *([f"step count {old.t}"] if counted else [])]
     gone = old.state.keys() - {its for its, _ in slots.values()}

@@ -38,10 +38,12 @@ def check_engine(name: Any, precision: str) -> None:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
 
 
-def get_engine(name: Any = "auto", precision: str = "float32") -> Engine:
-    """The engine of that name; an engine object is taken as it is."""
+def get_engine(name: Any = "auto", precision: str = "float32", stored: str = "float32") -> Engine:
+    """The engine of that name; an engine object is taken as it is. stored: the type of parameters, gradients and state."""
     check_engine(name, precision)
-    return _engine(_automatic() if name == "auto" else name, precision) if isinstance(name, str) else name
+    if stored != "float32" and name not in ("auto", *BUILT_IN):
+        raise TypeError(f"engine {name!r} steps float32 arrays; {stored} ones are for {', '.join(map(repr, BUILT_IN))}")
+    return _engine(_automatic() if name == "auto" else name, precision, stored) if isinstance(name, str) else name
 
 
 def no_compiler() -> str | None:
@@ -62,7 +64,7 @@ def _automatic() -> str:
 
 
 @functools.cache
-def _engine(name: str, precision: str) -> Engine:
+def _engine(name: str, precision: str, stored: str) -> Engine:
     if name == "cpu" and (reason := no_compiler()) is not None:
         raise ValueError(f"engine 'cpu' cannot run: {reason}; engine='auto' steps without it")
     if name in BUILT_IN:
@@ -71,7 +73,8 @@ def _engine(name: str, precision: str) -> Engine:
     else:
         (point,) = entry_points(group="rlx_optim.engines", name=name)
         make = point.load()
-    engine = make(precision) if name == "cpu" else make()
+    widest = max(precision, stored)  # the names are in that order
+    engine = make(widest, stored) if name == "cpu" else make(stored) if name in BUILT_IN else make()
     if not isinstance(engine, Engine):
         raise TypeError(f"engine {name!r} does not follow rlx_optim.engine.Engine (see docs/engines.md)")
     return engine

@@ -24,7 +24,7 @@ from .native import int32_at, int64_at
 # offsets into the header: type, data, number of dimensions, dimensions, element type, flags
 TYPE, DATA, NDIM, DIMS, DESCR, FLAGS = 8, 16, 24, 32, 56, 64
 READABLE, WRITABLE = 0x0001 | 0x0100, 0x0001 | 0x0100 | 0x0400  # C-contiguous and aligned; and writable
-NDARRAY, FLOAT32 = id(np.ndarray), id(np.dtype(np.float32))
+NDARRAY = id(np.ndarray)
 
 
 @compiled(cfunc, types.int64(types.int64, types.int64))
@@ -33,21 +33,22 @@ def _admit(table, n):
     gradients' addresses in the table, which are written and counted up only then: it moves when one of them does.
 
     table: n ids of parameters, n of gradients, n parameter addresses, n gradient addresses, n numbers of dimensions, n offsets
-    into the dimensions, n parameter starts in order, n ends in that order, ids of ndarray and float32, the version, dimensions.
+    into the dimensions, n parameter starts in order, n ends in that order, ids of ndarray and the dtype, the version,
+    bytes of an element, dimensions.
     """
     t = int64_at(table)
-    ndarray, float32, dims = t[8 * n], t[8 * n + 1], 8 * n + 3
+    ndarray, dtype, dims = t[8 * n], t[8 * n + 1], 8 * n + 4
     moved = 0
     for k in range(2 * n):
         i = k % n
         header = t[k]
         need = WRITABLE if k < n else READABLE
-        if int64_at(header + TYPE)[0] != ndarray or int64_at(header + DESCR)[0] != float32:
+        if int64_at(header + TYPE)[0] != ndarray or int64_at(header + DESCR)[0] != dtype:
             return 0
         if int32_at(header + FLAGS)[0] & need != need or int32_at(header + NDIM)[0] != t[4 * n + i]:
             return 0
         shape = int64_at(int64_at(header + DIMS)[0])
-        size = 4
+        size = t[8 * n + 3]
         for d in range(t[4 * n + i]):
             if shape[d] != t[dims + t[5 * n + i] + d]:
                 return 0
@@ -98,7 +99,9 @@ class HeaderWatch:
         dims = [p.shape for p in params]
         offsets = itertools.accumulate((len(shape) for shape in dims[:-1]), initial=0)
         parts: list[Any] = [map(id, params), map(id, grads), starts, map(address, grads), map(len, dims), offsets]
-        parts += [(s for s, _ in spans), (e for _, e in spans), (NDARRAY, FLOAT32, 1), (d for shape in dims for d in shape)]
+        dtype = np.dtype(params[0].dtype.type if n else np.float32)  # all have the same; NumPy has one object for each
+        parts += [(s for s, _ in spans), (e for _, e in spans), (NDARRAY, id(dtype), 1, dtype.itemsize)]
+        parts += [(d for shape in dims for d in shape)]
         self.table = np.array([int(value) for part in parts for value in part], np.int64)
         self.where = address(self.table)
         self.pair = (ctypes.c_int64 * 2).from_buffer(self.table.data)  # the ids of a single pair; faster than through NumPy
