@@ -265,8 +265,8 @@ class Recorder:
         for name, kind in reduce.items():
             if name not in gives or kind not in GATHERED:
                 raise LanguageError(
-                    f"{function.__qualname__}: {name}={kind!r}; of the numbers it gives ({', '.join(gives)}) there may be one for "
-                    f"all tensors, by {' or '.join(GATHERED)}"
+                    f"{function.__qualname__}: {name}={kind!r}; of the numbers it gives ({', '.join(gives)}) there may be one "
+                    f"for all tensors, by {' or '.join(GATHERED)}"
                 )
         values = [self.argument(function, name, x) for name in takes]
         if wrong := [v.name for v in values if v.is_array]:

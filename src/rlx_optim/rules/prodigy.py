@@ -22,8 +22,8 @@ nothing moves.
 Conventions.
 - torch: does not have it.
 - optax: optax.contrib.prodigy always corrects the bias and has no growth_rate; equal at those settings.
-- the authors' prodigyopt: equal. It can keep s and p_0 for every slice_p-th coordinate alone; here they are whole. Groups whose lr
-  differ are refused there; here each tensor's δ has its own lr.
+- the authors' prodigyopt: equal. It can keep s and p_0 for every slice_p-th coordinate alone; here they are whole. Groups
+  whose lr differ are refused there; here each tensor's r has its own lr.
 - pytorch_optimizer: equal, but its coupled decay never reaches the averages.
 
 When, and what it costs. Fine-tuning and diffusion models without a search for the learning rate: leave lr at 1 and schedule it
