@@ -47,6 +47,8 @@ COMMANDS = {
     "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
 FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
+OPTIMIZERS, NAMES = ("--optimizers", "--optimizer"), "Names, comma-separated, or all."  # of every command that takes several
+HELP = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 and the number of the signal
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
@@ -63,14 +65,14 @@ def unknown(kind: str, name: str, known: Sequence[str]) -> Problem:
 
 
 def choose(kind: str, text: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[str]:
-    """A comma-separated list of names, or "all", in the order of `known`."""
+    """A comma-separated list of names, in its order, or "all"."""
     asked = [(aliases or {}).get(name, name) for name in (part.strip().lower() for part in text.split(","))]
     if asked == ["all"]:
         return list(known)
     for name in asked:
         if name not in known:
             raise unknown(kind, name, known)
-    return [name for name in known if name in asked]
+    return list(dict.fromkeys(asked))
 
 
 def one(kind: str, name: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
@@ -225,10 +227,10 @@ def _application() -> Any:
             name, _, rest = super().resolve_command(context, arguments)
             assert name is not None
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(name)(importlib.import_module(f".{FILES.get(name, name)}", __name__).command)
+            alone.command(name, context_settings=HELP)(importlib.import_module(f".{FILES.get(name, name)}", __name__).command)
             return name, typer.main.get_command(alone), rest
 
-    made = typer.Typer(name="rlx-optim", cls=Lazy, pretty_exceptions_enable=False)
+    made = typer.Typer(name="rlx-optim", cls=Lazy, pretty_exceptions_enable=False, context_settings=HELP)
 
     @made.callback(invoke_without_command=True)
     def start(
@@ -254,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as problem:
         if not isinstance(problem, BrokenPipeError):
@@ -275,8 +278,8 @@ def _run(argv: Sequence[str] | None) -> int:
         message = str(error) if isinstance(error, Problem) else error.format_message()
         print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
         return 2
-    except typer.Abort:
-        return INTERRUPTED
+    except typer.Abort:  # typer's word for Ctrl-C
+        raise KeyboardInterrupt from None
     except SystemExit as ending:
         if isinstance(ending.__context__, BrokenPipeError):  # typer and rich would end with 1
             raise ending.__context__ from None

@@ -21,7 +21,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases
-from . import Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
+from . import NAMES, OPTIMIZERS, Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
 from .results import Report, Request, Row, Shapes, check_memory, turns
@@ -168,7 +168,7 @@ def plot(report: Report, path: Path) -> None:
 # ---- the command ------------------------------------------------------------------------------------------------------
 def command(
     model: Annotated[str, typer.Option(help=f"Shape set: {', '.join(MODELS)}, or one:N (one:1k, one:32M).")] = "two-blocks",
-    optimizers: Annotated[str, typer.Option(help="Names, comma-separated, or all.")] = "adamw",
+    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "adamw",
     peers: Annotated[str, typer.Option(help=f"{', '.join(LIBRARIES)}, comma-separated; all or none.")] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each implementation.")] = 7,
     seconds: Annotated[float, typer.Option(min=1e-6, help="About how long a turn takes.")] = 0.3,

@@ -8,6 +8,7 @@ Two files that differ give the exit code 1, a bad file 2.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Annotated
 
@@ -52,5 +53,7 @@ def command(
     try:
         code = show(file, as_json) if other is None else compare(file, other, as_json)
     except CheckpointError as problem:
-        raise Problem(str(problem)) from None
+        theirs = next((each for each in (file, other) if each and zipfile.is_zipfile(each)), None)
+        hint = f"; {theirs} is a torch.save file: rlx-optim convert {theirs} FILE.safetensors" if theirs else ""
+        raise Problem(f"{problem}{hint}") from None
     raise typer.Exit(code)

@@ -21,7 +21,7 @@ import typer
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
 from ..registry import aliases
-from . import Problem, choose, say, show_table, size, write_json
+from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
 
@@ -112,8 +112,10 @@ def rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], boo
 
 
 def command(
-    optimizer: Annotated[str, typer.Option(help="Names, comma-separated, or all.", autocompletion=list_optimizers)] = "adamw",
-    shapes: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, one:N, or a JSON file.")] = "gpt2-124m",
+    optimizer: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "adamw",
+    shapes: Annotated[
+        str, typer.Option("--shapes", "--model", help=f"{', '.join(MODELS)}, one:N, or a JSON file.")
+    ] = "gpt2-124m",
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; may be repeated.")
     ] = None,

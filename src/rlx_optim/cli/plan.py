@@ -19,7 +19,7 @@ from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..sharing import extent, traffic
 from ..spec import Shape, Spec
-from . import Problem, choose, say, show_table, size, unknown
+from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, unknown
 
 SIZES = {"float32": 4, "bfloat16": 2}
 HEAD = (
@@ -131,11 +131,12 @@ def cells(row: Row) -> list[str]:
 def command(
     model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(MODELS)} (the Llama family).")] = "8b",
     ranks: Annotated[str, typer.Option(help="How many ranks a parameter is sharded over; several, comma-separated.")] = "8",
-    optimizer: Annotated[str, typer.Option(help="Names, comma-separated, or all.")] = "muon",
+    optimizer: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "muon",
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks."""
+    model = {"llama-1.1b": "1b"}.get(model, model)  # as `bench` and `memory` call it
     if model not in MODELS:
         raise unknown("model", model, list(MODELS))
     if dtype not in SIZES:

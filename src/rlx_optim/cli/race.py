@@ -20,7 +20,7 @@ from ..named import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
-from . import Problem, choose, machine, one, show_table, size, write_json
+from . import NAMES, OPTIMIZERS, Problem, choose, machine, one, show_table, size, write_json
 from .bench import digits
 
 REPORT, RESULTS = "report.html", "results.json"
@@ -105,7 +105,7 @@ def command_line(race: Race, default: Race) -> str:
 
 def command(
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.", autocompletion=lambda: list(MODELS))] = "digits-mlp",
-    optimizers: Annotated[str, typer.Option(help="Names, comma-separated, or all.", autocompletion=list_optimizers)] = "all",
+    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "all",
     steps: Annotated[int | None, typer.Option(min=1, help="Of each run; the model's own number by default.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each optimizer, from different weights and batches.")] = None,
     engine: Annotated[str, typer.Option(help="auto, cpu or reference; for char-gpt auto, cpu, torch or triton.")] = "auto",

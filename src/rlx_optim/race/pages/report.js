@@ -107,7 +107,7 @@ if (data.names.some((n) => entries[n].grid.length)) {
     xlog: true, ylog: true, top: 3 * start, xlabel: "learning rate", xname: "learning rate",
   }), "Final training loss against learning rate");
 } else {
-  byId("sensitivity-note").innerHTML = "The learning rates come from the committed table. To try a grid around them and see how much each optimizer minds, add <code>--tune</code> to the command below.";
+  byId("sensitivity-note").innerHTML = "The learning rates were searched once for this model and are kept with the program. To try a grid around them and see how much each optimizer minds, add <code>--tune</code> to the command below.";
 }
 
 // ---- numbers and facts --------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ byId("command").textContent = data.command;
 const m = data.machine, facts = {
   data: model.data,
   schedule: "learning rate from the given peak down to 0 along half a cosine",
-  "learning rates": data.tuned ? "the best of a grid of five around the committed ones, by training loss, on a seed of its own" : "the committed table",
+  "learning rates": data.tuned ? "the best of a grid of five around the usual ones, by training loss, on a seed of its own" : "searched once for this model, kept with the program",
   clock: "compilation is not counted: two steps are taken before it starts",
   engine: data.engine + (model.device ? `, ${model.device}` : ""),
   machine: `${m.cpu}, ${m.threads} of ${m.cores} cores, ${m.memory_gb} GB, ${m.platform}`,
