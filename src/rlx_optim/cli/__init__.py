@@ -254,10 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tame_output()
         code = _run(argv)
         sys.stdout.flush()
-        return code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except OSError as problem:
         if not isinstance(problem, BrokenPipeError):
             where = problem.filename or "the output cannot be written"
@@ -265,6 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # so that nothing is left to fail when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED if isinstance(problem, BrokenPipeError) else 2
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return code
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -278,8 +279,8 @@ def _run(argv: Sequence[str] | None) -> int:
         message = str(error) if isinstance(error, Problem) else error.format_message()
         print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
         return 2
-    except typer.Abort:  # typer's word for Ctrl-C
-        raise KeyboardInterrupt from None
+    except typer.Abort:
+        return INTERRUPTED
     except SystemExit as ending:
         if isinstance(ending.__context__, BrokenPipeError):  # typer and rich would end with 1
             raise ending.__context__ from None

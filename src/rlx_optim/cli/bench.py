@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -197,7 +196,5 @@ def command(
         write_json(dataclasses.asdict(report), json_file)
     if plot_file is not None and report.rows:
         plot(report, plot_file)
-    if report.interrupted:
-        print("interrupted", file=sys.stderr)
     finished = {row.optimizer for row in report.rows if ours(row)} >= set(chosen)
     raise typer.Exit(130 if report.interrupted else int(not finished))

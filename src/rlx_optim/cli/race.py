@@ -140,7 +140,6 @@ def command(
         show(found)
         print(f"report: {folder / REPORT}")
     if race.interrupted:
-        print("interrupted", file=sys.stderr)
         raise typer.Exit(130)
     if missed := race.missed():
         print(f"below the goal of {raced.goal:.0%}: {', '.join(missed)}", file=sys.stderr)
