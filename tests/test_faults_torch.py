@@ -95,6 +95,17 @@ def test_type_checkers_can_bind_the_methods_that_stay_out_of_graphs():
     assert "@torch.compiler.disable" not in source
 
 
+def test_a_late_group_without_names_says_what_is_wanted():
+    model = torch.nn.Linear(3, 2)
+    opt = ours.AdamW(model)
+    with pytest.raises(ValueError, match="AdamW: the other groups have pairs of name and parameter; give such here too"):
+        opt.add_param_group({"params": tensors((2, 2))})
+    plain = ours.AdamW(tensors((2, 2)))
+    with pytest.raises(ValueError, match="AdamW: the other groups have parameters without names; give such here too"):
+        plain.add_param_group({"params": list(model.named_parameters())})
+    assert len(opt.param_groups) == len(plain.param_groups) == 1
+
+
 # ---- checkpoints of torch.optim ----------------------------------------------------------------------------------------------
 def saved(kind, **settings):
     params = tensors()

@@ -22,6 +22,7 @@ TABLES = {
     "benchmark source": lambda: bench.source("two-blocks"),
     "copy": bench.copies,
     "choices": bench.choices,
+    "training run": bench.training_run,
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
     "parity engines": lambda: parity.by_optimizer("engine"),
     "parity peers": lambda: parity.by_optimizer("peer"),

@@ -177,6 +177,12 @@ def choices() -> str:
     return table(head, rows, right=(1, 2, 3, 4))
 
 
+def training_run() -> str:
+    """What a step costs a training run, from the page of the H200."""
+    text = (ROOT / "benchmarks" / "h200.md").read_text().partition("## What a step costs a training run\n")[2]
+    return text.partition("\n## ")[0].strip()
+
+
 # ---- a GPU ------------------------------------------------------------------------------------------------------------
 GRAPH = ", in a CUDA graph"
 

@@ -182,6 +182,11 @@ class RuleOptimizer(Stepper):
         try:
             self._spec_of({**self.defaults, **group})
             super().add_param_group(group)
+        except ValueError as problem:
+            if "names" not in str(problem):
+                raise
+            how = "pairs of name and parameter" if "param_names" in self.param_groups[0] else "parameters without names"
+            raise ValueError(f"{self._owner}: the other groups have {how}; give such here too ({problem})") from None
         finally:
             self.defaults = mine
         added = self.param_groups[-1]
