@@ -124,8 +124,8 @@ class Lane(abc.ABC):
         self.numbers: dict[Any, dict[str, Any]] = {}
 
     def share_counts(self) -> None:
-        """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition and
-        one version tells whether others have changed a count (we write through NumPy, which torch does not see)."""
+        """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
+        and one version tells whether others have changed a count (we write through NumPy, which torch does not see)."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
             counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device="cpu")
             for seat, count in zip(self.seats, counts, strict=True):
