@@ -32,7 +32,7 @@ def number(value: Any) -> str:
 def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
     rows = []
     for field, f in told["hyperparameters"].items():
-        sign = symbol(field)
+        sign = symbol(field, len(f["default"]) if isinstance(f["default"], (list, tuple)) else 1)
         seen = sign in formulas or field in PAIRS
         bounds = f["expected"].replace(">=", "≥").replace("<=", "≤").replace("<", "&lt;")
         bounds += ", fixed once there is state" if f["fixed"] else ""
