@@ -559,7 +559,7 @@ def not_vectors(params):
 
 @pytest.mark.parametrize("mask", [{"w": True, "b": False, "s": False}, not_vectors], ids=["tree", "callable"])
 @pytest.mark.parametrize(
-    "name", ["sgd", "adam", "adamw", "stableadamw", "adan", "adopt", "lamb", "lars", "adafactor", "sophia", "mars", "muon"]
+    "name", ["sgd", "adam", "adamw", "stableadamw", "adan", "laprop", "lamb", "lars", "adafactor", "sophia", "mars", "muon"]
 )
 def test_mask(name, mask):
     """Masked leaves step as with weight_decay=0, the others as without a mask."""
