@@ -210,7 +210,7 @@ def test_new_gradient_buffers_and_new_parameter_buffers():
 @pytest.mark.parametrize("engine", ["reference", "cpu"])
 def test_state_is_by_slot_name_and_read_only(engine):
     slots = {"sgd": (), "adam": ("m", "v"), "adafactor": ("row", "col"), "lion": ("m",), "mars": ("m", "prev", "v"),
-             "ademamix": ("m1", "m2", "v"), "adan": ("m", "d", "v", "neg"), "laprop": ("m", "v", "lr_average"), "lars": ("m",),
+             "ademamix": ("m", "slow", "v"), "adan": ("m", "d", "v", "neg"), "laprop": ("m", "v", "lr_average"), "lars": ("m",),
              "soap": ("m", "v", "L1", "L2", "Q1", "Q2"), "kronpsgd": ("m", "q1", "q2", "counter"),
              "sophia": ("m", "h", "estimates"), "muon": ("m",)}  # fmt: skip
     params, gradients = problem({"w": (6, 4)}, steps=1)

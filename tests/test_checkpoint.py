@@ -1014,7 +1014,7 @@ def test_the_authors_soap(tmp_path):
 
 OPTAX = {
     "sgd": ({"learning_rate": 0.01, "momentum": 0.9}, {}, 1e-4),
-    **{name: ({"learning_rate": 0.01}, {}, 1e-3) for name in ("adam", "adamw", "nadamw", "lamb", "lion")},
+    **{name: ({"learning_rate": 0.01}, {}, 1e-3) for name in ("adam", "adamw", "nadamw", "ademamix", "adopt", "lamb", "lion")},
     "radam": ({"learning_rate": 0.01}, {"threshold": 4.0}, 1e-2),
     "adafactor": ({"learning_rate": 0.01, "momentum": 0.9}, {"min_dim_size_to_factor": 1}, 1e-3),
     "muon": ({"learning_rate": 0.01, "nesterov": False}, {}, None),  # optax's rules are other ones: see test_peers
@@ -1073,6 +1073,10 @@ def test_optax_states_that_do_not_fit():
         from_optax(front.lion(0.1), optax.adam(0.1).init(params), params)
     with pytest.raises(CheckpointError, match="optax has no QHAdamW"):
         from_optax(front.qhadamw(0.1), optax.adam(0.1).init(params), params)
+    with pytest.raises(
+        CheckpointError, match="optax has no LARS whose state could be taken over"
+    ):  # its momentum is negated there
+        from_optax(front.lars(0.1), optax.lars(0.1).init(params), params)
 
 
 # ---- the command line -------------------------------------------------------------------------------------------------------
@@ -1159,7 +1163,9 @@ def adopt_of_timm(groups, params, gradients):
             m = b1 * m + (1 - b1) * np.clip(g / np.maximum(np.sqrt(v), groups["eps"]), -(t**0.25), t**0.25)
             v = b2 * v + (1 - b2) * g**2
         kept = {"exp_avg": m, "exp_avg_sq": v}
-        states[i] = {k: torch.tensor(np.asarray(x, np.float32)) for k, x in kept.items()} | {"step": torch.tensor(float(len(gradients)))}
+        states[i] = {k: torch.tensor(np.asarray(x, np.float32)) for k, x in kept.items()} | {
+            "step": torch.tensor(float(len(gradients)))
+        }
     return {"state": states, "param_groups": [{**groups, "params": list(range(len(params)))}]}
 
 

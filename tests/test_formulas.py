@@ -204,7 +204,7 @@ def test_formulas_are_the_rule(name, settings, left_out):
     for pair, parts in PARTS.items():
         if isinstance(spec.get(pair), tuple):
             E |= dict(zip(parts, spec[pair], strict=False))
-    E |= dict.fromkeys(("m", "m1", "m2", "d", "s", "v", "h", "vmax", "prev", "R", "C"), 0.0) | {
+    E |= dict.fromkeys(("m", "slow", "d", "s", "v", "h", "vmax", "prev", "R", "C"), 0.0) | {
         "q1": Matrix(np.eye(4)),
         "q2": Matrix(np.eye(6)),
     }

@@ -302,7 +302,7 @@ def test_ademamix_warms_up_along_half_lives(warmup):
         want = 0.5 ** (1 / (x + 1)) if t < warmup else 0.9999
         assert numbers["beta3"] == pytest.approx(want, abs=1e-12)
         assert numbers["alpha3"] == pytest.approx(1 - want, rel=1e-8)
-        assert numbers["slow"] == pytest.approx(2 * min(1, 2 * t / warmup))
+        assert numbers["share"] == pytest.approx(2 * min(1, 2 * t / warmup))
 
 
 @both_engines

@@ -129,11 +129,13 @@ class _Reader:
 
 # ---- KaTeX ------------------------------------------------------------------------------------------------------------------
 SYMBOLS = {
-    "lr": r"\eta", "weight_decay": r"\lambda", "eps": r"\varepsilon", "b1": r"\beta_1", "b2": r"\beta_2", "b3": r"\beta_3", "beta1": r"\beta_1",
-    "b2_t": r"\beta_{2,t}", "nu1": r"\nu_1", "nu2": r"\nu_2", "momentum": r"\mu", "dampening": r"\tau", "gamma": r"\gamma",
-    "beta": r"\beta", "vmax": r"v_{\max}", "prev": r"g_{\mathrm{prev}}", "beta2_decay": r"\kappa", "clip_threshold": "d",
+    "lr": r"\eta", "weight_decay": r"\lambda", "eps": r"\varepsilon", "b1": r"\beta_1", "b2": r"\beta_2", "b3": r"\beta_3",
+    "beta1": r"\beta_1", "b2_t": r"\beta_{2,t}", "nu1": r"\nu_1", "nu2": r"\nu_2", "momentum": r"\mu", "dampening": r"\tau",
+    "gamma": r"\gamma", "beta": r"\beta", "vmax": r"v_{\max}", "prev": r"g_{\mathrm{prev}}", "beta2_decay": r"\kappa",
+    "clip_threshold": "d",
     "clip_norm": r"c_{\max}", "max_grad_norm": r"c_{\max}", "alpha": r"\alpha", "neg": r"g_{\mathrm{neg}}",
-    "alpha_warmup": r"T_\alpha", "beta3_warmup": r"T_{\beta_3}", "trust_coefficient": r"\tau", "clip": r"\rho",
+    "slow": r"m_{\mathrm{slow}}", "alpha_warmup": r"T_\alpha", "beta3_warmup": r"T_{\beta_3}", "trust_coefficient": r"\tau",
+    "clip": r"\rho",
     "momentum_decay": r"\psi", "precond_lr": r"\eta_q", "ρ∞": r"\rho_\infty",
     "…": r"\cdots", "½": r"\tfrac12", "scale": r"\mathrm{scale}", "rows": r"\mathrm{rows}", "columns": r"\mathrm{columns}",
 }  # fmt: skip

@@ -7,8 +7,8 @@ Formulas.
     a1 = (1 − b1)/(1 − b1^t), a2 = (1 − b2)/(1 − b2^t)
     m ← (1 − a1)·m + a1·g                       m and v are corrected for bias as they are kept
     v ← (1 − a2)·v + a2·g²
-    ρ = √mean(g²/max(v, eps²))                  of the whole tensor
-    s = lr/max(1, ρ/clip)
+    r = √mean(g²/max(v, eps²))                  of the whole tensor
+    s = lr/max(1, r/clip)
     p ← (1 − s·weight_decay)·p − s·m/(√v + eps)    "author"
     p ← (1 − lr·weight_decay)·p − s·m/(√v + eps)   "first"
 
