@@ -138,7 +138,7 @@ def reference(name, size, steps=STEPS, holes=True):
 # ---- scenarios ----------------------------------------------------------------------------------------------------------------
 @scenario(2, 3, 4)
 def parity(world):
-    """All fourteen over ten steps, and what the agreement and the collectives cost."""
+    """All of them over ten steps, and what the agreement and the collectives cost."""
     out = {}
     for name in ALL:
         params = parameters(world.place)

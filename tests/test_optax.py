@@ -35,7 +35,7 @@ MATRIX = ("soap", "kron_psgd", "muon")
 SHAPES = {"w": (24, 16), "b": (37,), "s": ()}
 MATRICES = {"tall": (24, 7), "wide": (6, 30), "b": (5,), "c": (4, 3, 3, 2)}
 FEW = {"w": (8, 6), "b": (8,), "s": ()}
-#: for tests of what all fourteen do
+#: for tests of what all do
 QUICK = {name: {"learning_rate": 0.02} for name in FACTORIES} | {"sgd": {"learning_rate": 0.05, "momentum": 0.9}}
 QUICK["lars"] = {"learning_rate": 5.0, "convention": "timm"}  # where the momentum has no rate in it: a rate of 0 moves nothing
 QUICK["prodigy"] = {"learning_rate": 0.02, "estim_lr0": 0.1}
@@ -838,7 +838,7 @@ def sharded():
 
 
 def test_sharded():
-    """Rows over four host devices: the same steps, for all fourteen."""
+    """Rows over four host devices: the same steps, for all."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     paths = os.pathsep.join([str(Path(rlx_optim.__file__).parent.parent), *sys.path])
     script = subprocess.run(

@@ -155,7 +155,7 @@ def page(name: str) -> str:
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-light.svg#only-light)\n"
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-dark.svg#only-dark)",
         CAPTION,
-        f"*In other words*: `rlx-optim info {name}` prints this page's text, [the chooser](../choose.md) compares all fourteen, "
+        f"*In other words*: `rlx-optim info {name}` prints this page's text, [the chooser](../choose.md) compares them all, "
         f"[the reference](../api/named.md) has the methods.",
     ]
     return f"---\ntitle: {title}\ndescription: {summary}\n---\n\n" + "\n\n".join(sections) + "\n"
@@ -170,14 +170,14 @@ CAPTION = (
 
 
 def index() -> str:
-    """The list of all fourteen."""
+    """The list of all."""
     rows = []
     for name in list_optimizers():
         told = described(name)
         bytes_ = told["state_bytes_per_parameter"]
         rows.append([f"[{told['class']}]({name}.md)", told["summary"], f"{bytes_:.3g}", bench.speed(name)])
     return (
-        "---\ntitle: All fourteen\n---\n\n# The optimizers\n\nEach is one file in `src/rlx_optim/rules/`, run by every engine. "
+        "---\ntitle: All optimizers\n---\n\n# The optimizers\n\nEach is one file in `src/rlx_optim/rules/`, run by every engine. "
         "Which one is for you: [the chooser](../choose.md).\n\n"
         + table(["optimizer", "what it is", "bytes of state a parameter", "ns a parameter and step"], rows, right=(2, 3))
         + "\n\nState is that of a 1024×1024 matrix at the defaults (SGD with momentum). Time is "

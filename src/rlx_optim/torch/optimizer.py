@@ -35,7 +35,7 @@ class Boxed:
 
 
 class RuleOptimizer(Stepper):
-    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
+    """Base of all optimizers. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
 
     spec: ClassVar[type[Spec]]
 
