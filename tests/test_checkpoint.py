@@ -1207,3 +1207,21 @@ def test_adan_and_adopt_of_timm_and_of_their_authors_go_on_here(name, state_dict
         saved["param_groups"][0]["caution"] = True
         with pytest.raises(ValueError, match="timm's cautious variant"):
             opt.load_state_dict(saved)
+
+
+def test_adan_starts_afresh_and_gives_its_average_away():
+    """Its second moment is of other numbers than AdamW's: with AdamW's count and none of its own, steps would be far too long."""
+    params, gradients = problem(SMALL, steps=3)
+    adamw = rlx_optim.AdamW(engine="reference")
+    run(adamw, copies(params), gradients)
+    adan = adamw.convert_to("adan")
+    assert not adan.state("w")["m"].any()
+    assert "step count 3: Adan needs both moments" in adan.conversion_report()
+    run(adan, copies(params), gradients)
+    lion = adan.convert_to("lion")
+    np.testing.assert_array_equal(lion.state("w")["m"], adan.state("w")["m"])
+    mix = adamw.convert_to("ademamix")
+    np.testing.assert_array_equal(mix.state("w")["m"], adamw.state("w")["m"])
+    assert not mix.state("w")["slow"].any()
+    stable = adamw.convert_to("stableadamw", betas=(0.9, 0.999))  # whose moments are kept corrected
+    np.testing.assert_allclose(stable.state("w")["v"], adamw.state("w")["v"] / (1 - 0.999**3), rtol=1e-5)
