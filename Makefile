@@ -1,4 +1,4 @@
-# make race    train a small network with all fourteen optimizers       (sets up .venv, no torch)
+# make race    train a small network with all the optimizers            (sets up .venv, no torch)
 # make test    the test suite                                            (sets up .venv with torch and jax)
 # make test-all   the tests, the slow ones, the browser and the integrations included
 # make test-browser   the race report and the documentation in chromium (which it does not install)

@@ -10,7 +10,7 @@ from rlx_optim.named import spec_class
 
 NAMES = rlx_optim.list_optimizers()
 MATRIX = ("soap", "kronpsgd", "muon")
-REDUCING = ("lamb", "mars", "adafactor", "prodigy")
+REDUCING = ("lamb", "lars", "mars", "adafactor", "stableadamw", "prodigy")
 ELEMENTWISE = tuple(name for name in NAMES if name not in MATRIX + REDUCING)
 SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2)}
 
@@ -80,7 +80,13 @@ TORCH = {
     "NAdamW": dict(convention="torch"),
     "RAdam": dict(weight_decay=0.01),
     "QHAdamW": {},
+    "StableAdamW": {},
+    "AdEMAMix": dict(weight_decay=0.01, alpha_warmup=4, beta3_warmup=5),
+    "Adan": dict(weight_decay=0.01),
+    "ADOPT": dict(weight_decay=0.01),
+    "LaProp": dict(weight_decay=0.01),
     "Lamb": {},
+    "LARS": dict(lr=10.0, weight_decay=0.01),
     "Adafactor": dict(weight_decay=0.01),
     "Lion": dict(lr=1e-3, weight_decay=0.1),
     "SOAP": dict(precondition_frequency=3),

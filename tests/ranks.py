@@ -20,7 +20,7 @@ from torch import nn
 import rlx_optim.torch as ours
 from rlx_optim.sharing import extent
 
-REDUCING, MATRIX = ("Lamb", "Adafactor", "MARS"), ("SOAP", "KronPSGD", "Muon")
+REDUCING, MATRIX = ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS"), ("SOAP", "KronPSGD", "Muon")
 TOGETHER = REDUCING + MATRIX  # ranks work together on a tensor
 #: rows that do not divide, fewer rows than ranks, three and four dimensions, cut along columns ("side"), not cut at all ("s")
 SHAPES = {
@@ -138,7 +138,7 @@ def reference(name, size, steps=STEPS, holes=True):
 # ---- scenarios ----------------------------------------------------------------------------------------------------------------
 @scenario(2, 3, 4)
 def parity(world):
-    """All fourteen over ten steps, and what the agreement and the collectives cost."""
+    """All of them over ten steps, and what the agreement and the collectives cost."""
     out = {}
     for name in ALL:
         params = parameters(world.place)

@@ -93,6 +93,12 @@ def test_defaults_are_those_of_the_table():
         "nadamw": dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, convention="dozat", momentum_decay=4e-3),
         "radam": dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, decoupled_weight_decay=False, convention="torch"),
         "qhadamw": dict(lr=1e-3, betas=(0.995, 0.999), nus=(0.7, 1.0), eps=1e-8, weight_decay=0.01),
+        "stableadamw": dict(lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.2, clip=1.0, convention="author"),
+        "ademamix": dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=2.0, eps=1e-8, weight_decay=0, alpha_warmup=None, beta3_warmup=None),
+        "adan": dict(lr=1e-3, betas=(0.98, 0.92, 0.99), eps=1e-8, weight_decay=0, no_prox=False, max_grad_norm=None),
+        "adopt": dict(lr=1e-3, betas=(0.9, 0.9999), eps=1e-6, weight_decay=0, decouple=False, clip_exp=0.25),
+        "laprop": dict(lr=4e-4, betas=(0.9, 0.999), eps=1e-15, weight_decay=0, convention="author"),
+        "lars": dict(lr=1.0, momentum=0.9, weight_decay=0, trust_coefficient=1e-3, eps=0, nesterov=False, convention="optax"),
         "lamb": dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, bias_correction=True, trust_clip=None),
         "adafactor": dict(lr=None, beta2_decay=-0.8, eps=(1e-30, 1e-3), clip_threshold=1.0, weight_decay=0, beta1=None,
                           scale_parameter=True, convention="paper"),
@@ -250,6 +256,7 @@ def test_new_gradient_buffers_and_new_parameter_buffers():
 @pytest.mark.parametrize("engine", ["reference", "cpu"])
 def test_state_is_by_slot_name_and_read_only(engine):
     slots = {"sgd": (), "adam": ("m", "v"), "adafactor": ("row", "col"), "lion": ("m",), "mars": ("m", "prev", "v"),
+             "ademamix": ("m", "slow", "v"), "adan": ("m", "d", "v", "neg"), "laprop": ("m", "v", "lr_average"), "lars": ("m",),
              "soap": ("m", "v", "L1", "L2", "Q1", "Q2"), "kronpsgd": ("m", "q1", "q2", "counter"),
              "sophia": ("m", "h", "estimates"), "muon": ("m",)}  # fmt: skip
     params, gradients = problem({"w": (6, 4)}, steps=1)

@@ -80,7 +80,17 @@ def test_many_vectors(model, least, most):
 def test_every_optimizer_has_peers_and_bytes():
     matrix = {"soap", "kronpsgd", "muon"}
     assert list(peers.PEERS) == rlx_optim.list_optimizers()
-    known = {"sgd": 20, "lion": 20, "sophia": 24, "adafactor": 24, "lamb": 40, "mars": 44}
+    known = {
+        "sgd": 20,
+        "lion": 20,
+        "sophia": 24,
+        "adafactor": 24,
+        "lamb": 40,
+        "mars": 44,
+        "adan": 44,
+        "ademamix": 36,
+        "stableadamw": 36,
+    }
     for name in rlx_optim.list_optimizers():  # what the rules' own programs say
         spec = spec_class(name)(**results.settings_of(name))
         assert results.bytes_of(spec, (30, 10)) == (None if name in matrix else known.get(name, 28))

@@ -728,8 +728,8 @@ def test_every_front_end_takes_over_bit_identical_state(name, tmp_path):
         traced.state = traced.load(b)
         traced.save(c)
     twin = rlx_optim.load(c, engine="reference")
-    if name == "nadamw":  # optax keeps its product in float32
-        assert float(twin.state("w")["mu_product"]) == np.float32(opt.state("w")["mu_product"])
+    if counter := {"nadamw": "mu_product", "laprop": "lr_average"}.get(name):  # which optax keeps in float32
+        assert float(twin.state("w")[counter]) == pytest.approx(np.float32(opt.state("w")[counter]), rel=1e-7)
         for member in twin._family():
             for record in member._records.values():
                 record.counters = dict(opt._records[record.name].counters)
@@ -1014,7 +1014,7 @@ def test_the_authors_soap(tmp_path):
 
 OPTAX = {
     "sgd": ({"learning_rate": 0.01, "momentum": 0.9}, {}, 1e-4),
-    **{name: ({"learning_rate": 0.01}, {}, 1e-3) for name in ("adam", "adamw", "nadamw", "lamb", "lion")},
+    **{name: ({"learning_rate": 0.01}, {}, 1e-3) for name in ("adam", "adamw", "nadamw", "ademamix", "adopt", "lamb", "lion")},
     "radam": ({"learning_rate": 0.01}, {"threshold": 4.0}, 1e-2),
     "adafactor": ({"learning_rate": 0.01, "momentum": 0.9}, {"min_dim_size_to_factor": 1}, 1e-3),
     "muon": ({"learning_rate": 0.01, "nesterov": False}, {}, None),  # optax's rules are other ones: see test_peers
@@ -1073,6 +1073,10 @@ def test_optax_states_that_do_not_fit():
         from_optax(front.lion(0.1), optax.adam(0.1).init(params), params)
     with pytest.raises(CheckpointError, match="optax has no QHAdamW"):
         from_optax(front.qhadamw(0.1), optax.adam(0.1).init(params), params)
+    with pytest.raises(
+        CheckpointError, match="optax has no LARS whose state could be taken over"
+    ):  # its momentum is negated there
+        from_optax(front.lars(0.1), optax.lars(0.1).init(params), params)
 
 
 # ---- the command line -------------------------------------------------------------------------------------------------------
@@ -1130,3 +1134,94 @@ def test_importing_the_package_imports_no_safetensors():
     code = "import sys, rlx_optim; print('safetensors' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+# ---- Adan and ADOPT of timm and of their authors -----------------------------------------------------------------------------
+def adan_of_timm(groups, params, gradients):
+    """Its state dict after these gradients, as timm 1.0.30 and sail-sg/Adan keep it: the step is the group's, the gradient negated."""
+    import torch
+
+    (b1, b2, b3), states = groups["betas"], {}
+    for i, p in enumerate(params.values()):
+        m, d, n = (np.zeros(p.shape) for _ in range(3))
+        before = gradients[0][list(params)[i]]
+        for g in (each[list(params)[i]] for each in gradients):
+            s, before = g - before, g
+            m, d, n = b1 * m + (1 - b1) * g, b2 * d + (1 - b2) * s, b3 * n + (1 - b3) * (g + b2 * s) ** 2
+        kept = {"exp_avg": m, "exp_avg_diff": d, "exp_avg_sq": n, "neg_pre_grad": -before}
+        states[i] = {k: torch.tensor(np.asarray(v, np.float32)) for k, v in kept.items()}
+    return {"state": states, "param_groups": [{**groups, "step": len(gradients), "params": list(range(len(params)))}]}
+
+
+def adopt_of_timm(groups, params, gradients):
+    import torch
+
+    (b1, b2), states = groups["betas"], {}
+    for i, name in enumerate(params):
+        m, v = 0.0, gradients[0][name].astype(float) ** 2
+        for t, g in enumerate((each[name].astype(float) for each in gradients[1:]), 1):
+            m = b1 * m + (1 - b1) * np.clip(g / np.maximum(np.sqrt(v), groups["eps"]), -(t**0.25), t**0.25)
+            v = b2 * v + (1 - b2) * g**2
+        kept = {"exp_avg": m, "exp_avg_sq": v}
+        states[i] = {k: torch.tensor(np.asarray(x, np.float32)) for k, x in kept.items()} | {
+            "step": torch.tensor(float(len(gradients)))
+        }
+    return {"state": states, "param_groups": [{**groups, "params": list(range(len(params)))}]}
+
+
+ADAN = {"lr": 0.01, "betas": (0.9, 0.8, 0.95), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False}
+ADOPT = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+OTHERS = [
+    ("adan", adan_of_timm, {**ADAN, "caution": False, "foreach": None}),
+    ("adan", adan_of_timm, {**ADAN, "max_grad_norm": 0.0, "fused": False, "foreach": True}),  # the authors'
+    ("adopt", adopt_of_timm, {**ADOPT, "decoupled": True, "clip_exp": 0.25, "caution": False, "maximize": False}),
+    ("adopt", adopt_of_timm, {**ADOPT, "decouple": False, "foreach": None, "maximize": False}),  # the authors'
+]
+
+
+@pytest.mark.parametrize(("name", "state_dict", "group"), OTHERS, ids=[f"{row[0]}{i}" for i, row in enumerate(OTHERS)])
+def test_adan_and_adopt_of_timm_and_of_their_authors_go_on_here(name, state_dict, group):
+    torch = pytest.importorskip("torch")
+    import rlx_optim.torch as front
+    from rlx_optim.torch.foreign import from_state_dict
+
+    params, gradients = problem(SMALL, steps=6)
+    saved = state_dict(group, params, gradients[:4])
+    settings = {k: v for k, v in group.items() if k in rlx_optim.registry.spec_class(name).fields}
+    whole, start = rlx_optim.create(name, engine="reference", **settings), copies(params)
+    run(whole, start, gradients[:4])
+    want = run(whole, copies(start), gradients[4:], start=4)
+    tensors = {k: torch.nn.Parameter(torch.from_numpy(v.copy())) for k, v in start.items()}
+    opt = front.create(name, tensors.items(), lr=0.5, engine="torch")
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0].get("decouple") == (group.get("decoupled", group.get("decouple")))
+    for g in gradients[4:]:
+        for k, p in tensors.items():
+            p.grad = torch.from_numpy(g[k].copy())
+        opt.step()
+    assert distance({k: p.detach().numpy() for k, p in tensors.items()}, want, start) < 2e-5
+    snapshot = from_state_dict(saved, None if "no_prox" in group or "clip_exp" in group else name, list(params))
+    assert snapshot.members[0].optimizer == name
+    assert {p.step for p in snapshot.parameters.values()} == {4}
+    if "caution" in group:
+        saved["param_groups"][0]["caution"] = True
+        with pytest.raises(ValueError, match="timm's cautious variant"):
+            opt.load_state_dict(saved)
+
+
+def test_adan_starts_afresh_and_gives_its_average_away():
+    """Its second moment is of other numbers than AdamW's: with AdamW's count and none of its own, steps would be far too long."""
+    params, gradients = problem(SMALL, steps=3)
+    adamw = rlx_optim.AdamW(engine="reference")
+    run(adamw, copies(params), gradients)
+    adan = adamw.convert_to("adan")
+    assert not adan.state("w")["m"].any()
+    assert "step count 3: Adan needs both moments" in adan.conversion_report()
+    run(adan, copies(params), gradients)
+    lion = adan.convert_to("lion")
+    np.testing.assert_array_equal(lion.state("w")["m"], adan.state("w")["m"])
+    mix = adamw.convert_to("ademamix")
+    np.testing.assert_array_equal(mix.state("w")["m"], adamw.state("w")["m"])
+    assert not mix.state("w")["slow"].any()
+    stable = adamw.convert_to("stableadamw", betas=(0.9, 0.999))  # whose moments are kept corrected
+    np.testing.assert_allclose(stable.state("w")["v"], adamw.state("w")["v"] / (1 - 0.999**3), rtol=1e-5)

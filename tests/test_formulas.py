@@ -129,6 +129,11 @@ LATE = {
     "μ_1": lambda E: mu(E, 1),
     "…": lambda E: math.prod(mu(E, i + 1) for i in range(E["t"])) / mu(E, 1) / mu(E, E["t"]),
     "Π_{t+1}": lambda E: math.prod(mu(E, i + 1) for i in range(E["t"] + 1)),
+    "a": lambda E: E["alpha"],
+    "b": lambda E: E["b3"],
+    "h1": lambda E: math.log(0.5) / math.log(E["b1"] + 1e-8),
+    "h3": lambda E: math.log(0.5) / math.log(E["b3"] + 1e-8),
+    "neg": lambda E: -E["g"],  # before the first step
     "V": lambda E: Matrix(probe("w", E["t"], E["p"].shape)),
     "s1": lambda E: bound(E["A"] * E["A"].T + E["B"] * E["B"].T),
     "s2": lambda E: bound(E["A"].T * E["A"] + E["B"].T * E["B"]),
@@ -150,6 +155,21 @@ CASES = [
     ("radam", {"betas": (0.9, 0.999)}, ["paper", "otherwise"]),
     ("radam", {"betas": (0.9, 0.999), "convention": "paper"}, ["torch", "otherwise"]),
     ("qhadamw", {"nus": (0.7, 0.6)}, []),
+    ("stableadamw", {"clip": 0.5}, ["first"]),
+    ("stableadamw", {"convention": "first"}, ["author"]),
+    ("ademamix", DECAY, ["a = ", "h = ", "b = "]),
+    ("ademamix", {"alpha_warmup": 9.0, "beta3_warmup": 9.0}, []),
+    ("adan", DECAY, ["max_grad_norm", "with no_prox"]),
+    ("adan", {"no_prox": True, **DECAY}, ["max_grad_norm", "(p − lr·u)/"]),
+    ("adan", {"max_grad_norm": 1.0}, ["with no_prox"]),
+    ("adopt", DECAY, ["with decouple"]),
+    ("adopt", {"decouple": True, **DECAY}, ["coupled decay", "p ← p −"]),
+    ("laprop", DECAY, ["timm"]),
+    ("laprop", {"convention": "timm", **DECAY}, ["author"]),
+    ("lars", DECAY, ["timm", "nesterov"]),
+    ("lars", {"nesterov": True, **DECAY}, ["timm", "p ← p − m"]),
+    ("lars", {"convention": "timm", **DECAY}, ["optax", "nesterov"]),
+    ("lars", {"convention": "timm", "nesterov": True, **DECAY}, ["optax", "p ← p − lr·m"]),
     ("lamb", DECAY, []),
     ("adafactor", {"lr": 0.02, **DECAY}, ["fewer", "beta1", "min(lr", "sum(R)"]),
     ("adafactor", {"lr": 0.02, "scale_parameter": False, "clip_threshold": 0.5}, ["fewer", "beta1", "s ←", "min(lr", "sum(R)"]),
@@ -164,7 +184,7 @@ CASES = [
     ("mars", {"variant": "lion", "gamma": 0.3}, ["m̂/(√v̂", "v ←"]),
     ("prodigy", {"d0": 0.01, "beta3": 0.9, "growth_rate": 2.0, "use_bias_correction": True, **DECAY}, []),
 ]  # fmt: skip
-PARTS = {"betas": ("b1", "b2"), "nus": ("nu1", "nu2"), "ns_coefficients": "abc", "eps": ("eps[0]", "eps[1]")}
+PARTS = {"betas": ("b1", "b2", "b3"), "nus": ("nu1", "nu2"), "ns_coefficients": "abc", "eps": ("eps[0]", "eps[1]")}
 MATRICES = ("soap", "kronpsgd", "muon")
 RECTIFIED = 8  # by then RAdam rectifies, or never does
 
@@ -184,16 +204,11 @@ def test_formulas_are_the_rule(name, settings, left_out):
     E = Names({key: value for key, value in spec.items() if value is not None}, LATE)
     for pair, parts in PARTS.items():
         if isinstance(spec.get(pair), tuple):
-            E |= dict(zip(parts, spec[pair], strict=True))
-    E |= dict.fromkeys(("m", "v", "h", "vmax", "prev", "R", "C"), 0.0) | {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))}
-    E |= {
-        "N": 0.0,
-        "s": 0.0,
-        "d": spec.get("d0"),
-        "d_max": spec.get("d0"),
-        "p_0": start.astype(np.float64),
-        "b3": spec.get("beta3"),
-    }
+            E |= dict(zip(parts, spec[pair], strict=False))
+    E |= dict.fromkeys(("m", "slow", "d", "s", "v", "h", "vmax", "prev", "R", "C"), 0.0)
+    E |= {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))}
+    if name == "prodigy":
+        E |= {"N": 0.0, "d": spec["d0"], "d_max": spec["d0"], "p_0": start.astype(np.float64), "b3": spec["beta3"]}
     E |= {"p": kind(start.astype(np.float64)), "beta": spec["betas"][1] if name == "soap" else None}
     rectified = name == "radam" and "otherwise" in left_out
     for t in range(1, 12 if rectified else 4):
@@ -207,7 +222,7 @@ def test_formulas_are_the_rule(name, settings, left_out):
         if name == "soap" and t == 1:  # the first call only sets L and Q
             E |= {key: Matrix(value) for key, value in opt.state("w").items() if key[0] in "LQ"}
             continue
-        if rectified and t < RECTIFIED:  # follow the rule until it rectifies
+        if (rectified and t < RECTIFIED) or (name == "adopt" and t == 1):  # follow the rule until it rectifies, or moves p
             E |= {key: value.astype(np.float64) for key, value in opt.state("w").items()} | {"p": params["w"].astype(np.float64)}
             start = params["w"].copy()
             continue

@@ -51,6 +51,8 @@ def orthogonal(n, rng):
 
 # ---- two rules that are one ---------------------------------------------------------------------------------------------
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 0.01}
+SLOW = {"lr": 0.01, "betas": (0.8, 0.9, 0.99)}
+HEAVY = {"lr": 0.01, "momentum": 0.8, "weight_decay": 0.3}
 EQUAL = {
     "QHAdamW with nus (1, 1) is AdamW": (
         lambda e: r.QHAdamW(**ADAM, nus=(1, 1), weight_decay=0.3, engine=e),
@@ -64,6 +66,41 @@ EQUAL = {
         lambda e: r.Adam(**ADAM, weight_decay=0, amsgrad=True, engine=e),
         lambda e: r.AdamW(**ADAM, weight_decay=0, amsgrad=True, engine=e),
     ),
+    "AdEMAMix without its slow average is AdamW": (
+        lambda e: r.AdEMAMix(lr=0.01, betas=(0.8, 0.9, 0.99), eps=0.01, alpha=0, weight_decay=0.3, beta3_warmup=5, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+    ),
+    "AdEMAMix with warm-ups of one step has none": (
+        lambda e: r.AdEMAMix(**SLOW, alpha_warmup=1, beta3_warmup=1, engine=e),
+        lambda e: r.AdEMAMix(**SLOW, engine=e),
+    ),
+    "AdEMAMix with a slow average as short as the fast one has no warm-up of it": (
+        lambda e: r.AdEMAMix(lr=0.01, betas=(0.8, 0.9, 0.8), beta3_warmup=9, engine=e),
+        lambda e: r.AdEMAMix(lr=0.01, betas=(0.8, 0.9, 0.8), engine=e),
+    ),
+    **{
+        f"StableAdamW without clipping is AdamW: {convention}": (
+            lambda e, c=convention: r.StableAdamW(**ADAM, weight_decay=0.3, clip=math.inf, convention=c, engine=e),
+            lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+        )
+        for convention in ("author", "first")
+    },
+    "Adan that does not look ahead is AdamW": (
+        lambda e: r.Adan(lr=0.01, betas=(0.8, 0, 0.9), eps=0.01, weight_decay=0.3, no_prox=True, engine=e),
+        lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
+    ),
+    "LaProp without momentum is Adam without it": (
+        lambda e: r.LaProp(lr=0.01, betas=(0, 0.9), eps=0.01, engine=e),
+        lambda e: r.Adam(lr=0.01, betas=(0, 0.9), eps=0.01, engine=e),
+    ),
+    **{
+        f"LARS without its ratio is SGD: {convention}, nesterov {nesterov}": (
+            lambda e, c=convention, n=nesterov: r.LARS(**HEAVY, nesterov=n, trust_coefficient=None, convention=c, engine=e),
+            lambda e, n=nesterov: r.SGD(**HEAVY, nesterov=n, engine=e),
+        )
+        for convention in ("optax", "timm")
+        for nesterov in (False, True)
+    },
     "MARS without correction and clipping is AdamW": (
         lambda e: r.MARS(**ADAM, weight_decay=0.3, gamma=0, clip_norm=None, otherwise=None, engine=e),
         lambda e: r.AdamW(**ADAM, weight_decay=0.3, engine=e),
@@ -161,6 +198,130 @@ def test_lion_moves_by_lr(engine):
             moved = np.abs(p.astype(float) - before[name])
             assert (np.abs(moved - 0.01) <= np.spacing(np.abs(p).max()))[alive[name]].all(), name
             assert not moved[~alive[name]].any(), name
+
+
+# ---- LARS, Adan, ADOPT, AdEMAMix ----------------------------------------------------------------------------------------
+@both_engines
+@pytest.mark.parametrize("convention", ["optax", "timm"])
+def test_lars_moves_by_its_share_of_the_norm(engine, convention):
+    """‖step‖ = lr·trust_coefficient·‖p‖ whatever the gradient; 1 in place of the ratio where p is 0."""
+    opt = r.LARS(lr=0.5, momentum=0.0, trust_coefficient=0.2, convention=convention, engine=engine)
+    params = tensors() | {"zero": np.zeros(50, np.float32)}
+    for t, g in enumerate(gradients()):
+        before = {name: p.astype(float) for name, p in params.items()}
+        opt.step_all(params, {**g, "zero": np.full(50, 1e-3, np.float32)})
+        for name, p in params.items():
+            moved, size = np.linalg.norm(p - before[name]), np.linalg.norm(before[name])
+            assert moved == pytest.approx(0.1 * size if size else 0.5 * 1e-3 * math.sqrt(50), rel=1e-5), (name, t)
+
+
+@both_engines
+def test_lars_conventions_divide_by_other_norms(engine):
+    """‖g + weight_decay·p‖ or ‖g‖ + weight_decay·‖p‖: equal where p is along g, and where not, longer steps in "optax"."""
+    settings = {"lr": 0.5, "momentum": 0.0, "trust_coefficient": 0.2, "weight_decay": 0.7, "engine": engine}
+    start, (across,) = tensors(), gradients(steps=1)
+    along = {name: 3 * p for name, p in start.items()}
+    optax, timm = (run(r.LARS(**settings, convention=c), start, [along]) for c in ("optax", "timm"))
+    assert_close(optax, timm, start)
+    optax, timm = (run(r.LARS(**settings, convention=c), start, [across]) for c in ("optax", "timm"))
+    for name, p in start.items():
+        d = across[name] + 0.7 * p
+        ratio = (np.linalg.norm(across[name]) + 0.7 * np.linalg.norm(p)) / np.linalg.norm(d)
+        assert np.linalg.norm(optax[name] - p) == pytest.approx(ratio * np.linalg.norm(timm[name] - p), rel=1e-4), name
+
+
+@both_engines
+def test_adan_clips_all_gradients_together(engine):
+    """Adan with max_grad_norm is Adan on gradients clipped by the norm of all of them."""
+    start, grads = tensors(SMALL), gradients(SMALL)
+    clipped = []
+    for g in grads:
+        length = math.sqrt(sum(np.square(x, dtype=float).sum() for x in g.values()))
+        clipped.append({name: x * min(1, 20 / (length + 1e-8)) for name, x in g.items()})
+    assert 0 < sum(np.array_equal(a["matrix"], b["matrix"]) for a, b in zip(grads, clipped, strict=True)) < STEPS
+    settings = {"lr": 0.01, "betas": (0.8, 0.7, 0.9), "weight_decay": 0.3, "engine": engine}
+    assert_close(run(r.Adan(**settings, max_grad_norm=20), start, grads), run(r.Adan(**settings), start, clipped), start)
+
+
+@both_engines
+def test_adan_shrinks_p_after_the_step(engine):
+    """Without gradients p is divided by 1 + lr·weight_decay; with no_prox it is multiplied by 1 − lr·weight_decay."""
+    start = tensors()
+    nothing = [{name: np.zeros_like(p) for name, p in start.items()}] * 5
+    for no_prox, factor in ((False, 1.5**-5), (True, 0.5**5)):
+        after = run(r.Adan(lr=0.5, weight_decay=1.0, no_prox=no_prox, engine=engine), start, nothing)
+        assert_close({name: p * factor for name, p in start.items()}, after, start)
+
+
+@both_engines
+@pytest.mark.parametrize("decouple", [False, True])
+def test_adopt_moves_nothing_first_and_then_at_most_lr(engine, decouple):
+    """The first call sets v alone. With clip_exp 0 no divided gradient is above 1, so no coordinate moves farther than lr."""
+    start, grads = tensors(), gradients()
+    opt = r.ADOPT(lr=0.01, weight_decay=0.3, decouple=decouple, engine=engine)
+    params = {name: p.copy() for name, p in start.items()}
+    opt.step_all(params, grads[0])
+    for name, p in start.items():
+        assert np.array_equal(params[name], p)
+        assert not opt.state(name)["m"].any()
+        d = grads[0][name] + (0 if decouple else np.float32(0.3)) * p
+        assert np.allclose(opt.state(name)["v"], d * d, rtol=1e-5)
+    opt, params = r.ADOPT(lr=0.01, clip_exp=0, engine=engine), tensors()
+    for g in grads:
+        before = {name: p.copy() for name, p in params.items()}
+        opt.step_all(params, g)
+        assert all(np.abs(p - before[name]).max() <= 0.01 + np.spacing(np.abs(p).max()) for name, p in params.items())
+
+
+@both_engines
+def test_adopt_divides_by_the_moment_before(engine):
+    """Without momentum a step is the gradient over the v that has not seen it."""
+    start, grads = tensors(), gradients()
+    found = run(r.ADOPT(lr=0.01, betas=(0, 0.9), clip_exp=100.0, engine=engine), start, grads)
+    wanted = {}
+    for name, p in start.items():
+        p, v = p.astype(float), np.square(grads[0][name], dtype=float)
+        for t, g in enumerate(grads[1:], 2):
+            g = g[name].astype(float)
+            q = g / np.maximum(np.sqrt(v), 1e-6)
+            p, v = p - 0.01 * (np.clip(q, -1, 1) if t == 2 else q), 0.9 * v + 0.1 * g**2
+        wanted[name] = p
+    assert_close(wanted, found, start)
+
+
+@pytest.mark.parametrize("warmup", [10, 10_000])
+def test_ademamix_warms_up_along_half_lives(warmup):
+    """The memory of m2 grows by equal parts of its half-life, from b1's; it is the authors' formula, step by step."""
+    spec = r.registry.spec_class("ademamix")(beta3_warmup=warmup, alpha_warmup=warmup / 2)
+
+    def f(beta):
+        return math.log(0.5) / math.log(beta + 1e-8) - 1
+
+    for t in (1, 2, warmup // 3, warmup - 1, warmup, warmup + 1):
+        numbers, x = spec.scalars(t, {}), (1 - t / warmup) * f(0.9) + t / warmup * f(0.9999)
+        want = 0.5 ** (1 / (x + 1)) if t < warmup else 0.9999
+        assert numbers["beta3"] == pytest.approx(want, abs=1e-12)
+        assert numbers["alpha3"] == pytest.approx(1 - want, rel=1e-8)
+        assert numbers["share"] == pytest.approx(2 * min(1, 2 * t / warmup))
+
+
+@both_engines
+def test_laprop_follows_a_rate_that_changes(engine):
+    """lr is in m as it was when a gradient came; the correction is the average of rates over the present one. At rate 0 p stays."""
+    rates = [0.0, 0.01, 0.02, 0.005, 0.01, 0.0, 0.03]
+    opt, params = r.LaProp(lr=lambda i: rates[i], betas=(0.8, 0.9), engine=engine), tensors()
+    start = {name: p.astype(float) for name, p in params.items()}
+    wanted = {name: [p, 0.0, 0.0] for name, p in start.items()}
+    average = 0.0
+    for t, (rate, g) in enumerate(zip(rates, gradients(), strict=False), 1):
+        opt.step_all(params, g)
+        average = 0.8 * average + 0.2 * rate
+        for name, (p, m, v) in wanted.items():
+            x = g[name].astype(float)
+            v = 0.9 * v + 0.1 * x**2
+            m = 0.8 * m + 0.2 * rate * x / (np.sqrt(v / (1 - 0.9**t)) + 1e-15)
+            wanted[name] = [p - (m * rate / average if rate else 0), m, v]
+    assert_close({name: each[0] for name, each in wanted.items()}, params, start)
 
 
 # ---- NAdamW -------------------------------------------------------------------------------------------------------------

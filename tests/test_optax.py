@@ -35,8 +35,9 @@ MATRIX = ("soap", "kron_psgd", "muon")
 SHAPES = {"w": (24, 16), "b": (37,), "s": ()}
 MATRICES = {"tall": (24, 7), "wide": (6, 30), "b": (5,), "c": (4, 3, 3, 2)}
 FEW = {"w": (8, 6), "b": (8,), "s": ()}
-#: for tests of what all fourteen do
+#: for tests of what all do
 QUICK = {name: {"learning_rate": 0.02} for name in FACTORIES} | {"sgd": {"learning_rate": 0.05, "momentum": 0.9}}
+QUICK["lars"] = {"learning_rate": 5.0, "convention": "timm"}  # where the momentum has no rate in it: a rate of 0 moves nothing
 QUICK["prodigy"] = {"learning_rate": 0.02, "estim_lr0": 0.1}
 STEPS = 100
 
@@ -124,6 +125,22 @@ REFERENCE = [
      {"lr": 0.01, "betas": (0.9, 0.9), "weight_decay": 0.1, "decoupled_weight_decay": True}),
     ("qhadamw", {"learning_rate": 0.01}, {"lr": 0.01}),
     ("qhadamw", {"learning_rate": 0.01, "b1": 0.9, "b2": 0.99, "nu1": 0.5, "nu2": 0.6}, {"lr": 0.01, "betas": (0.9, 0.99), "nus": (0.5, 0.6)}),
+    ("stableadamw", {"learning_rate": 0.01}, {"lr": 0.01}),
+    ("stableadamw", {"learning_rate": 0.01, "b2": 0.9, "clip": 0.5, "convention": "first"}, {"lr": 0.01, "betas": (0.9, 0.9), "clip": 0.5, "convention": "first"}),
+    ("ademamix", {"learning_rate": 0.01}, {"lr": 0.01, "alpha": 5.0}),
+    ("ademamix", {"learning_rate": 0.01, "b3": 0.999, "alpha": 2.0, "weight_decay": 0.1, "alpha_warmup": 40, "beta3_warmup": 60},
+     {"lr": 0.01, "betas": (0.9, 0.999, 0.999), "weight_decay": 0.1, "alpha_warmup": 40, "beta3_warmup": 60}),
+    ("adan", {"learning_rate": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.1}),
+    ("adan", {"learning_rate": 0.01, "b1": 0.9, "b2": 0.8, "b3": 0.95, "no_prox": True, "max_grad_norm": 1.0, "weight_decay": 0.1},
+     {"lr": 0.01, "betas": (0.9, 0.8, 0.95), "no_prox": True, "max_grad_norm": 1.0, "weight_decay": 0.1}),
+    ("adopt", {"learning_rate": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.1}),
+    ("adopt", {"learning_rate": 0.01, "b2": 0.9, "eps": 0.1, "clip_exp": 0.1, "decouple": True, "weight_decay": 0.1},
+     {"lr": 0.01, "betas": (0.9, 0.9), "eps": 0.1, "clip_exp": 0.1, "decouple": True, "weight_decay": 0.1}),
+    ("laprop", {"learning_rate": 0.01, "weight_decay": 0.01}, {"lr": 0.01, "weight_decay": 0.01}),
+    ("laprop", {"learning_rate": 0.01, "b1": 0.8, "weight_decay": 0.1, "convention": "timm"}, {"lr": 0.01, "betas": (0.8, 0.999), "weight_decay": 0.1, "convention": "timm"}),
+    ("lars", {"learning_rate": 5.0, "weight_decay": 0.1}, {"lr": 5.0, "weight_decay": 0.1}),
+    ("lars", {"learning_rate": 5.0, "nesterov": True, "eps": 0.1, "convention": "timm", "weight_decay": 0.1}, {"lr": 5.0, "nesterov": True, "eps": 0.1, "convention": "timm", "weight_decay": 0.1}),
+    ("lars", {"learning_rate": 0.05, "trust_coefficient": None}, {"lr": 0.05, "trust_coefficient": None}),
     ("lamb", {"learning_rate": 0.01, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.1}),
     ("lamb", {"learning_rate": 0.01, "trust_clip": 0.7, "bias_correction": False}, {"lr": 0.01, "weight_decay": 0.0, "trust_clip": 0.7, "bias_correction": False}),
     ("adafactor", {}, {}),
@@ -223,6 +240,17 @@ PEERS = [
     ("nadamw", {"learning_rate": 0.01, "b1": 0.5, "b2": 0.9, "weight_decay": 0.3}, lambda: optax.nadamw(0.01, 0.5, 0.9, weight_decay=0.3), "float32"),
     ("radam", {"learning_rate": 0.01}, lambda: optax.radam(0.01, threshold=4.0), "float64"),
     ("radam", {"learning_rate": 0.01, "b1": 0.8, "b2": 0.9, "eps": 0.1}, lambda: optax.radam(0.01, 0.8, 0.9, 0.1, threshold=4.0), "float64"),
+    ("ademamix", {"learning_rate": 0.01}, lambda: optax.contrib.ademamix(0.01), "float64"),
+    ("ademamix", {"learning_rate": 0.01, "b1": 0.5, "b2": 0.9, "b3": 0.99, "alpha": 3.0, "eps": 0.1, "weight_decay": 0.3},
+     lambda: optax.contrib.ademamix(0.01, 0.5, 0.9, 0.99, 3.0, 0.1, weight_decay=0.3), "float32"),
+    ("adan", {"learning_rate": 0.01, "b1": 0.9, "b2": 0.5, "b3": 0.8, "eps": 0.1, "no_prox": True, "weight_decay": 0.3},
+     lambda: optax.adan(0.01, 0.9, 0.5, 0.8, 0.1, 0.0, 0.3), "float64"),  # at b2 = 0.5 it is the authors' rule
+    ("adopt", {"learning_rate": 0.01}, lambda: optax.contrib.adopt(0.01), "float64"),
+    ("adopt", {"learning_rate": 0.01, "b1": 0.5, "b2": 0.9, "eps": 0.1, "weight_decay": 0.3}, lambda: decayed(optax.contrib.adopt(0.01, 0.5, 0.9, 0.1), 0.3), "float32"),
+    ("lars", {"learning_rate": 5.0}, lambda: optax.lars(5.0), "float32"),
+    ("lars", {"learning_rate": 5.0, "momentum": 0.5, "nesterov": True, "eps": 0.1, "trust_coefficient": 0.01, "weight_decay": 0.3},
+     lambda: optax.lars(5.0, 0.3, True, 0.01, 0.1, True, 0.5, True), "float64"),
+    ("lars", {"learning_rate": 0.05, "trust_coefficient": None, "weight_decay": 0.3}, lambda: optax.lars(0.05, 0.3, trust_ratio_mask=False), "float64"),
     ("lamb", {"learning_rate": 0.01}, lambda: optax.lamb(0.01), "float32"),
     ("lamb", {"learning_rate": 0.01, "b1": 0.5, "b2": 0.9, "weight_decay": 0.3}, lambda: optax.lamb(0.01, 0.5, 0.9, weight_decay=0.3), "float64"),
     ("lion", {"learning_rate": 1e-3}, lambda: optax.lion(1e-3), "float32"),
@@ -332,7 +360,9 @@ def test_one_trace_serves_every_step_and_rate(name):
     assert all(np.isfinite(p).all() and np.abs(p - params[k]).min() > 0 for k, p in now.items())
 
 
-@pytest.mark.parametrize("name", ["adamw", "radam", "lamb", "adafactor", "mars", "sophia", "muon", "soap", "kron_psgd"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "radam", "ademamix", "adopt", "laprop", "lamb", "adafactor", "mars", "sophia", "muon", "soap", "kron_psgd"]
+)
 def test_vmap_scan_and_cond(name):
     """A batch of problems, each stepped in a scan that skips some steps by lax.cond, ends where each does alone."""
     tx = build(name, **QUICK[name])
@@ -362,7 +392,13 @@ INJECTED = {
     "nadamw": ("b1", "b2", "eps", "weight_decay"),
     "radam": ("b1", "b2", "eps", "weight_decay"),
     "qhadamw": ("b1", "b2", "eps", "weight_decay", "nu1", "nu2"),
+    "stableadamw": ("b1", "b2", "eps", "weight_decay", "clip"),
+    "ademamix": ("b1", "b2", "b3", "alpha", "eps", "weight_decay"),
+    "adan": ("b1", "b2", "b3", "eps", "weight_decay"),
+    "adopt": ("b1", "b2", "eps", "weight_decay", "clip_exp"),
+    "laprop": ("b1", "b2", "eps", "weight_decay"),
     "lamb": ("b1", "b2", "eps", "weight_decay"),
+    "lars": ("momentum", "weight_decay", "trust_coefficient", "eps"),
     "adafactor": ("decay_rate", "eps", "clipping_threshold", "weight_decay"),
     "lion": ("b1", "b2", "weight_decay"),
     "soap": ("b1", "b2", "eps", "weight_decay", "precondition_frequency"),
@@ -522,7 +558,9 @@ def not_vectors(params):
 
 
 @pytest.mark.parametrize("mask", [{"w": True, "b": False, "s": False}, not_vectors], ids=["tree", "callable"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb", "adafactor", "sophia", "mars", "muon"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adam", "adamw", "stableadamw", "adan", "laprop", "lamb", "lars", "adafactor", "sophia", "mars", "muon"]
+)
 def test_mask(name, mask):
     """Masked leaves step as with weight_decay=0, the others as without a mask."""
     keywords = {**QUICK[name], **({"otherwise": ours.adamw(0.01, weight_decay=0.5)} if name in ("muon", "mars") else {})}
@@ -800,7 +838,7 @@ def sharded():
 
 
 def test_sharded():
-    """Rows over four host devices: the same steps, for all fourteen."""
+    """Rows over four host devices: the same steps, for all."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     paths = os.pathsep.join([str(Path(rlx_optim.__file__).parent.parent), *sys.path])
     script = subprocess.run(

@@ -250,6 +250,22 @@ def optax_radam(o, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled
     return o.chain(*([rule, decay] if decoupled_weight_decay else [decay, rule]), o.scale_by_learning_rate(lr))
 
 
+def optax_ademamix(o, lr, betas=(0.9, 0.999, 0.9999), alpha=2.0, eps=1e-8, weight_decay=0.0):
+    return o.contrib.ademamix(lr, *betas, alpha, eps, weight_decay=weight_decay)
+
+
+def optax_adopt(o, lr, betas=(0.9, 0.9999), eps=1e-6, weight_decay=0.0, clip_exp=0.25):
+    return o.chain(o.add_decayed_weights(weight_decay), o.contrib.adopt(lr, *betas, eps, clip_value_fn=lambda t: t**clip_exp))
+
+
+def optax_adan(o, lr, betas, eps=1e-8, weight_decay=0.0):
+    return o.adan(lr, *betas, eps, 0.0, weight_decay)
+
+
+def optax_lars(o, lr, momentum=0.9, weight_decay=0.0, trust_coefficient=1e-3, eps=0.0, nesterov=False):
+    return o.lars(lr, weight_decay, True, trust_coefficient, eps, True, momentum, nesterov)
+
+
 def optax_lion(o, lr, betas=(0.9, 0.99), weight_decay=0.0):
     return o.lion(lr, *betas, weight_decay=weight_decay)
 
@@ -286,6 +302,24 @@ OPTAX = [
     Peer("optax", "AdamW", optax_decoupled("adamw"), ADAM[2:], FEW),
     Peer("optax", "NAdamW", optax_decoupled("nadamw"), ADAM[1:], FEW),
     Peer("optax", "RAdam", optax_radam, RADAM, FEW, fixed=lambda: {"convention": "paper"}),
+    Peer("optax", "AdEMAMix", optax_ademamix, [
+        {"lr": 0.01},
+        {"lr": 0.02, "betas": (0.5, 0.9, 0.99), "alpha": 4.0, "eps": 0.3, "weight_decay": 0.3},
+    ], FEW),
+    Peer("optax", "ADOPT", optax_adopt, [
+        {"lr": 0.01},
+        {"lr": 0.02, "betas": (0.5, 0.9), "eps": 0.3, "weight_decay": 0.3, "clip_exp": 0.1},
+    ], FEW),
+    # only at b2 = 0.5: elsewhere it takes 1 − b2 where the authors take b2
+    Peer("optax", "Adan", optax_adan, [
+        {"lr": 0.01, "betas": (0.98, 0.5, 0.99)},
+        {"lr": 0.02, "betas": (0.8, 0.5, 0.9), "eps": 0.3, "weight_decay": 0.3},
+    ], FEW, fixed=lambda: {"no_prox": True}),
+    Peer("optax", "LARS", optax_lars, [
+        {"lr": 5.0},
+        {"lr": 5.0, "momentum": 0.5, "nesterov": True, "weight_decay": 0.3},
+        {"lr": 5.0, "eps": 0.3, "trust_coefficient": 0.01, "weight_decay": 0.1},
+    ], FEW),
     Peer("optax", "Lamb", optax_decoupled("lamb"), [
         {"lr": 0.01},
         {"lr": 0.01, "weight_decay": 0.0},
@@ -379,6 +413,21 @@ def nothing_under_the_root():
     return mock.patch.object(mars, "apply_ams_bound_foreach", staticmethod(bare))
 
 
+def nothing_in_laprop():
+    """Its LaProp adds 1e-15 to v too."""
+    laprop = pytest.importorskip("pytorch_optimizer").LaProp
+    bare = functools.partial(laprop.apply_ams_bound, exp_avg_sq_eps=0.0)
+    return mock.patch.object(laprop, "apply_ams_bound", staticmethod(bare))
+
+
+def po_ademamix(params, alpha=2.0, **settings):
+    return po("AdEMAMix", weight_decouple=True)(params, alpha=alpha, **settings)
+
+
+def po_adan(params, no_prox=False, **settings):
+    return po("Adan", weight_decouple=no_prox)(params, **settings)
+
+
 def po_soap(params, max_precond_dim, **settings):
     return po("SOAP", max_precondition_dim=max_precond_dim)(params, **settings)
 
@@ -390,6 +439,34 @@ PYTORCH_OPTIMIZER = [
         {"lr": 0.01, "betas": (0.9, 0.99), "nus": (0.0, 0.9)},
         {"lr": 0.05, "betas": (0.9, 0.99), "nus": (1.0, 0.8), "eps": 0.3},
     ], fixed=lambda: {"weight_decay": 0.0}),
+    Peer("pytorch_optimizer", "StableAdamW", po("StableAdamW", kahan_sum=False), [
+        {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.2},
+        {"lr": 0.02, "betas": (0.5, 0.9), "eps": 0.3, "weight_decay": 0.3},
+    ]),
+    Peer("pytorch_optimizer", "AdEMAMix", po_ademamix, [
+        {"lr": 0.01},
+        {"lr": 0.02, "betas": (0.5, 0.9, 0.99), "alpha": 4.0, "eps": 0.3, "weight_decay": 0.3},
+    ]),
+    Peer("pytorch_optimizer", "Adan", po_adan, [
+        {"lr": 0.01},
+        {"lr": 0.1, "betas": (0.8, 0.7, 0.9), "eps": 0.3, "weight_decay": 0.3},
+        {"lr": 0.02, "betas": (0.8, 0.7, 0.9), "weight_decay": 0.3, "no_prox": True},
+    ]),
+    # which clips at t^0.25 unless told
+    Peer("pytorch_optimizer", "ADOPT", po("ADOPT", clip_lambda=lambda t: (t - 1) ** 0.25), [
+        {"lr": 0.01},
+        {"lr": 0.02, "betas": (0.5, 0.9), "eps": 0.3, "weight_decay": 0.3},
+    ]),
+    # matrices, for it steps vectors as SGD does
+    Peer("pytorch_optimizer", "LARS", po("LARS"), [
+        {"lr": 5.0},
+        {"lr": 5.0, "momentum": 0.5, "weight_decay": 0.3},
+        {"lr": 5.0, "nesterov": True, "trust_coefficient": 0.01, "weight_decay": 0.1},
+    ], MATRICES, fixed=lambda: {"convention": "timm"}),
+    Peer("pytorch_optimizer", "LaProp", po("LaProp"), [
+        {"lr": 0.01},
+        {"lr": 0.02, "betas": (0.5, 0.9), "weight_decay": 0.3},
+    ], fixed=lambda: {"convention": "timm"}, patch=nothing_in_laprop),
     # its norm of p is cut off at 10, which the small tensors stay under
     Peer("pytorch_optimizer", "Lamb", po("Lamb", weight_decouple=False, adam_debias=True, eps=1e-12), [
         {"lr": 0.01, "weight_decay": 0.0},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ademamix import AdEMAMix
+from slowmix import SlowMix
 
 import rlx_optim
 from rlx_optim import registry, rule
@@ -32,7 +32,7 @@ def apart(monkeypatch):
 
 @pytest.fixture
 def mix():
-    return register(AdEMAMix)
+    return register(SlowMix)
 
 
 def start():
@@ -69,13 +69,13 @@ def stepped(opt, params, grads):
 
 # ---- names --------------------------------------------------------------------------------------------------------------
 def rule_class(title="Other", **attributes):
-    return type(title, (AdEMAMix,), {"aliases": (), **attributes})
+    return type(title, (SlowMix,), {"aliases": (), **attributes})
 
 
 def test_register_gives_the_class_back_and_may_be_repeated():
-    assert register(AdEMAMix) is AdEMAMix
-    assert register(AdEMAMix) is AdEMAMix
-    assert rlx_optim.list_optimizers() == [*registry.FILES, "ademamix"]
+    assert register(SlowMix) is SlowMix
+    assert register(SlowMix) is SlowMix
+    assert rlx_optim.list_optimizers() == [*registry.FILES, "slowmix"]
     assert rlx_optim.register is register is rule.register
 
     @rlx_optim.register
@@ -100,8 +100,8 @@ def test_register_gives_the_class_back_and_may_be_repeated():
         ({"aliases": ("muon",)}, "'muon' is already"),
         ({"title": "Adam", "name": "other"}, "'adam' is already"),
         ({"optax": rule.Optax("kron_psgd")}, "'kron_psgd' is already"),
-        ({"name": "ademamix"}, "'ademamix' is already ademamix.AdEMAMix"),
-        ({"name": "mix"}, "'mix' is already ademamix.AdEMAMix"),
+        ({"name": "slowmix"}, "'slowmix' is already slowmix.SlowMix"),
+        ({"name": "mix"}, "'mix' is already slowmix.SlowMix"),
         ({"name": "Other"}, "an identifier in lower case, got 'Other'"),
         ({"name": "my-opt"}, "an identifier in lower case, got 'my-opt'"),
         ({"name": "lambda"}, "an identifier in lower case, got 'lambda'"),
@@ -119,7 +119,7 @@ def test_names_that_are_taken_or_unfit_are_refused(mix, attributes, said):
 
 
 def test_what_is_no_rule_is_refused():
-    for wrong in (AdEMAMix(), rule.Spec, dict, "adamw", None):
+    for wrong in (SlowMix(), rule.Spec, dict, "adamw", None):
         with pytest.raises(TypeError, match=r"register takes a subclass of rlx_optim\.rule\.Spec"):
             register(wrong)
 
@@ -133,7 +133,7 @@ def test_what_is_no_rule_is_refused():
     with pytest.raises(ValueError, match="Rateless: a rule needs a hyperparameter lr"):
         register(Rateless)
     with pytest.raises(TypeError, match="Clash: name is a word of Spec"):
-        type("Clash", (AdEMAMix,), {"name": rule.real(0.1)})
+        type("Clash", (SlowMix,), {"name": rule.real(0.1)})
 
 
 def test_everything_a_rule_needs_is_in_one_module():
@@ -163,44 +163,44 @@ def test_unknown_names_are_told_with_the_nearest():
     for make in (rlx_optim.create, lambda name: torch.create(name, []), lambda name: optax.create(name, 0.1)):
         with pytest.raises(ValueError, match=r"unknown optimizer 'adamv'; known are sgd, .*, kron; did you mean 'adam'\?"):
             make("adamv")
-    with pytest.raises(AttributeError, match=r"module 'rlx_optim' has no attribute 'AdEMAMix'"):
-        _ = rlx_optim.AdEMAMix
-    with pytest.raises(AttributeError, match=r"module 'rlx_optim.torch' has no attribute 'AdEMAMix'"):
-        _ = torch.AdEMAMix
-    with pytest.raises(AttributeError, match=r"module 'rlx_optim.optax' has no attribute 'ademamix'"):
-        _ = optax.ademamix
+    with pytest.raises(AttributeError, match=r"module 'rlx_optim' has no attribute 'SlowMix'"):
+        _ = rlx_optim.SlowMix
+    with pytest.raises(AttributeError, match=r"module 'rlx_optim.torch' has no attribute 'SlowMix'"):
+        _ = torch.SlowMix
+    with pytest.raises(AttributeError, match=r"module 'rlx_optim.optax' has no attribute 'slowmix'"):
+        _ = optax.slowmix
 
 
 # ---- the front ends -----------------------------------------------------------------------------------------------------
 def test_classes_signatures_and_documentation(mix):
     torch, optax = pytest.importorskip("rlx_optim.torch"), pytest.importorskip("rlx_optim.optax")
-    assert "AdEMAMix" in dir(rlx_optim)
-    assert "AdEMAMix" in dir(torch)
-    assert "ademamix" in dir(optax)
-    assert rlx_optim.AdEMAMix is rlx_optim.named.AdEMAMix
+    assert "SlowMix" in dir(rlx_optim)
+    assert "SlowMix" in dir(torch)
+    assert "slowmix" in dir(optax)
+    assert rlx_optim.SlowMix is rlx_optim.named.SlowMix
     fields = ["lr", "betas", "beta3", "alpha", "eps", "weight_decay"]
-    assert list(inspect.signature(rlx_optim.AdEMAMix).parameters)[:6] == fields
-    assert list(inspect.signature(torch.AdEMAMix).parameters)[:7] == ["params", *fields]
-    assert str(inspect.signature(optax.ademamix)).startswith(
+    assert list(inspect.signature(rlx_optim.SlowMix).parameters)[:6] == fields
+    assert list(inspect.signature(torch.SlowMix).parameters)[:7] == ["params", *fields]
+    assert str(inspect.signature(optax.slowmix)).startswith(
         "(learning_rate: 'optax.ScalarOrSchedule', b1: 'jax.typing.ArrayLike' = 0.9, b2: 'jax.typing.ArrayLike' = 0.999, *, "
         "beta3: 'optax.ScalarOrSchedule' = 0.9999, alpha: 'optax.ScalarOrSchedule' = 5.0,"
     )
-    assert list(inspect.signature(optax.ademamix).parameters)[-1] == "mask"
-    for each in (rlx_optim.AdEMAMix, torch.AdEMAMix, optax.ademamix):
-        assert each.__doc__.startswith("AdEMAMix: AdamW's step")
-        assert each.__name__.lower() == "ademamix"
+    assert list(inspect.signature(optax.slowmix).parameters)[-1] == "mask"
+    for each in (rlx_optim.SlowMix, torch.SlowMix, optax.slowmix):
+        assert each.__doc__.startswith("SlowMix: AdamW's step")
+        assert each.__name__.lower() == "slowmix"
 
 
 @pytest.mark.parametrize("engine", ["reference", "cpu"])
 def test_named_steps(mix, engine):
     if engine == "cpu":
         pytest.importorskip("numba")
-    for name in ("ademamix", "AdEMAMix", "mix"):
+    for name in ("slowmix", "SlowMix", "mix"):
         opt = rlx_optim.create(name, engine=engine, **SETTINGS)
         close(stepped(opt, start(), gradients()), by_hand(start(), gradients(), **SETTINGS))
     assert set(opt.state("w")) == {"m1", "m2", "v"}
-    with pytest.raises(ValueError, match="AdEMAMix: alpha must be a finite number >= 0, got -1"):
-        rlx_optim.AdEMAMix(alpha=-1)
+    with pytest.raises(ValueError, match="SlowMix: alpha must be a finite number >= 0, got -1"):
+        rlx_optim.SlowMix(alpha=-1)
 
 
 def torch_params():
@@ -225,18 +225,18 @@ def test_torch_steps_groups_and_state_dicts(mix, engine):
     front = pytest.importorskip("rlx_optim.torch")
     params = torch_params()
     opt = front.create("mix", params.items(), engine=engine, **SETTINGS)
-    assert type(opt) is front.AdEMAMix
+    assert type(opt) is front.SlowMix
     close(torch_steps(opt, params, gradients()), by_hand(start(), gradients(), **SETTINGS))
     assert set(opt.state[params["w"]]) == {"step", "exp_avg", "m2", "exp_avg_sq"}
     again = torch_params()
     with torch.no_grad():
         for k, p in again.items():
             p.copy_(params[k])
-    other = front.AdEMAMix(again.items(), engine=engine)
+    other = front.SlowMix(again.items(), engine=engine)
     other.load_state_dict(opt.state_dict())
     copied_params, copied = copy.deepcopy((params, opt))
     unpickled = pickle.loads(pickle.dumps(opt))
-    assert type(unpickled) is front.AdEMAMix
+    assert type(unpickled) is front.SlowMix
     for one, its in ((opt, params), (other, again), (copied, copied_params)):
         torch_steps(one, its, gradients(3))
     for k in params:
@@ -244,7 +244,7 @@ def test_torch_steps_groups_and_state_dicts(mix, engine):
         assert torch.equal(params[k], copied_params[k])
     grouped = torch_params()
     groups = [{"params": [grouped["w"]], "alpha": 0.0}, {"params": [grouped["b"], grouped["s"]], "beta3": 0.5}]
-    opt = front.AdEMAMix(groups, engine=engine, **SETTINGS)
+    opt = front.SlowMix(groups, engine=engine, **SETTINGS)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1.0)
     got = torch_steps(opt, grouped, gradients())
     schedule.step()
@@ -258,22 +258,22 @@ def test_optax_steps(mix):
     front = pytest.importorskip("rlx_optim.optax")
     keywords = {"b1": 0.8, "b2": 0.95, "beta3": 0.99, "alpha": 2.0, "eps": 1e-6, "weight_decay": 0.1}
     want = by_hand(start(), gradients(), **SETTINGS)
-    for tx in (front.ademamix(0.01, **keywords), front.create("mix", lambda count: 0.01, **keywords)):
+    for tx in (front.slowmix(0.01, **keywords), front.create("mix", lambda count: 0.01, **keywords)):
         params = jax.tree.map(jax.numpy.asarray, start())
         state, update = tx.init(params), jax.jit(tx.update)
         for each in gradients():
             updates, state = update(each, state, params)
             params = optax.apply_updates(params, updates)
         close(params, want)
-    masked = front.create("ademamix", 0.01, mask={"w": True, "b": False, "s": False}, **keywords)
+    masked = front.create("slowmix", 0.01, mask={"w": True, "b": False, "s": False}, **keywords)
     assert masked.init(params).slots.keys() == {"m1", "m2", "v"}
-    with pytest.raises(TypeError, match=r"ademamix: .*; known are learning_rate, b1, b2, beta3, alpha, eps, weight_decay, mask"):
-        front.ademamix(0.01, betas=(0.9, 0.999))
+    with pytest.raises(TypeError, match=r"slowmix: .*; known are learning_rate, b1, b2, beta3, alpha, eps, weight_decay, mask"):
+        front.slowmix(0.01, betas=(0.9, 0.999))
 
 
 def test_schedules_groups_and_copies(mix):
-    whole, grads = stepped(rlx_optim.AdEMAMix(**SETTINGS), start(), gradients()), gradients()
-    opt = rlx_optim.AdEMAMix(**{**SETTINGS, "lr": lambda it: 0.01, "alpha": lambda it: 2.0})
+    whole, grads = stepped(rlx_optim.SlowMix(**SETTINGS), start(), gradients()), gradients()
+    opt = rlx_optim.SlowMix(**{**SETTINGS, "lr": lambda it: 0.01, "alpha": lambda it: 2.0})
     params = stepped(opt, start(), grads[:3])
     twin, theirs = copy.deepcopy(opt), copy.deepcopy(params)
     stepped(opt, params, grads[3:])
@@ -281,25 +281,25 @@ def test_schedules_groups_and_copies(mix):
     for k in SHAPES:
         np.testing.assert_array_equal(params[k], whole[k])
         np.testing.assert_array_equal(theirs[k], whole[k])
-    assert type(pickle.loads(pickle.dumps(rlx_optim.AdEMAMix()))) is rlx_optim.AdEMAMix
-    opt = rlx_optim.AdEMAMix(**SETTINGS, groups=[{"match": "b", "alpha": 0.0}])
+    assert type(pickle.loads(pickle.dumps(rlx_optim.SlowMix()))) is rlx_optim.SlowMix
+    opt = rlx_optim.SlowMix(**SETTINGS, groups=[{"match": "b", "alpha": 0.0}])
     got = stepped(opt, start(), grads)
     close({"b": got["b"]}, by_hand({"b": start()["b"]}, grads, **{**SETTINGS, "alpha": 0.0}))
 
 
 def test_as_otherwise(mix):
-    matrices = rlx_optim.Muon(otherwise=rlx_optim.AdEMAMix(**SETTINGS))
+    matrices = rlx_optim.Muon(otherwise=rlx_optim.SlowMix(**SETTINGS))
     got = stepped(matrices, start(), gradients())
     close({k: got[k] for k in "bs"}, by_hand({k: start()[k] for k in "bs"}, gradients(), **SETTINGS))
     torch = pytest.importorskip("rlx_optim.torch")
     params = torch_params()
-    opt = torch.Muon(params.items(), otherwise=rlx_optim.AdEMAMix(**SETTINGS))
+    opt = torch.Muon(params.items(), otherwise=rlx_optim.SlowMix(**SETTINGS))
     got = torch_steps(opt, params, gradients())
     close({k: got[k] for k in "bs"}, by_hand({k: start()[k] for k in "bs"}, gradients(), **SETTINGS))
-    assert [group["rule"] for group in opt.param_groups] == ["muon", "ademamix"]
+    assert [group["rule"] for group in opt.param_groups] == ["muon", "slowmix"]
     optax = pytest.importorskip("rlx_optim.optax")
-    for other in (rlx_optim.AdEMAMix(**SETTINGS), optax.ademamix(0.01)):
-        assert "AdEMAMix" in optax.routing_report("muon", start(), otherwise=other)
+    for other in (rlx_optim.SlowMix(**SETTINGS), optax.slowmix(0.01)):
+        assert "SlowMix" in optax.routing_report("muon", start(), otherwise=other)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
@@ -307,20 +307,20 @@ def test_a_file_goes_through_every_front_end(mix, tmp_path):
     jax = pytest.importorskip("jax")
     torch, optax = pytest.importorskip("rlx_optim.torch"), pytest.importorskip("rlx_optim.optax")
     grads = gradients()
-    opt = rlx_optim.AdEMAMix(**SETTINGS)
+    opt = rlx_optim.SlowMix(**SETTINGS)
     params = stepped(opt, start(), grads[:4])
     opt.save(tmp_path / "a.safetensors")
     tensors = {k: __import__("torch").nn.Parameter(__import__("torch").tensor(p)) for k, p in params.items()}
-    there = torch.AdEMAMix(tensors.items())
+    there = torch.SlowMix(tensors.items())
     there.load(tmp_path / "a.safetensors")
     assert there.param_groups[0]["beta3"] == 0.99
     there.save(tmp_path / "b.safetensors")
     tree = jax.tree.map(jax.numpy.asarray, params)
-    tx = optax.ademamix(0.01, b1=0.8, b2=0.95, beta3=0.99, alpha=2.0, eps=1e-6, weight_decay=0.1)
+    tx = optax.slowmix(0.01, b1=0.8, b2=0.95, beta3=0.99, alpha=2.0, eps=1e-6, weight_decay=0.1)
     state = optax.load_state(tmp_path / "b.safetensors", tx, tree)
     optax.save_state(tmp_path / "c.safetensors", tx, state, tree)
     back = rlx_optim.load(tmp_path / "c.safetensors")
-    assert type(back) is rlx_optim.AdEMAMix
+    assert type(back) is rlx_optim.SlowMix
     for slot in ("m1", "m2", "v"):
         np.testing.assert_array_equal(back.state("w")[slot], opt.state("w")[slot])
     mine, theirs = copy.deepcopy(params), copy.deepcopy(params)
@@ -331,15 +331,13 @@ def test_a_file_goes_through_every_front_end(mix, tmp_path):
 
 
 def test_a_file_of_an_unregistered_optimizer_says_which(mix, tmp_path, capsys):
-    opt = rlx_optim.AdEMAMix()
+    opt = rlx_optim.SlowMix()
     stepped(opt, start(), gradients(1))
     opt.save(tmp_path / "a.safetensors")
-    del registry._KINDS["ademamix"]
-    with pytest.raises(
-        CheckpointError, match=r"it is of 'ademamix', which is not registered; import the package that defines it"
-    ):
+    del registry._KINDS["slowmix"]
+    with pytest.raises(CheckpointError, match=r"it is of 'slowmix', which is not registered; import the package that defines it"):
         rlx_optim.load(tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="AdEMAMix: only registered optimizers can be saved"):
+    with pytest.raises(ValueError, match="SlowMix: only registered optimizers can be saved"):
         opt.save(tmp_path / "b.safetensors")
     cli = pytest.importorskip("rlx_optim.cli")
     assert cli.main(["inspect", str(tmp_path / "a.safetensors")]) == 2
@@ -349,7 +347,7 @@ def test_a_file_of_an_unregistered_optimizer_says_which(mix, tmp_path, capsys):
 def test_state_goes_over_from_and_to_others(mix):
     adamw = rlx_optim.AdamW(lr=0.01, betas=(0.8, 0.95))
     params = stepped(adamw, start(), gradients(4))
-    opt = adamw.convert_to("ademamix", **{**SETTINGS, "betas": (0.9, 0.95)})
+    opt = adamw.convert_to("slowmix", **{**SETTINGS, "betas": (0.9, 0.95)})
     factor = np.float32((1 - 0.9**4) / (1 - 0.8**4))
     np.testing.assert_array_equal(opt.state("w")["m1"], adamw.state("w")["m"] * factor)
     np.testing.assert_array_equal(opt.state("w")["v"], adamw.state("w")["v"])
@@ -362,7 +360,7 @@ def test_state_goes_over_from_and_to_others(mix):
     soap = opt.convert_to("soap")
     assert soap.step_count("w") == 0
     assert "SOAP has to start afresh" in soap.conversion_report()
-    assert "they are first moment in the basis" in stepped_soap().convert_to("ademamix").conversion_report()
+    assert "they are first moment in the basis" in stepped_soap().convert_to("slowmix").conversion_report()
 
 
 def stepped_soap():
@@ -377,13 +375,13 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(mix, tmp_path):
     from rlx_optim.torch.foreign import from_state_dict, to_state_dict
 
     params = torch_params()
-    opt = front.AdEMAMix(params.items(), **SETTINGS)
+    opt = front.SlowMix(params.items(), **SETTINGS)
     torch_steps(opt, params, gradients(2))
     snapshot = from_state_dict(opt.state_dict())
-    assert snapshot.members[0].optimizer == "ademamix"
+    assert snapshot.members[0].optimizer == "slowmix"
     assert {k: p.shape for k, p in snapshot.parameters.items()} == SHAPES
     assert set(snapshot.parameters["w"].tensors) == {"m1", "m2", "v"}
-    with pytest.raises(CheckpointError, match=r"torch\.optim has no AdEMAMix"):
+    with pytest.raises(CheckpointError, match=r"torch\.optim has no SlowMix"):
         to_state_dict(snapshot)
 
 
@@ -391,8 +389,8 @@ def test_slots_with_one_meaning_have_names_of_their_own():
     from rlx_optim.torch.names import outside
 
     both = rule.like((2,), m1="first moment", m2="first moment", v="second moment", q="factor")
-    assert outside(AdEMAMix, both) == {"m1": "exp_avg", "m2": "m2", "v": "exp_avg_sq", "q": "q"}
-    said = type("Said", (AdEMAMix,), {"torch": rule.Torch(slots={"m1": "exp_avg_fast", "m2": "exp_avg_slow"})})
+    assert outside(SlowMix, both) == {"m1": "exp_avg", "m2": "m2", "v": "exp_avg_sq", "q": "q"}
+    said = type("Said", (SlowMix,), {"torch": rule.Torch(slots={"m1": "exp_avg_fast", "m2": "exp_avg_slow"})})
     assert outside(said, both) == {"m1": "exp_avg_fast", "m2": "exp_avg_slow", "v": "exp_avg_sq", "q": "q"}
 
 
@@ -404,14 +402,14 @@ def test_a_dtensor_is_stepped_and_saved(mix, tmp_path):
     code = f"""
         import sys, torch, torch.distributed as dist, test_registry as t, rlx_optim.torch as front
         from torch.distributed.tensor import Shard, distribute_tensor
-        t.register(t.AdEMAMix)
+        t.register(t.SlowMix)
         rank, where = int(sys.argv[1]), {str(tmp_path)!r}
         dist.init_process_group("gloo", store=dist.FileStore(where + "/store", 2), rank=rank, world_size=2)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         def cut(x):
             return distribute_tensor(torch.tensor(x), mesh, [Shard(0)], src_data_rank=None)
         p = torch.nn.Parameter(cut(t.start()["w"]))
-        opt = front.create("ademamix", [("w", p)], **t.SETTINGS)
+        opt = front.create("slowmix", [("w", p)], **t.SETTINGS)
         for g in t.gradients():
             p.grad = cut(g["w"])
             opt.step()
@@ -425,7 +423,7 @@ def test_a_dtensor_is_stepped_and_saved(mix, tmp_path):
     ranks = [subprocess.Popen([*argv, str(rank)], env={**os.environ, "PYTHONPATH": path}) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     params = torch_params()
-    opt = front.AdEMAMix([("w", params["w"])], **SETTINGS)
+    opt = front.SlowMix([("w", params["w"])], **SETTINGS)
     torch_steps(opt, {"w": params["w"]}, gradients())
     assert torch.equal(torch.load(tmp_path / "w.pt"), params["w"].detach())
     back = rlx_optim.load(tmp_path / "d.safetensors")
@@ -450,7 +448,7 @@ def test_a_rule_that_needs_more_than_defaults_is_listed_and_measured():
     from rlx_optim.race.rates import SETTINGS as RATES
     from rlx_optim.race.rates import settings_of
 
-    bare = type("Bare", (AdEMAMix,), {"lr": rule.real(rule.REQUIRED), "__doc__": "A rule.", "summary": ""})
+    bare = type("Bare", (SlowMix,), {"lr": rule.real(rule.REQUIRED), "__doc__": "A rule.", "summary": ""})
     register(bare)
     assert listing.entry("bare")["summary"] == "A rule."
     assert listing.entry("bare")["state_bytes_per_parameter"] == 12
@@ -482,19 +480,19 @@ def outside_process(folder, *code, command=None):
 
 
 def test_an_entry_point_is_loaded_when_it_is_needed(tmp_path):
-    folder = installed(tmp_path / "site", ademamix="ademamix:AdEMAMix", broken="no_such_module:Rule", ours="rlx_optim.rule:Spec")
+    folder = installed(tmp_path / "site", slowmix="slowmix:SlowMix", broken="no_such_module:Rule", ours="rlx_optim.rule:Spec")
     done = outside_process(
         folder,
         "import sys, rlx_optim",
         "rlx_optim.AdamW(), rlx_optim.create('kronpsgd'), hasattr(rlx_optim, 'schedule')",
-        "print('ademamix' in sys.modules)",
-        "print(rlx_optim.create('ademamix', lr=0.5))",
-        "print(rlx_optim.list_optimizers()[-1], rlx_optim.AdEMAMix.__name__)",
+        "print('slowmix' in sys.modules)",
+        "print(rlx_optim.create('slowmix', lr=0.5))",
+        "print(rlx_optim.list_optimizers()[-1], rlx_optim.SlowMix.__name__)",
     )
     lines = done.stdout.splitlines()
     assert lines[0] == "False"
-    assert lines[1].startswith("AdEMAMix(lr=0.5")
-    assert lines[2] == "ademamix AdEMAMix"
+    assert lines[1].startswith("SlowMix(lr=0.5")
+    assert lines[2] == "slowmix SlowMix"
     assert (
         "the optimizer 'broken' (no_such_module:Rule) of the package mixes cannot be loaded: ModuleNotFoundError" in done.stderr
     )
@@ -503,11 +501,11 @@ def test_an_entry_point_is_loaded_when_it_is_needed(tmp_path):
 
 def test_the_command_line_knows_entry_points(tmp_path):
     pytest.importorskip("typer")
-    folder = installed(tmp_path / "site", ademamix="ademamix:AdEMAMix")
+    folder = installed(tmp_path / "site", slowmix="slowmix:SlowMix")
     listed = json.loads(outside_process(folder, command=["list", "--json"]).stdout)[-1]
     assert (listed["name"], listed["class"], listed["kind"], listed["aliases"]) == (
-        "ademamix",
-        "AdEMAMix",
+        "slowmix",
+        "SlowMix",
         "elementwise",
         ["mix"],
     )
@@ -516,33 +514,33 @@ def test_the_command_line_knows_entry_points(tmp_path):
     told = json.loads(outside_process(folder, command=["info", "mix", "--json"]).stdout)
     assert told["hyperparameters"]["beta3"]["default"] == 0.9999
     assert told["names"] == {
-        "numpy": "rlx_optim.AdEMAMix",
-        "torch": "rlx_optim.torch.AdEMAMix",
-        "jax": "rlx_optim.optax.ademamix",
+        "numpy": "rlx_optim.SlowMix",
+        "torch": "rlx_optim.torch.SlowMix",
+        "jax": "rlx_optim.optax.slowmix",
     }
-    assert "Old gradients still help" in outside_process(folder, command=["info", "ademamix"]).stdout
+    assert "Old gradients still help" in outside_process(folder, command=["info", "slowmix"]).stdout
     memory = json.loads(
-        outside_process(folder, command=["memory", "--optimizer", "ademamix", "--shapes", "one:1k", "--json"]).stdout
+        outside_process(folder, command=["memory", "--optimizer", "slowmix", "--shapes", "one:1k", "--json"]).stdout
     )
-    assert memory["optimizers"]["ademamix"]["state_bytes"] == 12 * memory["parameters"]
+    assert memory["optimizers"]["slowmix"]["state_bytes"] == 12 * memory["parameters"]
 
 
 def test_races_and_benchmarks_take_it(tmp_path):
     pytest.importorskip("typer")
     pytest.importorskip("numba")
-    folder = installed(tmp_path / "site", ademamix="ademamix:AdEMAMix")
-    race = ["race", "--model", "logreg", "--optimizers", "ademamix", "--steps", "5", "--seeds", "1", "--out", str(tmp_path / "r")]
+    folder = installed(tmp_path / "site", slowmix="slowmix:SlowMix")
+    race = ["race", "--model", "logreg", "--optimizers", "slowmix", "--steps", "5", "--seeds", "1", "--out", str(tmp_path / "r")]
     found = json.loads(outside_process(folder, command=[*race, "--json"]).stdout)
-    assert found["optimizers"]["ademamix"]["lr"] == 1e-3
-    bench = ["bench", "--optimizers", "ademamix", "--model", "one:1k", "--rounds", "1", "--seconds", "1e-4", "--json", "-"]
+    assert found["optimizers"]["slowmix"]["lr"] == 1e-3
+    bench = ["bench", "--optimizers", "slowmix", "--model", "one:1k", "--rounds", "1", "--seconds", "1e-4", "--json", "-"]
     found = json.loads(outside_process(folder, command=[*bench, "--peers", "none"]).stdout)
     assert [row["implementation"] for row in found["rows"]] == ["ours", "ours (step)"]
 
 
 def test_a_module_may_be_an_entry_point(tmp_path):
     folder = installed(tmp_path / "site", mine="mine")
-    (folder / "mine.py").write_text("import rlx_optim, ademamix\nrlx_optim.register(ademamix.AdEMAMix)\n")
+    (folder / "mine.py").write_text("import rlx_optim, slowmix\nrlx_optim.register(slowmix.SlowMix)\n")
     with warnings.catch_warnings():
         done = outside_process(folder, "import rlx_optim; print(rlx_optim.create('mix'))")
-    assert done.stdout.startswith("AdEMAMix(")
+    assert done.stdout.startswith("SlowMix(")
     assert done.stderr == ""

@@ -49,7 +49,13 @@ BASE = {
     "nadamw": {"lr": 0.01},
     "radam": {"lr": 0.01},
     "qhadamw": {"lr": 0.01},
+    "stableadamw": {"lr": 0.01},
+    "ademamix": {"lr": 0.01},
+    "adan": {"lr": 0.01},
+    "adopt": {"lr": 0.01},
+    "laprop": {"lr": 0.01},
     "lamb": {"lr": 0.01},
+    "lars": {"lr": 10.0},
     "adafactor": {},
     "lion": {"lr": 0.01},
     "soap": {"lr": 0.01},
@@ -126,6 +132,84 @@ MOVES = [
     ("qhadamw", "nus", (0.7, 0.9)),
     ("qhadamw", "eps", 0.1),
     ("qhadamw", "weight_decay", 0.3),
+    *(
+        row
+        for convention in ("author", "first")
+        for row in [
+            ("stableadamw", "lr", 0.011, {"convention": convention}),
+            ("stableadamw", "betas", (0.8, 0.99), {"convention": convention}),
+            ("stableadamw", "betas", (0.9, 0.9), {"convention": convention}),
+            ("stableadamw", "eps", 0.1, {"convention": convention}),
+            ("stableadamw", "weight_decay", 0.3, {"convention": convention}),
+            ("stableadamw", "clip", 0.5, {"convention": convention}),
+        ]
+    ),
+    ("stableadamw", "convention", "first"),
+    ("ademamix", "lr", 0.011),
+    ("ademamix", "betas", (0.8, 0.999, 0.9999)),
+    ("ademamix", "betas", (0.9, 0.99, 0.9999)),
+    ("ademamix", "betas", (0.9, 0.999, 0.99)),
+    ("ademamix", "alpha", 5.0),
+    ("ademamix", "eps", 0.1),
+    ("ademamix", "weight_decay", 0.3),
+    ("ademamix", "alpha_warmup", 6, {"betas": (0.9, 0.999, 0.99)}),
+    ("ademamix", "alpha_warmup", 8, {"betas": (0.9, 0.999, 0.99), "alpha_warmup": 6}),
+    ("ademamix", "beta3_warmup", 6),
+    ("ademamix", "beta3_warmup", 8, {"beta3_warmup": 6}),
+    *(
+        row
+        for more in ({}, {"no_prox": True}, {"max_grad_norm": 1.0})
+        for row in [
+            ("adan", "lr", 0.011, more),
+            ("adan", "betas", (0.9, 0.92, 0.99), more),
+            ("adan", "betas", (0.98, 0.8, 0.99), more),
+            ("adan", "betas", (0.98, 0.92, 0.9), more),
+            ("adan", "eps", 0.1, more),
+            ("adan", "weight_decay", 0.3, more),
+        ]
+    ),
+    ("adan", "no_prox", True, {"weight_decay": 0.3}),
+    ("adan", "max_grad_norm", 1.0),
+    ("adan", "max_grad_norm", 2.0, {"max_grad_norm": 1.0}),
+    *(
+        row
+        for more in ({}, {"decouple": True})
+        for row in [
+            ("adopt", "lr", 0.011, more),
+            ("adopt", "betas", (0.8, 0.9999), more),
+            ("adopt", "betas", (0.9, 0.9), more),
+            ("adopt", "eps", 1.0, more),
+            ("adopt", "weight_decay", 0.3, more),
+            ("adopt", "clip_exp", 0.1, more),
+        ]
+    ),
+    ("adopt", "decouple", True, {"weight_decay": 0.3}),
+    *(
+        row
+        for convention in ("author", "timm")
+        for row in [
+            ("laprop", "lr", 0.011, {"convention": convention}),
+            ("laprop", "betas", (0.8, 0.999), {"convention": convention}),
+            ("laprop", "betas", (0.9, 0.99), {"convention": convention}),
+            ("laprop", "eps", 0.1, {"convention": convention}),
+            ("laprop", "weight_decay", 0.3, {"convention": convention}),
+        ]
+    ),
+    ("laprop", "convention", "timm", {"weight_decay": 0.3}),
+    *(
+        row
+        for convention in ("optax", "timm")
+        for row in [
+            ("lars", "lr", 11.0, {"convention": convention}),
+            ("lars", "momentum", 0.8, {"convention": convention}),
+            ("lars", "weight_decay", 0.3, {"convention": convention}),
+            ("lars", "trust_coefficient", 2e-3, {"convention": convention}),
+            ("lars", "trust_coefficient", None, {"convention": convention}),
+            ("lars", "eps", 0.1, {"convention": convention}),
+            ("lars", "nesterov", True, {"convention": convention}),
+        ]
+    ),
+    ("lars", "convention", "timm", {"weight_decay": 0.3}),
     ("lamb", "lr", 0.011),
     ("lamb", "betas", (0.8, 0.999)),
     ("lamb", "betas", (0.9, 0.99)),
@@ -251,6 +335,16 @@ STAYS = [
     ("nadamw", "momentum_decay", 0.1, {"convention": "dozat"}),
     ("nadamw", "momentum_decay", 0.1, {"convention": "algoperf"}),
     ("radam", "decoupled_weight_decay", True),
+    ("stableadamw", "convention", "first", {"weight_decay": 0.0}),
+    ("ademamix", "betas", (0.9, 0.999, 0.5), {"alpha": 0.0}),
+    ("ademamix", "beta3_warmup", 6, {"alpha": 0.0}),
+    ("adan", "no_prox", True),
+    ("adan", "max_grad_norm", 0.0),
+    ("adan", "max_grad_norm", 1e4),
+    ("adopt", "decouple", True),
+    ("laprop", "convention", "timm"),
+    ("lars", "eps", 0.1, {"trust_coefficient": None, "lr": 0.01}),
+    ("lars", "convention", "timm"),  # lr inside m or outside matters where it changes
     ("lamb", "trust_clip", 100.0),
     ("adafactor", "eps", (1e-30, 1e-2)),  # rms(p) is above it
     ("adafactor", "eps", (1e-20, 1e-3), TORCH),

@@ -47,6 +47,12 @@ PAIRS = {
 }
 for _name, _settings in {
     "QHAdamW": {},
+    "StableAdamW": dict(lr=0.02),
+    "AdEMAMix": dict(lr=0.02, beta3_warmup=20),
+    "Adan": dict(lr=0.02),
+    "ADOPT": dict(lr=0.02),
+    "LaProp": dict(lr=0.02),
+    "LARS": dict(lr=5.0, weight_decay=0.01),
     "Lion": dict(lr=1e-2, weight_decay=0.1),
     "Lamb": dict(lr=0.02),
     "MARS": dict(lr=0.02),
@@ -59,7 +65,7 @@ for _name, _settings in {
     )
 TORCHS = ("sgd", "plain", "adam", "adamw", "nadamw", "radam", "adafactor")
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-5}  # a float32 factor or beta may be among the numbers
-LOOSE = {"KronPSGD": 50.0, "Muon": 50.0, "Lamb": 5.0, "MARS": 5.0}
+LOOSE = {"KronPSGD": 50.0, "Muon": 50.0, "Lamb": 5.0, "LARS": 5.0, "StableAdamW": 5.0, "MARS": 5.0}
 SHAPES = [(3, 5), (4, 4), (7,), (), (2, 3, 4), (0,), (1,)]
 
 

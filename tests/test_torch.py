@@ -310,6 +310,13 @@ def test_engines_agree_with_each_other_and_with_the_named_api(name):
         ("NAdamW", {}, dict(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)),
         ("RAdam", {}, dict(betas=(0.8, 0.9), weight_decay=0.2, decoupled_weight_decay=True)),
         ("QHAdamW", {}, dict(betas=(0.8, 0.9), nus=(0.5, 0.9), weight_decay=0.2)),
+        ("StableAdamW", {}, dict(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, clip=0.5)),
+        ("AdEMAMix", {}, dict(betas=(0.8, 0.9, 0.99), alpha=5.0, eps=1e-3, weight_decay=0.2, alpha_warmup=3, beta3_warmup=4)),
+        ("Adan", {}, dict(betas=(0.8, 0.9, 0.7), eps=1e-3, weight_decay=0.2, no_prox=True)),
+        ("ADOPT", {}, dict(betas=(0.8, 0.9), eps=0.1, weight_decay=0.2, decouple=True, clip_exp=0.1)),
+        ("LaProp", {}, dict(betas=(0.8, 0.9), eps=1e-3, weight_decay=0.01)),
+        ("LARS", {}, dict(momentum=0.5, weight_decay=0.2, trust_coefficient=1e-2, eps=0.1)),
+        ("LARS", {}, dict(trust_coefficient=None, lr=0.1)),
         ("Lamb", {}, dict(betas=(0.8, 0.9), trust_clip=0.5, bias_correction=False)),
         ("Adafactor", {}, dict(beta2_decay=-0.5, eps=(1e-5, 1e-2), clip_threshold=0.3, weight_decay=0.2)),
         ("Lion", dict(lr=1e-3), dict(betas=(0.8, 0.9), weight_decay=0.2)),
@@ -402,7 +409,7 @@ def test_odd_shapes_missing_gradients_and_late_parameters(name, engine):
         opt.step()
         moved = {k for k in params if not torch.equal(before[k], params[k])}
         assert moved <= {"s", "one", "w", "thin"}
-        assert ("w" in moved) == (t > (1 if name == "SOAP" else 0))  # SOAP's first step only looks
+        assert ("w" in moved) == (t > (1 if name in ("SOAP", "ADOPT") else 0))  # whose first step only looks
     assert all(torch.isfinite(p).all() for p in params.values())
     steps = {k: float(opt.state[p]["step"]) for k, p in params.items()}
     assert steps == {"s": 3, "one": 3, "none": 3, "no rows": 3, "w": 2, "thin": 3, "never": 0}
@@ -636,6 +643,11 @@ STATE = {
     "SGD": (slots("momentum_buffer", W, started=()), slots("momentum_buffer", B, started=())),
     "Adam": (slots(f"{ADAM} max_exp_avg_sq", W), slots(f"{ADAM} max_exp_avg_sq", B)),
     **dict.fromkeys(("AdamW", "RAdam", "QHAdamW", "Lamb"), (slots(ADAM, W), slots(ADAM, B))),
+    **dict.fromkeys(("StableAdamW", "ADOPT"), (slots(ADAM, W), slots(ADAM, B))),
+    "AdEMAMix": tuple(slots("exp_avg_fast exp_avg_slow exp_avg_sq", shape) for shape in (W, B)),
+    "Adan": tuple(slots(f"{ADAM} exp_avg_diff neg_pre_grad", shape) for shape in (W, B)),
+    "LaProp": (slots(ADAM, W, lr_average=()), slots(ADAM, B, lr_average=())),
+    "LARS": (slots("momentum_buffer", W), slots("momentum_buffer", B)),
     "NAdamW": (slots(ADAM, W, mu_product=()), slots(ADAM, B, mu_product=())),
     "Adafactor": ({"row_var": (6, 1), "col_var": (1, 4)}, {"variance": B}),
     "Lion": (slots("exp_avg", W), slots("exp_avg", B)),

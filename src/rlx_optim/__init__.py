@@ -1,4 +1,4 @@
-"""rlx-optim: fourteen training-step optimizers, each written once, with state by parameter name.
+"""rlx-optim: training-step optimizers, each written once, with state by parameter name.
 
     import rlx_optim
     opt = rlx_optim.AdamW(lr=3e-4, weight_decay=0.1)

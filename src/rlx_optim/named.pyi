@@ -11,7 +11,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 
-__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'Lamb', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS', 'Prodigy']
+__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'StableAdamW', 'AdEMAMix', 'Adan', 'ADOPT', 'LaProp', 'Lamb', 'LARS', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS', 'Prodigy']
 
 class SGD(NamedOptimizer):
     lr: float | Callable[[int], float]
@@ -137,6 +137,116 @@ class QHAdamW(NamedOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
     ) -> None: ...
 
+class StableAdamW(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    clip: float | Callable[[int], float]
+    convention: Literal['author', 'first']
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.002,
+        betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.99),
+        eps: float | Callable[[int], float] = 1e-06,
+        weight_decay: float | Callable[[int], float] = 0.2,
+        clip: float | Callable[[int], float] = 1.0,
+        convention: Literal['author', 'first'] = 'author',
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class AdEMAMix(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float, float] | Callable[[int], tuple[float, float, float]]
+    alpha: float | Callable[[int], float]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    alpha_warmup: float | None | Callable[[int], float | None]
+    beta3_warmup: float | None | Callable[[int], float | None]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.001,
+        betas: tuple[float, float, float] | Callable[[int], tuple[float, float, float]] = (0.9, 0.999, 0.9999),
+        alpha: float | Callable[[int], float] = 2.0,
+        eps: float | Callable[[int], float] = 1e-08,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        alpha_warmup: float | None | Callable[[int], float | None] = None,
+        beta3_warmup: float | None | Callable[[int], float | None] = None,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class Adan(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float, float] | Callable[[int], tuple[float, float, float]]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    no_prox: bool | Callable[[int], bool]
+    max_grad_norm: float | None | Callable[[int], float | None]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.001,
+        betas: tuple[float, float, float] | Callable[[int], tuple[float, float, float]] = (0.98, 0.92, 0.99),
+        eps: float | Callable[[int], float] = 1e-08,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        no_prox: bool | Callable[[int], bool] = False,
+        max_grad_norm: float | None | Callable[[int], float | None] = None,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class ADOPT(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    decouple: bool | Callable[[int], bool]
+    clip_exp: float | Callable[[int], float]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.001,
+        betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.9999),
+        eps: float | Callable[[int], float] = 1e-06,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        decouple: bool | Callable[[int], bool] = False,
+        clip_exp: float | Callable[[int], float] = 0.25,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class LaProp(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    convention: Literal['author', 'timm']
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.0004,
+        betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999),
+        eps: float | Callable[[int], float] = 1e-15,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        convention: Literal['author', 'timm'] = 'author',
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
 class Lamb(NamedOptimizer):
     lr: float | Callable[[int], float]
     betas: tuple[float, float] | Callable[[int], tuple[float, float]]
@@ -152,6 +262,30 @@ class Lamb(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.01,
         bias_correction: bool | Callable[[int], bool] = True,
         trust_clip: float | None | Callable[[int], float | None] = None,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class LARS(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    momentum: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    trust_coefficient: float | None | Callable[[int], float | None]
+    eps: float | Callable[[int], float]
+    nesterov: bool | Callable[[int], bool]
+    convention: Literal['optax', 'timm']
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 1.0,
+        momentum: float | Callable[[int], float] = 0.9,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        trust_coefficient: float | None | Callable[[int], float | None] = 0.001,
+        eps: float | Callable[[int], float] = 0.0,
+        nesterov: bool | Callable[[int], bool] = False,
+        convention: Literal['optax', 'timm'] = 'optax',
         *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',

@@ -44,7 +44,7 @@ class Optimizer(Protocol):
 
 
 class NamedOptimizer(Member):
-    """Base of the fourteen. Subclasses say which spec they run; `rlx_optim.create` makes them by name."""
+    """Base of all optimizers. Subclasses say which spec they run; `rlx_optim.create` makes them by name."""
 
     spec: ClassVar[type[Spec]]
 

@@ -1,10 +1,10 @@
 """Which optimizers there are, by name: ours, those that were registered, those of installed packages.
 
     @rlx_optim.register
-    class AdEMAMix(Spec): ...
+    class AdaBelief(Spec): ...
 
     [project.entry-points."rlx_optim.optimizers"]        # in a package's pyproject.toml: a Spec, or a module that registers some
-    ademamix = "my_package.ademamix:AdEMAMix"
+    adabelief = "my_package.adabelief:AdaBelief"
 
 Installed packages are asked when a name is not known otherwise, or all names are wanted.
 """
@@ -32,7 +32,13 @@ FILES = {
     "nadamw": "NAdamW",
     "radam": "RAdam",
     "qhadamw": "QHAdamW",
+    "stableadamw": "StableAdamW",
+    "ademamix": "AdEMAMix",
+    "adan": "Adan",
+    "adopt": "ADOPT",
+    "laprop": "LaProp",
     "lamb": "Lamb",
+    "lars": "LARS",
     "adafactor": "Adafactor",
     "lion": "Lion",
     "soap": "SOAP",

@@ -129,14 +129,19 @@ class _Reader:
 
 # ---- KaTeX ------------------------------------------------------------------------------------------------------------------
 SYMBOLS = {
-    "lr": r"\eta", "weight_decay": r"\lambda", "eps": r"\varepsilon", "b1": r"\beta_1", "b2": r"\beta_2", "beta1": r"\beta_1",
-    "b2_t": r"\beta_{2,t}", "nu1": r"\nu_1", "nu2": r"\nu_2", "momentum": r"\mu", "dampening": r"\tau", "gamma": r"\gamma",
-    "beta": r"\beta", "vmax": r"v_{\max}", "prev": r"g_{\mathrm{prev}}", "beta2_decay": r"\kappa", "clip_threshold": "d",
-    "clip_norm": r"c_{\max}", "clip": r"\rho", "momentum_decay": r"\psi", "precond_lr": r"\eta_q", "ρ∞": r"\rho_\infty",
+    "lr": r"\eta", "weight_decay": r"\lambda", "eps": r"\varepsilon", "b1": r"\beta_1", "b2": r"\beta_2", "b3": r"\beta_3",
+    "beta1": r"\beta_1", "b2_t": r"\beta_{2,t}", "nu1": r"\nu_1", "nu2": r"\nu_2", "momentum": r"\mu", "dampening": r"\tau",
+    "gamma": r"\gamma", "beta": r"\beta", "vmax": r"v_{\max}", "prev": r"g_{\mathrm{prev}}", "beta2_decay": r"\kappa",
+    "clip_threshold": "d",
+    "clip_norm": r"c_{\max}", "max_grad_norm": r"c_{\max}", "alpha": r"\alpha", "neg": r"g_{\mathrm{neg}}",
+    "slow": r"m_{\mathrm{slow}}", "alpha_warmup": r"T_\alpha", "beta3_warmup": r"T_{\beta_3}", "trust_coefficient": r"\tau",
+    "clip": r"\rho",
+    "momentum_decay": r"\psi", "precond_lr": r"\eta_q", "ρ∞": r"\rho_\infty",
     "…": r"\cdots", "½": r"\tfrac12", "scale": r"\mathrm{scale}", "rows": r"\mathrm{rows}", "columns": r"\mathrm{columns}",
 }  # fmt: skip
 #: arguments that formulas name by their parts
 PAIRS = {"betas": r"(\beta_1, \beta_2)", "nus": r"(\nu_1, \nu_2)", "ns_coefficients": "(a, b, c)", "shampoo_beta": r"\beta"}
+THREE = {"betas": r"(\beta_1, \beta_2, \beta_3)"}
 LETTERS = {"ρ": r"\rho", "μ": r"\mu", "Π": r"\Pi"}
 MARKS = {"²": "2", "ᵀ": r"\top", "⁻¹": "-1", "⁻ᵀ": r"-\top"}
 SPACED = {"row_mean": r"row\,mean", "column_mean": r"column\,mean"}
@@ -146,9 +151,11 @@ def _escaped(word: str) -> str:
     return word.replace("_", r"\_")
 
 
-def symbol(field: str) -> str:
+def symbol(field: str, parts: int = 1) -> str:
     """How a hyperparameter is written in formulas."""
-    return PAIRS.get(field) or SYMBOLS.get(field) or rf"\mathrm{{{_escaped(field)}}}"
+    return (
+        (THREE.get(field) if parts == 3 else None) or PAIRS.get(field) or SYMBOLS.get(field) or rf"\mathrm{{{_escaped(field)}}}"
+    )
 
 
 class Latex:

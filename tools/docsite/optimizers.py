@@ -38,7 +38,7 @@ def number(value: Any) -> str:
 def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
     rows = []
     for field, f in told["hyperparameters"].items():
-        sign = symbol(field)
+        sign = symbol(field, len(f["default"]) if isinstance(f["default"], (list, tuple)) else 1)
         seen = sign in formulas or field in PAIRS
         bounds = f["expected"].replace(">=", "≥").replace("<=", "≤").replace("<", "&lt;")
         bounds += ", fixed once there is state" if f["fixed"] else ""
@@ -160,7 +160,7 @@ def page(name: str) -> str:
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-light.svg#only-light)\n"
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-dark.svg#only-dark)",
         CAPTION,
-        f"*In other words*: `rlx-optim info {name}` prints this page's text, [the chooser](../choose.md) compares all fourteen, "
+        f"*In other words*: `rlx-optim info {name}` prints this page's text, [the chooser](../choose.md) compares them all, "
         f"[the reference](../api/named.md) has the methods.",
     ]
     return f"---\ntitle: {title}\ndescription: {summary}\n---\n\n" + "\n\n".join(sections) + "\n"
@@ -175,14 +175,14 @@ CAPTION = (
 
 
 def index() -> str:
-    """The list of all fourteen."""
+    """The list of all."""
     rows = []
     for name in list_optimizers():
         told = described(name)
         bytes_ = told["state_bytes_per_parameter"]
         rows.append([f"[{told['class']}]({name}.md)", told["summary"], f"{bytes_:.3g}", bench.speed(name)])
     return (
-        "---\ntitle: All fourteen\n---\n\n# The optimizers\n\nEach is one file in `src/rlx_optim/rules/`, run by every engine. "
+        "---\ntitle: All optimizers\n---\n\n# The optimizers\n\nEach is one file in `src/rlx_optim/rules/`, run by every engine. "
         "Which one is for you: [the chooser](../choose.md).\n\n"
         + table(["optimizer", "what it is", "bytes of state a parameter", "ns a parameter and step"], rows, right=(2, 3))
         + "\n\nState is that of a 1024×1024 matrix at the defaults (SGD with momentum). Time is "

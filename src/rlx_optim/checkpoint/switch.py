@@ -94,7 +94,7 @@ def _shared(before: Spec, after: Spec, old: Record, new: Record) -> tuple[dict[s
         return {}, f"{after.title} has to start afresh"
     if FIRST not in has:
         return {}, f"to {before.title} they are {' and '.join(has)}" if has else "there is none"
-    if SECOND in wants and SECOND not in has:
+    if any(each.startswith(SECOND) and each not in has for each in wants):
         return {}, f"{after.title} needs both moments for its bias correction, and there is no second"
     factors = _factors(before, after, old.t, SECOND in wants)
     both = {wants[each]: (has[each], factors[each]) for each in factors if each in has and each in wants}

@@ -236,7 +236,7 @@ def _application() -> Any:
     def start(
         context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False
     ) -> None:
-        """Fourteen training-step optimizers: race them, measure them, look inside."""
+        """Training-step optimizers: race them, measure them, look inside."""
         if version:
             print(f"rlx-optim {_own_version()}")
         elif context.invoked_subcommand is None:

@@ -1,7 +1,7 @@
 """`rlx-optim check`: is a rule fit to be used, and do the engines here speak the language of rules?
 
     rlx-optim check adamw
-    rlx-optim check mypackage.rules:AdEMAMix --json
+    rlx-optim check mypackage.rules:AdaBelief --json
     rlx-optim check --language
 
 A rule is stepped on every engine that is here: over shapes, groups, resumed, with bad gradients, every hyperparameter changed.

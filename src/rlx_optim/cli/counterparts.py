@@ -100,6 +100,9 @@ ADAM: Settings = {"lr": 0.01, "betas": (0.8, 0.9)}
 PAIR: Settings = {"learning_rate": 0.01, "b1": 0.8, "b2": 0.9}
 DECAY: Settings = {"weight_decay": 0.1}
 EPS: Settings = {"eps": 1e-15}  # next to none, where the libraries put it in different places
+STABLE: Settings = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, **DECAY}
+MIX: Settings = {"lr": 0.01, "betas": (0.8, 0.9, 0.99)}
+NESTEROV: Settings = {"lr": 0.01, "betas": (0.9, 0.8, 0.7)}
 SLOW = "torch.optim.Muon rounds to bfloat16 before its products"
 MATRICES = ("w", "tall", "wide")
 PEERS = [
@@ -131,6 +134,50 @@ PEERS = [
         "pytorch_optimizer:QHAdam",
         {**ADAM, "nus": (0.7, 0.9), **DECAY, "weight_decouple": True},
         {**ADAM, "nus": (0.7, 0.9), **DECAY},
+    ),
+    Peer("stableadamw", "pytorch_optimizer", "pytorch_optimizer:StableAdamW", {**STABLE, "kahan_sum": False}, STABLE),
+    Peer("ademamix", "optax", "optax.contrib:ademamix", {**PAIR, "b3": 0.99, "alpha": 2.0, **DECAY}, {**MIX, **DECAY}),
+    Peer(
+        "ademamix",
+        "pytorch_optimizer",
+        "pytorch_optimizer:AdEMAMix",
+        {**MIX, "alpha": 2.0, **DECAY, "weight_decouple": True},
+        {**MIX, **DECAY},
+    ),
+    Peer(
+        "adan",
+        "optax",
+        "optax:adan",
+        {"learning_rate": 0.01, "b1": 0.9, "b2": 0.5, "b3": 0.8, "eps_root": 0.0, **DECAY},
+        {"lr": 0.01, "betas": (0.9, 0.5, 0.8), "no_prox": True, **DECAY},
+        remark="at b2 = 0.5, where optax's 1 − b2 is the authors' b2",
+    ),
+    Peer("adan", "pytorch_optimizer", "pytorch_optimizer:Adan", {**NESTEROV, **DECAY}, {**NESTEROV, **DECAY}),
+    Peer("adopt", "optax", "optax.contrib:adopt", PAIR, ADAM, remark="without decay, which optax's does not have"),
+    Peer(
+        "adopt",
+        "pytorch_optimizer",
+        "pytorch_optimizer:ADOPT",
+        {**ADAM, **DECAY, "clip_lambda": lambda t: (t - 1) ** 0.25},
+        {**ADAM, **DECAY},
+        remark="its clip, at t^0.25, moved by a step",
+    ),
+    Peer(
+        "laprop",
+        "pytorch_optimizer",
+        "pytorch_optimizer:LaProp",
+        {**ADAM, **DECAY},
+        {**ADAM, **DECAY, "convention": "timm"},
+    ),
+    Peer("lars", "optax", "optax:lars", {"learning_rate": 5.0, **DECAY}, {"lr": 5.0, **DECAY}),
+    Peer(
+        "lars",
+        "pytorch_optimizer",
+        "pytorch_optimizer:LARS",
+        {"lr": 5.0, **DECAY},
+        {"lr": 5.0, **DECAY, "convention": "timm"},
+        remark="matrices; it steps vectors as SGD",
+        tensors=MATRICES,
     ),
     Peer("lamb", "optax", "optax:lamb", {**PAIR, "eps": 1e-8, **DECAY}, {**ADAM, "eps": 1e-8, **DECAY}),
     Peer(

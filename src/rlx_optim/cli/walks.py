@@ -28,9 +28,13 @@ SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "vector": (37,), "sca
 FAST: Settings = {"lr": 0.01}  # far enough that a unit in the last place of a parameter does not show
 #: what is not the default. SOAP: dimensions whose first Gram matrix has full rank, or rounding would choose its basis
 SETTINGS: dict[str, Settings] = {
-    **dict.fromkeys(("adam", "adamw", "nadamw", "radam", "qhadamw", "sophia", "mars", "lion"), FAST),
+    **dict.fromkeys(
+        ("adam", "adamw", "nadamw", "radam", "qhadamw", "sophia", "mars", "lion", "stableadamw", "adan", "adopt", "laprop"), FAST
+    ),
     "sgd": {"lr": 0.01, "momentum": 0.9},
+    "ademamix": {"lr": 0.01, "alpha_warmup": 10, "beta3_warmup": 15},
     "lamb": {"lr": 0.05},
+    "lars": {"lr": 10.0, "weight_decay": 0.1},
     "adafactor": {"lr": 0.05, "eps": (1e-30, 1e-3), "convention": "paper"},
     "soap": {"lr": 0.01, "max_precond_dim": 6},
 }

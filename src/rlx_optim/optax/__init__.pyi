@@ -12,7 +12,7 @@ from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
 
-__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy']
+__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'stableadamw', 'ademamix', 'adan', 'adopt', 'laprop', 'lamb', 'lars', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -82,6 +82,68 @@ def qhadamw(
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
+def stableadamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: optax.ScalarOrSchedule = 1e-06,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.2,
+    clip: optax.ScalarOrSchedule | None = 1.0,
+    convention: Literal['author', 'first'] = 'author',
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def ademamix(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    b3: jax.typing.ArrayLike = 0.9999,
+    alpha: optax.ScalarOrSchedule = 5.0,
+    eps: optax.ScalarOrSchedule = 1e-08,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    alpha_warmup: optax.ScalarOrSchedule | None = None,
+    beta3_warmup: optax.ScalarOrSchedule | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def adan(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.98,
+    b2: jax.typing.ArrayLike = 0.92,
+    *,
+    b3: jax.typing.ArrayLike = 0.99,
+    eps: optax.ScalarOrSchedule = 1e-08,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    no_prox: bool = False,
+    max_grad_norm: optax.ScalarOrSchedule | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def adopt(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.9999,
+    eps: optax.ScalarOrSchedule = 1e-06,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    decouple: bool = False,
+    clip_exp: optax.ScalarOrSchedule = 0.25,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def laprop(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: optax.ScalarOrSchedule = 1e-15,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    convention: Literal['author', 'timm'] = 'author',
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
 def lamb(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
@@ -91,6 +153,18 @@ def lamb(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     bias_correction: bool = True,
     trust_clip: optax.ScalarOrSchedule | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def lars(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    *,
+    momentum: optax.ScalarOrSchedule = 0.9,
+    trust_coefficient: optax.ScalarOrSchedule | None = 0.001,
+    eps: optax.ScalarOrSchedule = 0.0,
+    nesterov: bool = False,
+    convention: Literal['optax', 'timm'] = 'optax',
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 

@@ -1,4 +1,5 @@
-"""States of optax's sgd, adam, adamw, nadamw, radam, lamb, lion, adafactor, contrib.muon and contrib.sophia: to ours and back.
+"""States of optax's sgd, adam, adamw, nadamw, radam, lamb, lion, adafactor, contrib.ademamix, contrib.adopt, contrib.muon and
+contrib.sophia: to ours and back.
 
 tx = rlx_optim.optax.adamw(1e-3)
 state = from_optax(tx, optax_state, params)                    # then tx.update, or save_state
@@ -66,7 +67,7 @@ def _theirs(place: Place, found: Mapping[str, Any], tree: Any, i: int) -> dict[s
     """What optax keeps for one leaf, by our names."""
     kind = place.member.kind
     if not kind.optax.state:
-        raise CheckpointError(f"optax has no {kind.title}")
+        raise CheckpointError(f"optax has no {kind.title} whose state could be taken over")
     return {
         slot: tree.flatten_up_to(getattr(found[part], field))[i]
         for part, names in kind.optax.state.items() if part in found
@@ -108,7 +109,7 @@ def to_optax(tx: optax.GradientTransformation, state: RuleState, params: Tree, t
         if not stop(part):
             return part
         new = _filled(transform, state, params, part) if type(part).__name__ in kinds else part
-        return new._replace(count=jnp.asarray(state.count, part.count.dtype)) if "count" in fields(part) else new
+        return new._replace(**{k: jnp.asarray(state.count, v.dtype) for k, v in fields(part).items() if k.startswith("count")})
 
     return jax.tree.map(filled, template, is_leaf=stop)
 

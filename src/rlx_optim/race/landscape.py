@@ -21,7 +21,7 @@ from .report import digits, page
 STEPS = 300
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 2e-2, 4e-2, 0.08, 0.15, 0.3, 0.6)
 GRID = (120, 120)  # points at which a function is drawn
-FIRST = ("sgd", "adamw", "lion", "soap", "muon", "sophia")  # who is shown when the page opens: fourteen paths hide each other
+FIRST = ("sgd", "adamw", "lion", "soap", "muon", "sophia")  # who is shown when the page opens: all paths at once hide each other
 
 Pair = tuple[float, float]
 

@@ -137,6 +137,96 @@ class QHAdamW(RuleOptimizer):
         differentiable: bool = False,
     ) -> None: ...
 
+class StableAdamW(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.002,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-06,
+        weight_decay: float = 0.2,
+        clip: float = 1.0,
+        convention: Literal['author', 'first'] = 'author',
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...
+
+class AdEMAMix(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.001,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 2.0,
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        alpha_warmup: float | None = None,
+        beta3_warmup: float | None = None,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...
+
+class Adan(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.001,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        no_prox: bool = False,
+        max_grad_norm: float | None = None,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...
+
+class ADOPT(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.001,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        eps: float = 1e-06,
+        weight_decay: float = 0.0,
+        decouple: bool = False,
+        clip_exp: float = 0.25,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...
+
+class LaProp(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.0004,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-15,
+        weight_decay: float = 0.0,
+        convention: Literal['author', 'timm'] = 'author',
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...
+
 class Lamb(RuleOptimizer):
     def __init__(
         self,
@@ -156,6 +246,25 @@ class Lamb(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+    ) -> None: ...
+
+class LARS(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float | None = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        convention: Literal['optax', 'timm'] = 'optax',
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
     ) -> None: ...
 
 class Adafactor(RuleOptimizer):

@@ -1,4 +1,5 @@
-"""State dicts of torch.optim (SGD, Adam, AdamW, NAdam, RAdam, Adafactor, Muon), the authors' SOAP, ours: to and from snapshots.
+"""State dicts of torch.optim (SGD, Adam, AdamW, NAdam, RAdam, Adafactor, Muon), the authors' SOAP, the authors' and
+timm's Adan and ADOPT, ours: to and from snapshots.
 
     snapshot = from_state_dict(torch.load("a.pt", weights_only=True), names=[...])
     state_dict = to_state_dict("b.safetensors")
@@ -24,7 +25,7 @@ from ..routing import bare
 from ..spec import Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
-from .names import foreign, in_dtype, outside, translated
+from .names import counted, foreign, in_dtype, outside, translated
 from .stepping import plain
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
@@ -95,7 +96,7 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
             for key in group["params"]:
                 if (states.get(key) or {}).keys() - {"step", "started"}:
                     where = len(members) - 1, place - 1 if place else None
-                    parameters[called[key]] = _parameter(called[key], where, rule, spec, states[key])
+                    parameters[called[key]] = _parameter(called[key], where, rule, spec, counted(group, states[key]))
     iteration = max((p.step for p in parameters.values()), default=0)
     return Snapshot(members, parameters, iteration, front_end="torch")
 

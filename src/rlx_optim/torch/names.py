@@ -43,6 +43,8 @@ def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str,
     ours = {k: v for k, v in group.items() if k not in there.settings and k not in said}
     if "rule" in group:
         return ours
+    if group.get("caution"):
+        raise ValueError(f"{owner}: the checkpoint is of timm's cautious variant (caution=True), which is not this rule")
     decoupled = group.get("decoupled_weight_decay", there.assumed)  # older versions of torch do not say it
     if said and group.get("weight_decay") and decoupled != there.decoupled:
         beside = [k.title for k in OURS if k.torch.decoupled is decoupled and k.fields.keys() == kind.fields.keys()]
@@ -54,6 +56,11 @@ def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str,
     if there.like and "convention" in kind.fields and "convention" not in (each.field for each in there.settings.values()):
         ours["convention"] = "torch"
     return ours | {each.field: each.read(group[theirs]) for theirs, each in there.settings.items() if theirs in group}
+
+
+def counted(group: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A parameter's state, with the group's count where others (Adan's authors, timm) count for the whole group."""
+    return {"step": group["step"], **state} if state and "step" in group else dict(state or {})
 
 
 def foreign(kind: type[Spec], group: Mapping[str, Any]) -> dict[str, Any]:

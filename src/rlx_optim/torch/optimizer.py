@@ -21,7 +21,7 @@ from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .lanes import ARITHMETIC, inner_shape
-from .names import foreign, outside, translated
+from .names import counted, foreign, outside, translated
 from .routing import kinds_of
 from .state import furnish, handed_on, piece_shape, shape_in_state, taken_over
 from .stepping import Stepper, eager, named, number
@@ -35,7 +35,7 @@ class Boxed:
 
 
 class RuleOptimizer(Stepper):
-    """Base of the fourteen. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
+    """Base of all optimizers. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
 
     spec: ClassVar[type[Spec]]
 
@@ -332,7 +332,7 @@ class RuleOptimizer(Stepper):
         for group in groups:
             spec = self._spec_of(group)
             for name, param in named(group):
-                given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in (saved.get(param) or {}).items()}
+                given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
                 batch = int(given.get("batch") or self._pieces(name, param))
                 home = self._home(name, param, spec, batch)
                 state[param] = taken_over(self._owner, spec, param, batch, given, name, home)

@@ -1,4 +1,4 @@
-"""AdEMAMix: AdamW's step with a second, slow average of gradients beside the first.
+"""SlowMix: AdamW's step with a second, slow average of gradients beside the first, as an optimizer from outside the package.
 
 Idea. Old gradients still help: mix a fast average with one that remembers tens of thousands of steps (arXiv:2409.03137).
 
@@ -14,7 +14,7 @@ When, and what it costs. Long runs. 12 bytes of state a parameter.
 from rlx_optim.rule import Spec, betas, less_power, like, real, sqrt
 
 
-def ademamix(g, m1, m2, v, fast, slow, beta1, alpha1, beta2, alpha2, beta3, alpha3, root, eps):
+def slowmix(g, m1, m2, v, fast, slow, beta1, alpha1, beta2, alpha2, beta3, alpha3, root, eps):
     m1 = beta1 * m1 + alpha1 * g
     m2 = beta3 * m2 + alpha3 * g
     v = beta2 * v + alpha2 * g * g
@@ -22,7 +22,7 @@ def ademamix(g, m1, m2, v, fast, slow, beta1, alpha1, beta2, alpha2, beta3, alph
     return u, m1, m2, v
 
 
-class AdEMAMix(Spec):
+class SlowMix(Spec):
     """lr: about how far each coordinate moves a step.
     betas: how much of m1 and of v is kept a step.
     beta3: how much of m2 is kept a step.
@@ -66,4 +66,4 @@ class AdEMAMix(Spec):
         }
 
     def update(self, E, x):
-        return E.map(ademamix, x)
+        return E.map(slowmix, x)
