@@ -40,6 +40,10 @@ FILES = {
     "muon": "Muon",
     "sophia": "Sophia",
     "mars": "MARS",
+    "normuon": "NorMuon",
+    "scion": "Scion",
+    "schedulefreeadamw": "ScheduleFreeAdamW",
+    "schedulefreesgd": "ScheduleFreeSGD",
 }
 #: what in the front ends' modules is something else, in lower case
 TAKEN = {

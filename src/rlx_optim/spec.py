@@ -127,13 +127,16 @@ def integer(default: int, low: int, *, fixed: bool = False) -> Any:
     return Field(default, f"an integer >= {low}", check, "int", structural=True, fixed=fixed)
 
 
-def flag(default: bool, *, fixed: bool = False) -> Any:
-    def check(value: Any) -> bool:
+def flag(default: bool | None, *, fixed: bool = False, optional: bool = False) -> Any:
+    def check(value: Any) -> bool | None:
+        if value is None and optional:
+            return None
         if not isinstance(value, bool) and type(value).__name__ != "bool":  # numpy's bool too
             raise TypeError
         return bool(value)
 
-    return Field(default, "True or False", check, "bool", structural=True, fixed=fixed)
+    expected, annotation = ("True, False or None", "bool | None") if optional else ("True or False", "bool")
+    return Field(default, expected, check, annotation, structural=True, fixed=fixed)
 
 
 def choice(*options: str | None) -> Any:
@@ -288,6 +291,8 @@ class Spec(abc.ABC):
     branches: ClassVar[bool] = False
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
+    #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
+    evaluated: ClassVar[str | None] = None
     #: the numbers that its `commit` reads
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
     #: the optimizer for tensors this one does not take; None where it takes all
