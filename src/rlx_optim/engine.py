@@ -38,7 +38,7 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
 
 
 def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
-    """`bind` for a method of a spec: the words mean the same in the helpers of its file, and those from other files of its package."""
+    """`bind` for a method of a spec: the words mean the same in the helpers of its file, and in those of its package."""
     here, own = function.__module__, function.__module__.rpartition(".")[0]
     found = {name: f for name, f in function.__globals__.items() if inspect.isfunction(f)}
     beside = {n: f for n, f in found.items() if f.__module__ == here or (own and f.__module__.rpartition(".")[0] == own)}

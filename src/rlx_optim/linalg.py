@@ -123,8 +123,8 @@ Coefficients = tuple[Any, ...]
 KELLER = (3.4445, -4.7750, 2.0315)
 #: the norm is taken so many times, that no singular value of what Polar Express begins with is above 1
 SAFETY = 1.02
-#: Polar Express (Amsel et al., arXiv:2505.16932) as modded-nanogpt and dion have it: 5 steps, safety 0.02, cushion 0.02. The first
-#: step divides by SAFETY.
+#: Polar Express (Amsel et al., arXiv:2505.16932) as modded-nanogpt and dion have it: 5 steps, safety 0.02, cushion 0.02. The
+#: first step divides by SAFETY.
 POLAR_EXPRESS = (
     (8.156554524902461 / SAFETY, -22.48329292557795 / SAFETY**3, 15.878769915207462 / SAFETY**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

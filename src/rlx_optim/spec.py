@@ -256,6 +256,10 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
     return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
+#: where a parameter is kept while the point to evaluate at takes its place
+TRAINED = "p"
+
+
 # ---- the commit -----------------------------------------------------------------------------------------------------
 def shrinking(p, u, shrink, step):  # type: ignore[no-untyped-def]
     change = shrink * p + step * u

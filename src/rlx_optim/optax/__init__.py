@@ -14,9 +14,9 @@ from typing import Any
 from .. import registry
 from .checkpoint import load_state, save_state
 from .factories import create, known, made, name_of, routing_report
-from .transform import RuleState
+from .transform import RuleState, averaged
 
-__all__ = ["RuleState", "create", "load_state", "routing_report", "save_state"]
+__all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state"]
 __all__ += [name_of(kind) for kind in registry.OURS]
 
 

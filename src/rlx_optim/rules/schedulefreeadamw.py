@@ -12,7 +12,7 @@ Formulas.
     z ← z − s·d                                 AdamW without momentum
     x ← (1 − c)·x + c·z                         its average: what to evaluate with
     p ← b1·x + (1 − b1)·z                       where the next gradient is taken
-Kept is a = x − p, from zero, in place of z = p − a·b1/(1 − b1); s_max, W and b1 are kept per tensor, where the authors'
+Kept is lead = x − p, from zero, in place of z = p − lead·b1/(1 − b1); s_max, W and b1 are kept per tensor, where the authors'
 groups have one of each: see ScheduleFreeSGD.
 
 Conventions.
@@ -61,13 +61,13 @@ class ScheduleFreeAdamW(Spec):
     weight_lr_power: float = real(2.0)
 
     committed = ("step", "pull", "keep", "grow")
-    evaluated = "a"
+    evaluated = "lead"
 
     def slots(self, shape):
-        """a: x − p, which leads from p to the average.
+        """lead: x − p, which leads from p to the average.
         v: the average of squared gradients.
         """
-        return like(shape, a="average less parameter", v="second moment")
+        return like(shape, lead="average less parameter", v="second moment")
 
     def counters(self):
         """weight_sum: W.

@@ -11,10 +11,10 @@ Formulas.
     z ← z − s·d                                 plain SGD
     x ← (1 − c)·x + c·z                         its average: what to evaluate with
     p ← momentum·x + (1 − momentum)·z           where the next gradient is taken
-Kept is a = x − p alone, from zero: z = p − a·momentum/(1 − momentum), with the momentum of the step before. So weights that are
-loaded after the optimizer was made are not mistaken for a step, and momentum 0 (x is the average of SGD's own iterates) is no
-exception; the authors keep z. s_max, W and momentum are kept per tensor, where the authors' groups have one of each: a
-tensor that joins later begins its own average.
+Kept is lead = x − p alone, from zero: z = p − lead·momentum/(1 − momentum), with the momentum of the step before. So weights
+that are loaded after the optimizer was made are not mistaken for a step, and momentum 0 (x is the average of SGD's own
+iterates) is no exception; the authors keep z. s_max, W and momentum are kept per tensor, where the authors' groups have one
+of each: a tensor that joins later begins its own average.
 
 Conventions.
 - torch: does not have it.
@@ -36,10 +36,10 @@ def decayed(p, g, decay):
     return u
 
 
-def averaging(u, a, step, pull, keep, grow):
-    change = step * u + pull * a
-    a = keep * a + grow * u
-    return change, a
+def averaging(u, lead, step, pull, keep, grow):
+    change = step * u + pull * lead
+    lead = keep * lead + grow * u
+    return change, lead
 
 
 def paced(spec, momentum, t, counters):
@@ -50,7 +50,7 @@ def paced(spec, momentum, t, counters):
     total = counters["weight_sum"] + w
     c = where(total > 0, w / maximum(total, 1e-37), 0.0)
     before = counters["momentum"]
-    rest, to_z = momentum * (1 - c), before / (1 - before)  # how much of p is the old x; z = p − to_z·a
+    rest, to_z = momentum * (1 - c), before / (1 - before)  # how much of p is the old x; z = p − to_z·lead
     return {
         "step": (1 - rest) * s,
         "pull": (1 - rest) * to_z - rest,
@@ -82,11 +82,11 @@ class ScheduleFreeSGD(Spec):
     weight_lr_power: float = real(2.0)
 
     committed = ("step", "pull", "keep", "grow")
-    evaluated = "a"
+    evaluated = "lead"
 
     def slots(self, shape):
-        """a: x − p, which leads from p to the average."""
-        return like(shape, a="average less parameter")
+        """lead: x − p, which leads from p to the average."""
+        return like(shape, lead="average less parameter")
 
     def counters(self):
         """weight_sum: W.

@@ -22,7 +22,8 @@ Conventions.
 - torch, optax: do not have it.
 - the authors' code: the same, with float32 products. Its momentum is 1 − the usual one, and so it is here: 0.1 is what they
   recommend. transpose is for embeddings, whose rows are what others' columns are.
-- pytorch_optimizer: the same; its momentum is 0.1 and it is unconstrained unless told. Emerging-Optimizers: the same for matrices.
+- pytorch_optimizer: the same; its momentum is 0.1 and it is unconstrained unless told. Emerging-Optimizers: the same, for
+  matrices alone.
 
 When, and what it costs. Where learning rates are to be found on small models. Norms by group, or by the name of the layer:
 `otherwise=Scion(norm="sign", scale=3000.0)` takes embeddings and output heads. The authors' GPT: scale 50 for hidden matrices,
@@ -157,6 +158,6 @@ class Scion(Spec):
     def update(self, E, x):
         x = E.map(average if "m" in x else newest, x)
         ndim = x.u.ndim - 1
-        fits, lmo = NORMS.get(self.norm, ((), None))
-        usual = next((each for ranks, each in NORMS.values() if ndim in ranks), spectral)
+        fits, lmo = NORMS.get(self.norm, ((), spectral))
+        usual = next((each for ranks, each in NORMS.values() if ndim in ranks), spectral)  # the first that fits
         return (lmo if ndim in fits else usual)(self, E, x)
