@@ -22,7 +22,7 @@ import rlx_optim
 import rlx_optim.torch as ours
 
 ENGINES = ("cpu", "torch")
-MATRIX = ("SOAP", "KronPSGD", "Muon")  # engines order the sums of their products differently
+MATRIX = ("SOAP", "KronPSGD", "Muon", "NorMuon", "Scion")  # engines order the sums of their products differently
 SHAPES = {"w": (24, 16), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "conv": (4, 3, 3, 2)}
 every = pytest.mark.parametrize("name", ALL)
 on_engines = pytest.mark.parametrize("engine", ENGINES)

@@ -370,6 +370,7 @@ class Scion(NamedOptimizer):
     norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv']
     scale: float | Callable[[int], float]
     unconstrained: bool | Callable[[int], bool]
+    weight_decay: float | Callable[[int], float]
     normalized: bool | None | Callable[[int], bool | None]
     max_scale: bool | Callable[[int], bool]
     transpose: bool | Callable[[int], bool]
@@ -381,6 +382,7 @@ class Scion(NamedOptimizer):
         norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
         scale: float | Callable[[int], float] = 1.0,
         unconstrained: bool | Callable[[int], bool] = False,
+        weight_decay: float | Callable[[int], float] = 0.0,
         normalized: bool | None | Callable[[int], bool | None] = None,
         max_scale: bool | Callable[[int], bool] = False,
         transpose: bool | Callable[[int], bool] = False,

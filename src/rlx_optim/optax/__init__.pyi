@@ -130,6 +130,8 @@ def soap(
     merge_dims: bool = False,
     precondition_1d: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -148,6 +150,8 @@ def kron_psgd(
     balance_probability: optax.ScalarOrSchedule = 0.01,
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -201,7 +205,7 @@ def normuon(
     learning_rate: optax.ScalarOrSchedule,
     *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    beta: optax.ScalarOrSchedule = 0.95,
+    momentum: optax.ScalarOrSchedule = 0.95,
     beta2: optax.ScalarOrSchedule = 0.95,
     nesterov: bool | None = None,
     ns_steps: int | None = None,
@@ -215,14 +219,18 @@ def normuon(
 def scion(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    beta: jax.typing.ArrayLike = 0.0,
+    momentum: optax.ScalarOrSchedule = 1.0,
     norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
     scale: optax.ScalarOrSchedule = 1.0,
     unconstrained: bool = False,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     normalized: bool | None = None,
     max_scale: bool = False,
     transpose: bool = False,
     ns_steps: int | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 

@@ -32,7 +32,7 @@ and one more pass over the matrix.
 import math
 
 from .. import linalg
-from ..spec import Foreign, Optax, Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real, shrinking
+from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real, shrinking
 from ..vocabulary import maximum, sqrt, where
 from .muon import heavy_ball, nesterov
 
@@ -86,7 +86,6 @@ class NorMuon(Spec):
     name = "normuon"
     summary = "Muon whose rows are brought to one length"
     torch = Torch(slots={"m": "momentum_buffer", "v": "second_momentum_buffer"})  # as the authors' code has them
-    optax = Optax(settings={"beta": Foreign("momentum")})  # as optax.contrib.muon has it
 
     lr: float = real(0.02)
     weight_decay: float = real(0.0)

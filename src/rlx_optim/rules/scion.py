@@ -6,7 +6,8 @@ is largest: a spectral norm for hidden matrices, one of signs for outputs. Learn
 
 Formulas.
     m ← (1 − momentum)·m + momentum·g           momentum 1 keeps none: m = g
-    p ← (1 − lr)·p − lr·scale·lmo(m)            stays in the ball of radius scale; unconstrained: without (1 − lr)
+    p ← (1 − lr)·p − lr·scale·lmo(m)            stays in the ball of radius scale
+    p ← (1 − lr·weight_decay)·p − lr·scale·lmo(m)           unconstrained
     spectral: lmo = NewtonSchulz(m)·√(out/in)               out and in: rows and columns. max_scale: at least 1; not
                                                             normalized: √out
     spectralconv: lmo = NewtonSchulz(m)·√(out/in)/k²        a convolution, as (out, rest); k: its third dimension, once
@@ -33,7 +34,7 @@ When, and what it costs. Where learning rates are to be found on small models. N
 import math
 
 from .. import linalg
-from ..spec import Foreign, Optax, Spec, Torch, choice, flag, integer, like, real
+from ..spec import Spec, Torch, choice, flag, integer, like, real
 from ..vocabulary import sign
 
 EPS = 1e-7  # joins the norm that Newton–Schulz begins with
@@ -109,7 +110,8 @@ class Scion(Spec):
     momentum: how much of a new gradient joins the average; 1 keeps none.
     norm: of matrices, or of whatever tensors it fits; others take that of "auto".
     scale: the radius of the ball.
-    unconstrained: step along the direction alone, without shrinking p.
+    unconstrained: leave the ball: p shrinks by weight_decay alone.
+    weight_decay: times lr, the share of p that is taken away each step; only where unconstrained.
     normalized: whether the norm is divided by the matrix's sides; None: all are but colnorm.
     max_scale: of spectral norms, never step by less than 1.
     transpose: of rownorm and colnorm, take the matrix transposed.
@@ -119,13 +121,13 @@ class Scion(Spec):
     name = "scion"
     summary = "steps of one norm ball a layer: spectral for hidden matrices, signs for outputs"
     torch = Torch(slots={"m": "momentum_buffer"})
-    optax = Optax(settings={"beta": Foreign("momentum", lambda kept: 1 - kept, lambda joins: 1 - joins)})
 
     lr: float = real(1e-3, high=1.0)
     momentum: float = real(1.0, high=1.0, open_low=True)
     norm: str = choice("auto", *NORMS)
     scale: float = real(1.0)
     unconstrained: bool = flag(False)
+    weight_decay: float = real(0.0)  # pytorch_optimizer's; the authors have none
     normalized: bool | None = flag(None, optional=True)
     max_scale: bool = flag(False)
     transpose: bool = flag(False)
@@ -136,6 +138,12 @@ class Scion(Spec):
     @property
     def averages(self):
         return not (isinstance(self.momentum, float) and self.momentum == 1)  # a traced momentum does
+
+    def check(self):
+        if self.weight_decay and not self.unconstrained:
+            raise self.refuse(
+                f"weight_decay={self.weight_decay!r} needs unconstrained=True: in its ball p shrinks by lr a step already"
+            )
 
     def chosen(self, usual):
         return usual if self.normalized is None else self.normalized
@@ -148,8 +156,8 @@ class Scion(Spec):
         return like(shape, m="first moment") if self.averages else {}
 
     def scalars(self, t, counters):
-        numbers = {"beta": 1 - self.momentum, "alpha": self.momentum, "step": self.lr * self.scale}
-        return numbers if self.unconstrained else numbers | {"shrink": self.lr}
+        shrink = self.lr * self.weight_decay if self.unconstrained else self.lr
+        return {"beta": 1 - self.momentum, "alpha": self.momentum, "step": self.lr * self.scale, "shrink": shrink}
 
     def work(self, shape):
         rows, columns = sorted((shape[0], math.prod(shape[1:]))) if len(shape) > 1 else (1, math.prod(shape))

@@ -323,6 +323,7 @@ class Scion(RuleOptimizer):
         norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
         scale: float = 1.0,
         unconstrained: bool = False,
+        weight_decay: float = 0.0,
         normalized: bool | None = None,
         max_scale: bool = False,
         transpose: bool = False,

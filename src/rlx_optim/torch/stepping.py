@@ -63,9 +63,7 @@ class Stepper(torch.optim.Optimizer):
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
-    _evaluating: bool | None = (
-        None  # whether parameters are where to evaluate, not where gradients are taken; None: ask the state
-    )
+    _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
     capturable: bool
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device
