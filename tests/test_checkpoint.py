@@ -728,8 +728,9 @@ def test_every_front_end_takes_over_bit_identical_state(name, tmp_path):
         traced.state = traced.load(b)
         traced.save(c)
     twin = rlx_optim.load(c, engine="reference")
-    if name == "nadamw":  # optax keeps its product in float32
-        assert float(twin.state("w")["mu_product"]) == np.float32(opt.state("w")["mu_product"])
+    if name in ("nadamw", "schedulefreeadamw", "schedulefreesgd"):  # optax keeps numbers in float32
+        counters = opt._records["w"].counters
+        assert all(float(twin.state("w")[k]) == np.float32(v) for k, v in counters.items())
         for member in twin._family():
             for record in member._records.values():
                 record.counters = dict(opt._records[record.name].counters)

@@ -252,7 +252,7 @@ MOVES = [
     ("scion", "momentum", 0.1),
     ("scion", "scale", 2.0),
     ("scion", "unconstrained", True),
-    ("scion", "weight_decay", 0.3, {"unconstrained": True}),
+    ("scion", "weight_decay", 0.3),
     *(("scion", "norm", norm, {}, {"only": ("matrix",)}) for norm in ("sign", "colnorm", "rownorm")),
     *(("scion", "norm", norm, {"norm": "sign"}, {"only": ("matrix",)}) for norm in ("spectral", "spectralconv", "biasrms")),
     *(("scion", "normalized", False, {"norm": norm}, {"only": ("matrix",)}) for norm in ("spectral", "sign", "rownorm")),
@@ -306,6 +306,7 @@ STAYS = [
     ("scion", "norm", "spectral"),
     ("scion", "norm", "sign", {}, {"only": ("cube", "vector")}),
     ("scion", "transpose", True),
+    ("scion", "weight_decay", 0.3, {"unconstrained": True}),
     ("scion", "max_scale", True, {"norm": "sign"}, {"only": ("matrix", "vector")}),
     ("schedulefreeadamw", "weight_lr_power", 1.0),  # without warm-up all weights are equal
     ("schedulefreesgd", "weight_lr_power", 1.0),

@@ -369,8 +369,8 @@ class Scion(NamedOptimizer):
     momentum: float | Callable[[int], float]
     norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv']
     scale: float | Callable[[int], float]
-    unconstrained: bool | Callable[[int], bool]
     weight_decay: float | Callable[[int], float]
+    unconstrained: bool | Callable[[int], bool]
     normalized: bool | None | Callable[[int], bool | None]
     max_scale: bool | Callable[[int], bool]
     transpose: bool | Callable[[int], bool]
@@ -381,8 +381,8 @@ class Scion(NamedOptimizer):
         momentum: float | Callable[[int], float] = 1.0,
         norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
         scale: float | Callable[[int], float] = 1.0,
+        weight_decay: float | Callable[[int], float] = 1.0,
         unconstrained: bool | Callable[[int], bool] = False,
-        weight_decay: float | Callable[[int], float] = 0.0,
         normalized: bool | None | Callable[[int], bool | None] = None,
         max_scale: bool | Callable[[int], bool] = False,
         transpose: bool | Callable[[int], bool] = False,

@@ -6,8 +6,8 @@ is largest: a spectral norm for hidden matrices, one of signs for outputs. Learn
 
 Formulas.
     m ← (1 − momentum)·m + momentum·g           momentum 1 keeps none: m = g
-    p ← (1 − lr)·p − lr·scale·lmo(m)            stays in the ball of radius scale
-    p ← (1 − lr·weight_decay)·p − lr·scale·lmo(m)           unconstrained
+    p ← (1 − lr·weight_decay)·p − lr·scale·lmo(m)           stays in the ball of radius scale/weight_decay
+    p ← p − lr·scale·lmo(m)                                 unconstrained
     spectral: lmo = NewtonSchulz(m)·√(out/in)               out and in: rows and columns. max_scale: at least 1; not
                                                             normalized: √out
     spectralconv: lmo = NewtonSchulz(m)·√(out/in)/k²        a convolution, as (out, rest); k: its third dimension, once
@@ -23,8 +23,8 @@ Conventions.
 - torch, optax: do not have it.
 - the authors' code: the same, with float32 products. Its momentum is 1 − the usual one, and so it is here: 0.1 is what they
   recommend. transpose is for embeddings, whose rows are what others' columns are.
-- pytorch_optimizer: the same; its momentum is 0.1 and it is unconstrained unless told. Emerging-Optimizers: the same, for
-  matrices alone.
+- pytorch_optimizer: the same; its momentum is 0.1 and it is unconstrained unless told, which is where its weight_decay
+  counts. Emerging-Optimizers: the same, for matrices alone.
 
 When, and what it costs. Where learning rates are to be found on small models. Norms by group, or by the name of the layer:
 `otherwise=Scion(norm="sign", scale=3000.0)` takes embeddings and output heads. The authors' GPT: scale 50 for hidden matrices,
@@ -106,12 +106,12 @@ NORMS = {
 
 
 class Scion(Spec):
-    """lr: how far to step; constrained, also the share of p that is taken away.
+    """lr: how far to step.
     momentum: how much of a new gradient joins the average; 1 keeps none.
     norm: of matrices, or of whatever tensors it fits; others take that of "auto".
     scale: the radius of the ball.
-    unconstrained: leave the ball: p shrinks by weight_decay alone.
-    weight_decay: times lr, the share of p that is taken away each step; only where unconstrained.
+    weight_decay: times lr, the share of p that is taken away each step; with 1 the radius of the ball is scale.
+    unconstrained: no ball: nothing is taken away, whatever weight_decay is.
     normalized: whether the norm is divided by the matrix's sides; None: all are but colnorm.
     max_scale: of spectral norms, never step by less than 1.
     transpose: of rownorm and colnorm, take the matrix transposed.
@@ -126,8 +126,8 @@ class Scion(Spec):
     momentum: float = real(1.0, high=1.0, open_low=True)
     norm: str = choice("auto", *NORMS)
     scale: float = real(1.0)
+    weight_decay: float = real(1.0)  # the authors' code has 1, and no name for it
     unconstrained: bool = flag(False)
-    weight_decay: float = real(0.0)  # pytorch_optimizer's; the authors have none
     normalized: bool | None = flag(None, optional=True)
     max_scale: bool = flag(False)
     transpose: bool = flag(False)
@@ -138,12 +138,6 @@ class Scion(Spec):
     @property
     def averages(self):
         return not (isinstance(self.momentum, float) and self.momentum == 1)  # a traced momentum does
-
-    def check(self):
-        if self.weight_decay and not self.unconstrained:
-            raise self.refuse(
-                f"weight_decay={self.weight_decay!r} needs unconstrained=True: in its ball p shrinks by lr a step already"
-            )
 
     def chosen(self, usual):
         return usual if self.normalized is None else self.normalized
@@ -156,7 +150,7 @@ class Scion(Spec):
         return like(shape, m="first moment") if self.averages else {}
 
     def scalars(self, t, counters):
-        shrink = self.lr * self.weight_decay if self.unconstrained else self.lr
+        shrink = 0.0 if self.unconstrained else self.lr * self.weight_decay
         return {"beta": 1 - self.momentum, "alpha": self.momentum, "step": self.lr * self.scale, "shrink": shrink}
 
     def work(self, shape):
