@@ -148,6 +148,26 @@ def parity(world):
     return out if world.rank == 0 else None
 
 
+@scenario(2)
+def averaged(world):
+    """Schedule-Free on shards: the average while it lasts, and the training that goes on from it and from its checkpoint."""
+    params = parameters(world.place)
+    opt = make("ScheduleFreeAdamW", params)
+    train(opt, params, 0, STEPS // 2, world.place)
+    before = wholes(params)
+    with opt.averaged():
+        average, saved = wholes(params), opt.state_dict()
+        refused = failure(opt.step)
+    after = wholes(params)
+    again = parameters(world.place)
+    other = make("ScheduleFreeAdamW", again)
+    other.load_state_dict(saved)
+    other.train()
+    for its, mine in ((opt, params), (other, again)):
+        train(its, mine, STEPS // 2, STEPS, world.place)
+    return before, average, after, wholes(params), wholes(again), refused
+
+
 @contextlib.contextmanager
 def counting(rank):
     """Bytes sent to others by all-to-all, and the lengths of what is all-reduced, while it lasts."""

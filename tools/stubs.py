@@ -88,7 +88,7 @@ def named_stub() -> str:
     text = HEAD + NAMED + f"\n__all__ = {[kind.title for kind in OURS]!r}\n"
     for kind in OURS:
         fields = [f"{n}: {scheduled(f)}" + ("" if f.default is REQUIRED else f" = {f.default!r}") for n, f in kind.fields.items()]
-        keywords = ["otherwise: NamedOptimizer | None = ..."] if kind.otherwise_default else []
+        keywords = ["otherwise: NamedOptimizer | None = ..."] if kind.matrix or kind.otherwise_default else []
         keywords += ["groups: Sequence[Mapping[str, Any]] | None = None", "engine: Any = 'auto'"]
         keywords += ["precision: Literal['float32', 'float64'] = 'float32'", NONFINITE]
         text += class_stub(kind.title, "CurvatureOptimizer" if kind.observes else "NamedOptimizer", fields, [], keywords)

@@ -22,7 +22,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
 
     fields = [parameter(n, f.default, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, f in kind.fields.items()]
     common = {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
-    extra = [parameter("otherwise", kind.otherwise_default)] if kind.otherwise_default else []
+    extra = [parameter("otherwise", kind.otherwise_default)] if kind.matrix or kind.otherwise_default else []
     return inspect.Signature([*fields, *extra, *(parameter(n, d) for n, d in common.items())])
 
 
@@ -38,7 +38,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
         given = dict(zip(kind.fields, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{title}: {', '.join(sorted(twice))} given twice")
-        if fallback is None and "otherwise" in kwargs:
+        if fallback is None and not kind.matrix and "otherwise" in kwargs:
             raise TypeError(f"{title}: takes every tensor itself and has no otherwise")
         if fallback is not None and kwargs.setdefault("otherwise", _DEFAULT) is _DEFAULT:
             kwargs["otherwise"] = create(fallback.name, **fallback.settings)
