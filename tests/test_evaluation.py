@@ -251,6 +251,21 @@ def test_files_saved_in_evaluation_mode_are_for_torch(tmp_path):
     assert np.array_equal(rlx_optim.load(tmp_path / "a.safetensors").averaged("w", net.values()["w"]), _x(net)["w"])
 
 
+@each
+def test_state_of_the_package_is_refused_by_name(name):
+    """As schedulefree 1.4.1 writes it."""
+    start, gradients = problem(SHAPES, steps=1)
+    net = Net(name, start).run(gradients)
+    before, at = net.opt.state_dict(), net.values()
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "r": 0.0, "k": 4, "warmup_steps": 0, "train_mode": True}
+    group |= {"weight_sum": 0.04, "lr_max": 0.1, "scheduled_lr": 0.1, "weight_lr_power": 2.0, "weight_decay": 0, "foreach": True}
+    state = {i: {"z": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for i, p in enumerate(net.params.values())}
+    with pytest.raises(ValueError, match=r"the state is of the schedulefree package, whose z cannot.*new optimizer"):
+        net.opt.load_state_dict({"state": state, "param_groups": [group | {"params": [0, 1, 2]}]})
+    assert same_bits(net.values(), at)
+    assert str(net.opt.state_dict()) == str(before)
+
+
 def _x(net):
     with net.opt.averaged():
         return net.values()

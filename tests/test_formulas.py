@@ -162,6 +162,8 @@ CASES = [
     ("sophia", {"gamma": 0.5}, []),
     ("mars", DECAY, ["sign"]),
     ("mars", {"variant": "lion", "gamma": 0.3}, ["m̂/(√v̂", "v ←"]),
+    ("schedulefreeadamw", {"warmup_steps": 2, "r": 1.0, "betas": (0.8, 0.9), **DECAY}, []),
+    ("schedulefreesgd", {"lr": 0.1, "warmup_steps": 2, "r": 1.0, "weight_lr_power": 1.0, **DECAY}, []),
 ]  # fmt: skip
 PARTS = {"betas": ("b1", "b2"), "nus": ("nu1", "nu2"), "ns_coefficients": "abc", "eps": ("eps[0]", "eps[1]")}
 MATRICES = ("soap", "kronpsgd", "muon")
@@ -185,6 +187,7 @@ def test_formulas_are_the_rule(name, settings, left_out):
         if isinstance(spec.get(pair), tuple):
             E |= dict(zip(parts, spec[pair], strict=True))
     E |= dict.fromkeys(("m", "v", "h", "vmax", "prev", "R", "C"), 0.0) | {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))}
+    E |= dict.fromkeys(("z", "x"), start.astype(np.float64)) | {"s_max": 0.0, "W": 0.0}  # Schedule-Free's
     E |= {"p": kind(start.astype(np.float64)), "beta": spec["betas"][1] if name == "soap" else None}
     rectified = name == "radam" and "otherwise" in left_out
     for t in range(1, 12 if rectified else 4):
@@ -207,6 +210,7 @@ def test_formulas_are_the_rule(name, settings, left_out):
                 with np.errstate(invalid="ignore"):  # r, where RAdam does not rectify
                     exec(code, {"E": E, "F": functions, "np": np})
         E["prev"] = E["g"]
+    E["lead"] = E["x"] - E["p"]
     travelled = np.abs(E["p"] - start).max()
     assert travelled > 0
     assert np.abs(params["w"] - E["p"]).max() < 2e-5 * travelled + 2e-7

@@ -30,7 +30,7 @@ state a parameter and 28 bytes of traffic, as AdamW.
 
 from ..spec import Spec, betas, integer, like, real
 from ..vocabulary import less_power, sqrt
-from .schedulefreesgd import averaging, paced
+from .schedulefreesgd import PACKAGE, averaging, paced
 
 
 def scaled(p, g, v, beta2, alpha2, root, eps, decay):
@@ -51,6 +51,7 @@ class ScheduleFreeAdamW(Spec):
 
     name = "schedulefreeadamw"
     summary = "AdamW with an average of iterates in place of a schedule"
+    torch = PACKAGE
 
     lr: float = real(2.5e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)

@@ -27,8 +27,16 @@ schedule. Evaluate and save the model at x: `opt.eval()` before and `opt.train()
 taken anew there. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, integer, like, real
+from ..spec import Spec, Torch, integer, like, real
 from ..vocabulary import maximum, minimum, where
+
+
+PACKAGE = Torch(
+    strange={
+        "train_mode": "the state is of the schedulefree package, whose z cannot be taken over without the parameters that it was "
+        "saved with; start from its average (its optimizer.eval(), then the weights) with a new optimizer"
+    }
+)
 
 
 def decayed(p, g, decay):
@@ -73,6 +81,7 @@ class ScheduleFreeSGD(Spec):
 
     name = "schedulefreesgd"
     summary = "SGD with an average of iterates in place of a schedule"
+    torch = PACKAGE
 
     lr: float = real(1.0)
     momentum: float = real(0.9, high=1.0, open_high=True)

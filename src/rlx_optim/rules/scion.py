@@ -24,7 +24,7 @@ Conventions.
 - the authors' code: the same, with float32 products. Its momentum is 1 − the usual one, and so it is here: 0.1 is what they
   recommend. transpose is for embeddings, whose rows are what others' columns are.
 - pytorch_optimizer: the same; its momentum is 0.1 and it is unconstrained unless told, which is where its weight_decay
-  counts. Emerging-Optimizers: the same, for matrices alone.
+  counts; of kernels that are no squares it divides by both sides. Emerging-Optimizers: the same, for matrices alone.
 
 When, and what it costs. Where learning rates are to be found on small models. Norms by group, or by the name of the layer:
 `otherwise=Scion(norm="sign", scale=3000.0)` takes embeddings and output heads. The authors' GPT: scale 50 for hidden matrices,

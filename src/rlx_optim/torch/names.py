@@ -43,6 +43,9 @@ def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str,
     ours = {k: v for k, v in group.items() if k not in there.settings and k not in said}
     if "rule" in group:
         return ours
+    for setting, why in there.strange.items():
+        if setting in group:
+            raise ValueError(f"{owner}: {why}")
     decoupled = group.get("decoupled_weight_decay", there.assumed)  # older versions of torch do not say it
     if said and group.get("weight_decay") and decoupled != there.decoupled:
         beside = [k.title for k in OURS if k.torch.decoupled is decoupled and k.fields.keys() == kind.fields.keys()]
