@@ -83,6 +83,15 @@ class Compute:
     mark = staticmethod(lambda base, sign: {"²": "F['square']({})", "ᵀ": "{}.T", "⁻¹": "{}.I", "⁻ᵀ": "{}.I.T"}[sign].format(base))
 
 
+def newton_schulz(X):
+    """Of a matrix with fewer rows than columns."""
+    X = X / (np.linalg.norm(X) + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
 F = {
     "square": np.square,
     "max": lambda *x: np.maximum(*x) if len(x) > 1 else x[0].max(),
@@ -93,6 +102,9 @@ F = {
     "sum": np.sum,
     "row_mean": lambda x: Matrix(x.mean(1, keepdims=True)),
     "column_mean": lambda x: Matrix(x.mean(0, keepdims=True).T),
+    "row_norm": lambda x: np.linalg.norm(x, axis=1, keepdims=True),
+    "column_norm": lambda x: np.linalg.norm(x, axis=0, keepdims=True),
+    "polar": newton_schulz,
     "triu": np.triu,
 }
 
@@ -134,6 +146,7 @@ LATE = {
     "s2": lambda E: bound(E["A"].T * E["A"] + E["B"].T * E["B"]),
 }
 DECAY = {"weight_decay": 0.1}
+SCIONS = ["spectral,", "spectralconv", "sign;", "colnorm", "rownorm", "biasrms"]  # as the notes of its formulas begin
 #: optimizer, settings, and which lines (by a part of their text) do not belong to that setting
 CASES = [
     ("sgd", {"lr": 0.1, **DECAY}, ["momentum·m", "u = m"]),
@@ -162,6 +175,13 @@ CASES = [
     ("sophia", {"gamma": 0.5}, []),
     ("mars", DECAY, ["sign"]),
     ("mars", {"variant": "lion", "gamma": 0.3}, ["m̂/(√v̂", "v ←"]),
+    ("normuon", {"beta2": 0.8, **DECAY}, ["without"]),
+    ("normuon", {"nesterov": False, "beta2": 0.8}, ["with nesterov"]),
+    *(
+        ("scion", {"norm": norm.strip(",;"), "momentum": 0.3, "lr": 0.1}, [other for other in SCIONS if other != norm] + ["unconstrained"])
+        for norm in SCIONS if norm not in ("spectralconv", "biasrms")
+    ),
+    ("scion", {"momentum": 0.3, "unconstrained": True}, [*SCIONS[1:], "weight_decay"]),
     ("schedulefreeadamw", {"warmup_steps": 2, "r": 1.0, "betas": (0.8, 0.9), **DECAY}, []),
     ("schedulefreesgd", {"lr": 0.1, "warmup_steps": 2, "r": 1.0, "weight_lr_power": 1.0, **DECAY}, []),
 ]  # fmt: skip

@@ -54,6 +54,7 @@ VARIANTS = {
     "adamw": [{"amsgrad": True}],
     "nadamw": [{"convention": "torch"}],
     "adafactor": [{"beta1": 0.9}],
+    "scion": [{"momentum": 0.1}],
 }
 
 

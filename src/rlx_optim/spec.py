@@ -194,8 +194,8 @@ class Torch:
     are keywords, so that a place means the same in both. settings: what that class calls them. slots: names in a state_dict,
     where the meaning does not give them. decoupled: which weight decay this rule has, where that class can do both; assumed:
     which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. strange: settings
-    in others' groups by which to know state that cannot be taken over, and why not. counts: that class counts its steps. in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a
-    field would not take.
+    in others' groups by which to know state that cannot be taken over, and why not. counts: that class counts its steps.
+    in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a field would not take.
     """
 
     like: str = ""

@@ -7,7 +7,7 @@ Formulas.
     m ← momentum·m + (1 − momentum)·g
     u = (1 − momentum)·g + momentum·m           with nesterov
     u = m                                       without
-    O = NewtonSchulz(u)                         ns_steps times
+    O = polar(u)                                by Newton–Schulz, as Muon's X
     v ← beta2·v + (1 − beta2)·row_mean(O²)      one number a row, not corrected for bias
     N = O/(√v + 1e-10)
     N ← N·‖O‖/(‖N‖ + 1e-10)
@@ -21,9 +21,8 @@ Conventions.
 - microsoft/dion: "dion". Without nesterov unless given, Polar Express coefficients, 1e-8 for both epsilons, the second of which
   is the least ‖N‖, and √(rows/columns) for the scale, which shrinks wide matrices. Its lr is 0.01 and its weight_decay 0.01.
 - modded-nanogpt: "speedrun". Polar Express coefficients; of wide matrices the columns are brought to one length; v and ‖N‖
-  are at least 1e-10; decay where N and p agree in sign, by a share that has lr twice and the scale, λ being weight_decay:
-    p ← p − lr·scale·(N + lr·λ·p·[N·p ≥ 0])
-  Its beta2 is 0.9, and its momentum rises from 0.85 to 0.95.
+  are at least 1e-10; decay only where N and p do not differ in sign, by lr²·scale·weight_decay, scale being the root in the last
+  formula. Its beta2 is 0.9, and its momentum rises from 0.85 to 0.95.
 
 When, and what it costs. The hidden matrices of a network, as Muon. 4 bytes of state a parameter and 4 a row; Muon's products
 and one more pass over the matrix.

@@ -30,7 +30,6 @@ taken anew there. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 from ..spec import Spec, Torch, integer, like, real
 from ..vocabulary import maximum, minimum, where
 
-
 PACKAGE = Torch(
     strange={
         "train_mode": "the state is of the schedulefree package, whose z cannot be taken over without the parameters that it was "

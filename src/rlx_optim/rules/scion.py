@@ -6,18 +6,17 @@ is largest: a spectral norm for hidden matrices, one of signs for outputs. Learn
 
 Formulas.
     m ← (1 − momentum)·m + momentum·g           momentum 1 keeps none: m = g
-    p ← (1 − lr·weight_decay)·p − lr·scale·lmo(m)           stays in the ball of radius scale/weight_decay
-    p ← p − lr·scale·lmo(m)                                 unconstrained
-    spectral: lmo = NewtonSchulz(m)·√(out/in)               out and in: rows and columns. max_scale: at least 1; not
-                                                            normalized: √out
-    spectralconv: lmo = NewtonSchulz(m)·√(out/in)/k²        a convolution, as (out, rest); k: its third dimension, once
-                                                            for each dimension of the kernel
-    sign: lmo = sign(m)/in                                  not normalized: sign(m)
-    colnorm: lmo = m/(‖column‖/√rows + 1e-8)                normalized: ‖column‖·columns/√rows
-    rownorm: lmo = m/(‖row‖·√columns + 1e-8)                not normalized: ‖row‖
-    biasrms: lmo = m/(rms(m) + 1e-8)
-"auto" is spectral for matrices, biasrms for vectors and numbers, spectralconv for three dimensions and more; a tensor that the
-norm asked for does not fit takes the one that auto would. The authors' code stops there.
+    L = polar(m)·√(rows/columns)                spectral, by Newton–Schulz; not normalized √rows; max_scale: at least 1
+    L = polar(m)·√(rows/columns)/k²             spectralconv, as (first, rest); rows, columns, k: its first three sides
+    L = sign(m)/columns                         sign; not normalized sign(m)
+    L = m/(column_norm(m)/√rows + 1e-8)         colnorm; normalized: the norm times columns
+    L = m/(row_norm(m)·√columns + 1e-8)         rownorm; not normalized: without the root
+    L = m/(rms(m) + 1e-8)                       biasrms
+    p ← (1 − lr·weight_decay)·p − lr·scale·L    stays in the ball of radius scale/weight_decay
+    p ← p − lr·scale·L                          unconstrained
+k² is k where the kernel has one dimension, and so on. "auto" is spectral for matrices, biasrms for vectors and numbers,
+spectralconv for three dimensions and more; a tensor that the norm asked for does not fit takes the one that auto would. The
+authors' code stops there.
 
 Conventions.
 - torch, optax: do not have it.
