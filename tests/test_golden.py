@@ -97,7 +97,7 @@ def test_golden(file, engine, precision):
 
 
 def test_every_file_is_read():
-    assert len(FILES) == 25
+    assert len(FILES) == 27
 
 
 @pytest.mark.parametrize("tensor", ["w64x32", "w32x64", "w48x48"])

@@ -40,6 +40,7 @@ FILES = {
     "muon": "Muon",
     "sophia": "Sophia",
     "mars": "MARS",
+    "prodigy": "Prodigy",
     "normuon": "NorMuon",
     "scion": "Scion",
     "schedulefreeadamw": "ScheduleFreeAdamW",
