@@ -9,7 +9,7 @@ import rlx_optim
 from rlx_optim.named import spec_class
 
 NAMES = rlx_optim.list_optimizers()
-MATRIX = ("soap", "kronpsgd", "muon")
+MATRIX = tuple(name for name in NAMES if spec_class(name).matrix)
 REDUCING = ("lamb", "lars", "mars", "adafactor", "stableadamw", "prodigy")
 ELEMENTWISE = tuple(name for name in NAMES if name not in MATRIX + REDUCING)
 SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2)}
@@ -94,4 +94,8 @@ TORCH = {
     "Muon": dict(weight_decay=0.01),
     "Sophia": {},
     "MARS": {},
+    "NorMuon": dict(weight_decay=0.01),
+    "Scion": dict(momentum=0.1),
+    "ScheduleFreeAdamW": dict(weight_decay=0.01, warmup_steps=2),
+    "ScheduleFreeSGD": dict(lr=0.05, weight_decay=0.01),
 }

@@ -20,7 +20,7 @@ from torch import nn
 import rlx_optim.torch as ours
 from rlx_optim.sharing import extent
 
-REDUCING, MATRIX = ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS"), ("SOAP", "KronPSGD", "Muon")
+REDUCING, MATRIX = ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS"), ("SOAP", "KronPSGD", "Muon", "NorMuon", "Scion")
 TOGETHER = REDUCING + MATRIX  # ranks work together on a tensor
 #: rows that do not divide, fewer rows than ranks, three and four dimensions, cut along columns ("side"), not cut at all ("s")
 SHAPES = {
@@ -146,6 +146,26 @@ def parity(world):
         train(opt, params, 0, STEPS, world.place, absent(name, world.rank))
         out[name] = wholes(params), state_of(opt)
     return out if world.rank == 0 else None
+
+
+@scenario(2)
+def averaged(world):
+    """Schedule-Free on shards: the average while it lasts, and the training that goes on from it and from its checkpoint."""
+    params = parameters(world.place)
+    opt = make("ScheduleFreeAdamW", params)
+    train(opt, params, 0, STEPS // 2, world.place)
+    before = wholes(params)
+    with opt.averaged():
+        average, saved = wholes(params), opt.state_dict()
+        refused = failure(opt.step)
+    after = wholes(params)
+    again = parameters(world.place)
+    other = make("ScheduleFreeAdamW", again)
+    other.load_state_dict(saved)
+    other.train()
+    for its, mine in ((opt, params), (other, again)):
+        train(its, mine, STEPS // 2, STEPS, world.place)
+    return before, average, after, wholes(params), wholes(again), refused
 
 
 @contextlib.contextmanager

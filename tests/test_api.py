@@ -22,7 +22,6 @@ from rlx_optim.registry import FILES
 
 def test_names():
     assert rlx_optim.list_optimizers() == NAMES == list(FILES)
-    assert len(NAMES) == 14
     for name in NAMES:
         assert type(make(name)).__name__.lower() == name
     assert isinstance(rlx_optim.create("kron"), rlx_optim.KronPSGD)
@@ -112,12 +111,18 @@ def test_defaults_are_those_of_the_table():
                      eps=1e-7, convention="keller"),
         "sophia": dict(lr=1e-3, betas=(0.965, 0.99), gamma=0.01, clip=1.0, eps=1e-12, weight_decay=0.1),
         "mars": dict(lr=3e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0, gamma=0.025, clip_norm=1.0, variant="adamw"),
+        "normuon": dict(lr=0.02, weight_decay=0, momentum=0.95, beta2=0.95, nesterov=None, ns_steps=5, convention="authors"),
+        "scion": dict(lr=1e-3, momentum=1.0, norm="auto", scale=1.0, unconstrained=False, weight_decay=1.0, normalized=None,
+                      max_scale=False, transpose=False, ns_steps=5),
+        "schedulefreeadamw": dict(lr=2.5e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, warmup_steps=0, r=0.0,
+                                  weight_lr_power=2.0),
+        "schedulefreesgd": dict(lr=1.0, momentum=0.9, weight_decay=0, warmup_steps=0, r=0.0, weight_lr_power=2.0),
     }  # fmt: skip
     for name in NAMES:
         given = {"lr": 0.01} if name == "sgd" else {}
         assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name]}
-    muon = rlx_optim.Muon().otherwise.hyperparameters()
-    assert muon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False)
+    muon, normuon = (kind().otherwise.hyperparameters() for kind in (rlx_optim.Muon, rlx_optim.NorMuon))
+    assert muon == normuon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False)
     mars = rlx_optim.MARS().otherwise.hyperparameters()
     assert mars == dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False)
 

@@ -101,6 +101,21 @@ def test_sharded_equals_one_process(results, size, name):
     close(state, kept, 10 * tolerance(name))
 
 
+def test_averages_of_shards(results):
+    """Schedule-Free's point of evaluation is that of one process, and training does not notice that it was taken."""
+    before, average, after, end, resumed, refused = results[2]["averaged"][0]
+    assert "evaluation mode" in refused
+    close(after, before, 0)
+    want = ranks.parameters(ranks.plain)
+    opt = ranks.make("ScheduleFreeAdamW", want)
+    ranks.train(opt, want, 0, STEPS // 2)
+    with opt.averaged():
+        close(average, ranks.wholes(want), 0)
+    ranks.train(opt, want, STEPS // 2, STEPS)
+    close(end, ranks.wholes(want), 0)
+    close(resumed, end, 0)
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_a_rank_lacks_counts_as_zeros(name):
     """The reference of the test above is another one than without the missing part."""

@@ -47,6 +47,14 @@ VARIANTS = [
     ("soap", {"merge_dims": True, "max_precond_dim": 36, "shampoo_beta": 0.9}),
     ("kronpsgd", {"memory_save_mode": "one_diag", "weight_decay": 0.1}),
     ("kronpsgd", {"memory_save_mode": "all_diag", "momentum_into_precond_update": False}),
+    ("normuon", {"convention": "dion", "weight_decay": 0.1}),
+    ("normuon", {"convention": "speedrun", "weight_decay": 0.1}),
+    ("scion", {"momentum": 0.1, "unconstrained": True, "max_scale": True}),
+    ("scion", {"norm": "sign", "momentum": 0.1}),
+    ("scion", {"norm": "colnorm"}),
+    ("scion", {"norm": "rownorm", "transpose": True}),
+    ("schedulefreeadamw", {"warmup_steps": 4, "weight_decay": 0.1, "r": 1.0}),
+    ("schedulefreesgd", {"warmup_steps": 4, "weight_decay": 0.1, "lr": 0.1}),
 ]
 EVERY = [(name, {}) for name in NAMES] + VARIANTS
 

@@ -83,6 +83,15 @@ class Compute:
     mark = staticmethod(lambda base, sign: {"²": "F['square']({})", "ᵀ": "{}.T", "⁻¹": "{}.I", "⁻ᵀ": "{}.I.T"}[sign].format(base))
 
 
+def newton_schulz(X):
+    """Of a matrix with fewer rows than columns."""
+    X = X / (np.linalg.norm(X) + 1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
 F = {
     "square": np.square,
     "max": lambda *x: np.maximum(*x) if len(x) > 1 else x[0].max(),
@@ -93,6 +102,9 @@ F = {
     "sum": np.sum,
     "row_mean": lambda x: Matrix(x.mean(1, keepdims=True)),
     "column_mean": lambda x: Matrix(x.mean(0, keepdims=True).T),
+    "row_norm": lambda x: np.linalg.norm(x, axis=1, keepdims=True),
+    "column_norm": lambda x: np.linalg.norm(x, axis=0, keepdims=True),
+    "polar": newton_schulz,
     "triu": np.triu,
 }
 
@@ -139,6 +151,7 @@ LATE = {
     "s2": lambda E: bound(E["A"].T * E["A"] + E["B"].T * E["B"]),
 }
 DECAY = {"weight_decay": 0.1}
+SCIONS = ["spectral,", "spectralconv", "sign;", "colnorm", "rownorm", "biasrms"]  # as the notes of its formulas begin
 #: optimizer, settings, and which lines (by a part of their text) do not belong to that setting
 CASES = [
     ("sgd", {"lr": 0.1, **DECAY}, ["momentum·m", "u = m"]),
@@ -183,6 +196,15 @@ CASES = [
     ("mars", DECAY, ["sign"]),
     ("mars", {"variant": "lion", "gamma": 0.3}, ["m̂/(√v̂", "v ←"]),
     ("prodigy", {"d0": 0.01, "beta3": 0.9, "growth_rate": 2.0, "use_bias_correction": True, **DECAY}, []),
+    ("normuon", {"beta2": 0.8, **DECAY}, ["without"]),
+    ("normuon", {"nesterov": False, "beta2": 0.8}, ["with nesterov"]),
+    *(
+        ("scion", {"norm": norm.strip(",;"), "momentum": 0.3, "lr": 0.1}, [other for other in SCIONS if other != norm] + ["unconstrained"])
+        for norm in SCIONS if norm not in ("spectralconv", "biasrms")
+    ),
+    ("scion", {"momentum": 0.3, "unconstrained": True}, [*SCIONS[1:], "weight_decay"]),
+    ("schedulefreeadamw", {"warmup_steps": 2, "r": 1.0, "betas": (0.8, 0.9), **DECAY}, []),
+    ("schedulefreesgd", {"lr": 0.1, "warmup_steps": 2, "r": 1.0, "weight_lr_power": 1.0, **DECAY}, []),
 ]  # fmt: skip
 PARTS = {"betas": ("b1", "b2", "b3"), "nus": ("nu1", "nu2"), "ns_coefficients": "abc", "eps": ("eps[0]", "eps[1]")}
 MATRICES = ("soap", "kronpsgd", "muon")
@@ -205,8 +227,8 @@ def test_formulas_are_the_rule(name, settings, left_out):
     for pair, parts in PARTS.items():
         if isinstance(spec.get(pair), tuple):
             E |= dict(zip(parts, spec[pair], strict=False))
-    E |= dict.fromkeys(("m", "slow", "d", "s", "v", "h", "vmax", "prev", "R", "C"), 0.0)
-    E |= {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))}
+    E |= dict.fromkeys(("m", "slow", "d", "s", "v", "h", "vmax", "prev", "R", "C", "s_max", "W"), 0.0)
+    E |= {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))} | dict.fromkeys(("z", "x"), start.astype(np.float64))
     if name == "prodigy":
         E |= {"N": 0.0, "d": spec["d0"], "d_max": spec["d0"], "p_0": start.astype(np.float64), "b3": spec["beta3"]}
     E |= {"p": kind(start.astype(np.float64)), "beta": spec["betas"][1] if name == "soap" else None}
@@ -231,6 +253,7 @@ def test_formulas_are_the_rule(name, settings, left_out):
                 with np.errstate(invalid="ignore"):  # r, where RAdam does not rectify
                     exec(code, {"E": E, "F": functions, "np": np})
         E["prev"] = E["g"]
+    E["lead"] = E["x"] - E["p"]
     travelled = np.abs(E["p"] - start).max()
     assert travelled > 0
     assert np.abs(params["w"] - E["p"]).max() < 2e-5 * travelled + 2e-7

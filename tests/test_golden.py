@@ -38,6 +38,15 @@ def muon(h, reference):
     return {k: h[k] for k in ("lr", "momentum", "weight_decay")} | {"convention": "moonlight"}
 
 
+def normuon(h, reference):
+    return {**h["muon"], "otherwise": rlx_optim.AdamW(**h["adam"])}
+
+
+def scion(h, reference):
+    assert all(group == {"norm": "Auto", "norm_kwargs": {}, "scale": 1.0} for group in h["groups"].values())
+    return {k: h[k] for k in ("lr", "momentum", "unconstrained")}
+
+
 def kron(h, reference):
     given = {"preconditioner_update_probability": h["preconditioner_update_probability"], "balance_probability": 0.0}
     return {"lr": h["lr"], "beta1": h["b1"], "weight_decay": h["weight_decay"], "probe": probe, **given}
@@ -48,6 +57,8 @@ TRANSLATE = {
     "adafactor": adafactor,
     "mars": mars,
     "muon": muon,
+    "normuon": normuon,
+    "scion": scion,
     "kron": kron,
     "nadamw": lambda h, reference: {**h, "convention": "dozat" if reference == "optax" else "torch"},
     "qhadamw": lambda h, reference: {k: v for k, v in h.items() if k != "decouple_weight_decay"},
@@ -65,7 +76,8 @@ def test_golden(file, engine, precision):
     note = json.loads(str(golden["json"]))
     translate = TRANSLATE.get(note["optimizer"], lambda h, reference: h)
     settings = translate(note["hyper"], note["reference"])
-    opt = rlx_optim.create(note["optimizer"].replace("sophiah", "sophia"), **settings, engine=engine, precision=precision)
+    name = note["optimizer"].replace("sophiah", "sophia").replace("_", "")
+    opt = rlx_optim.create(name, **settings, engine=engine, precision=precision)
     start = {k: PROBLEM[f"params0/{k}"] for k in note["tensors"]}
     params = {k: v.copy() for k, v in start.items()}
     for t in range(max(note["steps"])):
@@ -79,10 +91,13 @@ def test_golden(file, engine, precision):
                 assert all((params[k] == start[k]).all() for k in params)  # the first call only initialises
             else:
                 assert distance(params, want, start) < 2e-4, f"step {t + 1}"
+            if f"eval/{next(iter(params))}" in golden:
+                want = {k: golden[f"eval/{k}"][note["steps"].index(t + 1)] for k in params}
+                assert distance({k: opt.averaged(k) for k in params}, want, start) < 2e-4, f"average at step {t + 1}"
 
 
 def test_every_file_is_read():
-    assert len(FILES) == 29
+    assert len(FILES) == 33
 
 
 @pytest.mark.parametrize("tensor", ["w64x32", "w32x64", "w48x48"])

@@ -644,3 +644,156 @@ def test_mirror_image(name, engine):
     forth = run(opt(), start, grads)
     back = run(opt(), {n: -p for n, p in start.items()}, [{n: -x for n, x in g.items()} for g in grads])
     assert_close(forth, {n: -p for n, p in back.items()}, start)
+
+
+# ---- NorMuon and Scion -----------------------------------------------------------------------------------------------------
+MATRICES = {"tall": (23, 11), "wide": (9, 21), "square": (12, 12), "conv": (8, 3, 3, 2)}
+KELLER = [(3.4445, -4.7750, 2.0315)] * 5
+EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def newton_schulz(G, coefficients=KELLER, safety=1.0, eps=1e-7):
+    X = G.T if G.shape[0] > G.shape[1] else G
+    X = X / (safety * np.linalg.norm(X) + eps)
+    for a, b, c in coefficients:
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.T if G.shape[0] > G.shape[1] else X
+
+
+def normuon(p, m, v, g, convention, lr=0.02, decay=0.3, momentum=0.9, beta2=0.8):
+    """One step in float64, written from the formulas of each implementation."""
+    m = momentum * m + (1 - momentum) * g
+    u = m if convention == "dion" else (1 - momentum) * g + momentum * m
+    rows, columns = g.shape
+    if convention == "authors":
+        o = newton_schulz(u)
+        v = beta2 * v + (1 - beta2) * (o**2).mean(1, keepdims=True)
+        N = o / (np.sqrt(v) + 1e-10)
+        N = N * np.linalg.norm(o) / (np.linalg.norm(N) + 1e-10)
+        return (1 - lr * decay) * p - lr * np.sqrt(max(1, rows / columns)) * N, m, v
+    if convention == "dion":
+        o = newton_schulz(u, EXPRESS, 1.02, 1e-8)
+        v = beta2 * v + (1 - beta2) * (o**2).mean(1, keepdims=True)
+        N = o / (np.sqrt(v) + 1e-8)
+        N = N * np.linalg.norm(o) / max(np.linalg.norm(N), 1e-8)
+        return (1 - lr * decay) * p - lr * np.sqrt(rows / columns) * N, m, v
+    o = newton_schulz(u, EXPRESS, 1.02, 1e-6)
+    v = beta2 * v + (1 - beta2) * (o**2).mean(1 if rows >= columns else 0, keepdims=True)
+    N = o / np.sqrt(np.maximum(v, 1e-10))
+    N = N * np.linalg.norm(o) / max(np.linalg.norm(N), 1e-10)
+    step = lr * np.sqrt(max(1, rows / columns))
+    return p - step * N - p * (N * p >= 0) * (decay * lr) * step, m, v
+
+
+@both_engines
+@pytest.mark.parametrize("convention", ["authors", "dion", "speedrun"])
+def test_normuon_by_the_formulas(convention, engine):
+    start, grads = tensors(MATRICES), gradients(MATRICES)
+    settings = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "beta2": 0.8}
+    got = run(r.NorMuon(**settings, convention=convention, engine=engine), start, grads)
+    want = {}
+    for name, p in start.items():
+        p, m, v = p.astype(np.float64).reshape(len(p), -1), 0.0, 0.0
+        for g in grads:
+            p, m, v = normuon(p, m, v, g[name].astype(np.float64).reshape(p.shape), convention)
+        want[name] = p.reshape(start[name].shape)
+    assert_close(got, want, start, 1e-4)
+
+
+@both_engines
+def test_normuons_first_rows_have_one_length(engine):
+    """1 − beta2 cancels where the length is restored; in the speedrun's convention the columns of wide matrices do."""
+    start, (grads, *_) = tensors(MATRICES), gradients(MATRICES)
+    for convention in ("authors", "speedrun"):
+        moved = run(r.NorMuon(convention=convention, engine=engine), start, [grads])
+        for name, p in moved.items():
+            step = (p - start[name]).astype(np.float64).reshape(len(p), -1)
+            axis = 0 if convention == "speedrun" and step.shape[0] < step.shape[1] else 1
+            assert np.ptp(np.linalg.norm(step, axis=axis)) < 1e-4 * np.linalg.norm(step), (convention, name)
+
+
+@both_engines
+def test_normuon_is_as_long_as_muon(engine):
+    start, (grads, *_) = tensors(MATRICES), gradients(MATRICES)
+    moved = [run(kind(lr=0.02, engine=engine), start, [grads]) for kind in (r.NorMuon, r.Muon)]
+    for name in start:
+        lengths = [np.linalg.norm((p[name] - start[name]).astype(np.float64)) for p in moved]
+        assert lengths[0] == pytest.approx(lengths[1], rel=1e-4)
+
+
+@both_engines
+def test_unconstrained_scion_is_muon_without_nesterov(engine):
+    """Up to its scale: √max(1, rows/columns) with max_scale; √(rows/columns), so that the wide lag behind, without."""
+    shapes = {k: v for k, v in MATRICES.items() if len(v) == 2}
+    start, grads = tensors(shapes), gradients(shapes)
+    muon = run(r.Muon(lr=0.02, momentum=0.9, nesterov=False, engine=engine), start, grads)
+    scion = {"lr": 0.02, "momentum": 0.1, "unconstrained": True, "engine": engine}
+    assert_close(run(r.Scion(**scion, max_scale=True), start, grads), muon, start)
+    plain = run(r.Scion(**scion), start, grads)
+    scaled = {k: start[k] + (muon[k] - start[k]) * min(1.0, np.sqrt(shapes[k][0] / shapes[k][1])) for k in start}
+    assert_close(plain, scaled, start)
+
+
+@both_engines
+def test_constrained_scion_is_muon_with_decay_one(engine):
+    shapes = {"tall": (23, 11), "square": (12, 12)}
+    start, grads = tensors(shapes), gradients(shapes)
+    muon = run(r.Muon(lr=0.02, momentum=0.9, nesterov=False, weight_decay=1.0, engine=engine), start, grads)
+    assert_close(run(r.Scion(lr=0.02, momentum=0.1, engine=engine), start, grads), muon, start)
+
+
+ROWS, COLUMNS = MATRICES["wide"]
+#: norm, other settings -> what a gradient becomes; of a matrix of ROWS rows
+LMO = {
+    "spectral": ({}, lambda g: newton_schulz(g) * math.sqrt(ROWS / COLUMNS)),
+    "spectral, not normalized": ({"normalized": False}, lambda g: newton_schulz(g) * math.sqrt(ROWS)),
+    "sign": ({}, lambda g: np.sign(g) / COLUMNS),
+    "sign, not normalized": ({"normalized": False}, np.sign),
+    "colnorm": ({}, lambda g: g / (np.linalg.norm(g, axis=0) / math.sqrt(ROWS) + 1e-8)),
+    "colnorm, normalized": ({"normalized": True}, lambda g: g / (np.linalg.norm(g, axis=0) / math.sqrt(ROWS) * COLUMNS + 1e-8)),
+    "colnorm, transposed": ({"transpose": True}, lambda g: g / (np.linalg.norm(g, axis=1)[:, None] / math.sqrt(COLUMNS) + 1e-8)),
+    "rownorm": ({}, lambda g: g / (np.linalg.norm(g, axis=1)[:, None] * math.sqrt(COLUMNS) + 1e-8)),
+    "rownorm, not normalized": ({"normalized": False}, lambda g: g / (np.linalg.norm(g, axis=1)[:, None] + 1e-8)),
+    "rownorm, transposed": ({"transpose": True}, lambda g: g / (np.linalg.norm(g, axis=0) * math.sqrt(ROWS) + 1e-8)),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("title", LMO)
+def test_scions_norms(title, engine):
+    """One step from zero is −lr·scale·lmo(g); vectors, numbers and convolutions take the norm that is theirs."""
+    settings, lmo = LMO[title]
+    shapes = {"wide": MATRICES["wide"], "vector": (7,), "number": (), "line": (4, 3, 5), "conv": (4, 3, 5, 5)}
+    grads = tensors(shapes, seed=5)
+    opt = r.Scion(lr=0.5, scale=3.0, norm=title.partition(",")[0], engine=engine, **settings)
+    zero = {k: 0 * v for k, v in grads.items()}
+    got = {k: v / -1.5 for k, v in run(opt, zero, [grads]).items()}
+    g = {k: v.astype(np.float64) for k, v in grads.items()}
+    out = 4 / 3 if settings.get("normalized", True) or "spectral" not in title else 4
+    want = {"wide": lmo(g["wide"]), "vector": g["vector"] / np.sqrt((g["vector"] ** 2).mean()), "number": np.sign(g["number"])}
+    if settings.get("normalized") is not False:
+        for name, k in (("line", 5), ("conv", 25)):
+            want[name] = (newton_schulz(g[name].reshape(4, -1)) * math.sqrt(out) / k).reshape(shapes[name])
+    for name, value in want.items():
+        assert np.abs(got[name] - value).max() <= 2e-5 * np.abs(value).max(), name
+
+
+def test_scions_norms_by_group_and_by_name():
+    """A norm for heads and embeddings: by group, and through `otherwise`, which the router finds them by their names."""
+    shapes = {"wte.weight": (12, 6), "h.0.weight": (6, 6), "h.0.bias": (6,), "lm_head.weight": (12, 6)}
+    start, grads = tensors(shapes), gradients(shapes)
+    spectral, sign = {"lr": 0.01, "scale": 50.0}, {"norm": "sign", "scale": 3000.0}
+    grouped = run(r.Scion(**spectral, groups=[{"match": ["wte*", "lm_head*"], **sign}]), start, grads)
+    opt = r.Scion(**spectral, otherwise=r.Scion(lr=0.01, **sign))
+    routed = run(opt, start, grads)
+    assert all(np.array_equal(grouped[k], routed[k]) for k in start)
+    plain = run(r.Scion(**spectral), start, grads)
+    assert [k for k in start if np.array_equal(plain[k], routed[k])] == ["h.0.weight", "h.0.bias"]
+    assert "output head (by name)" in opt.routing_report()

@@ -358,6 +358,20 @@ def po_muon(params, convention="keller", ns_coefficients=(3.4445, -4.7750, 2.031
     return po("Muon", use_adjusted_lr=convention == "moonlight")([muon, rest])
 
 
+def po_normuon(params, **settings):
+    muon = {"use_muon": True, "params": [p for p in params if p.ndim > 1], **settings}
+    return po("NorMuon")([muon, {"use_muon": False, "params": [p for p in params if p.ndim < 2], "lr": 0.01}])
+
+
+def po_scion(params, norm="auto", unconstrained=False, **settings):
+    kinds = importlib.import_module("pytorch_optimizer.optimizer.scion").LMONorm
+    names = {"auto": "AUTO", "sign": "SIGN", "colnorm": "COL", "rownorm": "ROW"}
+    options = {k: settings.pop(k) for k in ("normalized", "transpose") if k in settings}
+    return po("SCION", constraint=not unconstrained, norm_type=getattr(kinds, names[norm]), norm_kwargs=options)(
+        params, **settings
+    )
+
+
 def po_adafactor(params, lr=None, beta2_decay=-0.8, eps=(1e-30, 1e-3), beta1=None, **settings):
     torch = importlib.import_module("torch")
     rule = po(
@@ -403,7 +417,11 @@ def same_probes():
 def float64_products():
     base = pytest.importorskip("pytorch_optimizer.optimizer.muon.base")
     wide = functools.partial(base.zero_power_via_newton_schulz_5, dtype=importlib.import_module("torch").float64)
-    return mock.patch.object(base, "zero_power_via_newton_schulz_5", wide)
+    stack = contextlib.ExitStack()
+    for module in ("muon.base", "scion"):
+        where = importlib.import_module(f"pytorch_optimizer.optimizer.{module}")
+        stack.enter_context(mock.patch.object(where, "zero_power_via_newton_schulz_5", wide))
+    return stack
 
 
 def nothing_under_the_root():
@@ -505,6 +523,32 @@ PYTORCH_OPTIMIZER = [
         {"lr": 0.02, "convention": "moonlight", "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
     ], fixed=lambda: {"otherwise": rlx_optim.AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)},
         patch=float64_products),
+    Peer("pytorch_optimizer", "NorMuon", po_normuon, [
+        {"lr": 0.02},
+        {"lr": 0.02, "momentum": 0.5, "beta2": 0.8, "nesterov": False, "weight_decay": 0.3, "ns_steps": 3},
+    ], fixed=lambda: {"otherwise": rlx_optim.AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)},
+        patch=float64_products),
+    # of kernels that are no squares it takes both sides, the authors the first one twice
+    Peer("pytorch_optimizer", "Scion", po_scion, [
+        {"lr": 0.02, "momentum": 0.1},
+        {"lr": 0.02, "momentum": 0.3, "scale": 5.0, "unconstrained": True},
+    ], tuple(name for name in PLAIN if name != "conv"), patch=float64_products),
+    Peer("pytorch_optimizer", "Scion", po_scion, [
+        {"lr": 0.02, "momentum": 0.1, "norm": "sign"},
+        {"lr": 0.02, "momentum": 0.1, "norm": "colnorm"},
+        {"lr": 0.02, "momentum": 0.1, "norm": "colnorm", "normalized": True, "transpose": True},
+        {"lr": 0.02, "momentum": 0.1, "norm": "rownorm"},
+        {"lr": 0.02, "momentum": 0.1, "norm": "rownorm", "normalized": False},
+    ], MATRICES),
+    Peer("pytorch_optimizer", "ScheduleFreeSGD", po("ScheduleFreeSGD"), [
+        {"lr": 0.05},
+        {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 4, "r": 1.0, "weight_lr_power": 1.0},
+    ]),
+    # it adds 1e-15 under the root, and its eps is next to that
+    Peer("pytorch_optimizer", "ScheduleFreeAdamW", po("ScheduleFreeAdamW"), [
+        {"lr": 0.01, "eps": 1e-3},
+        {"lr": 0.01, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 4, "r": 1.0, "weight_lr_power": 1.0},
+    ]),
     # tensors and sizes for which every rotated Gram matrix has full rank, so that its eigenvectors are determined
     Peer("pytorch_optimizer", "SOAP", po_soap, [
         {"lr": 0.01, "max_precond_dim": 6, "precondition_frequency": 3},

@@ -412,3 +412,31 @@ def test_patterns_see_through_parametrizations():
     torch.nn.utils.parametrizations.weight_norm(model["hidden"])
     found = decisions(Muon(torch.compile(model, backend="eager"), route={"hidden.weight": rlx_optim.Lion()}).routing_report())
     assert found["hidden.parametrizations.weight.original1"] == ("Lion", "matches 'hidden.weight'")
+
+
+# ---- one rule, several norms ---------------------------------------------------------------------------------------------------
+def test_scions_norms_by_name_in_torch_and_jax():
+    """Embeddings and heads go to `otherwise`, here the same rule with another norm; all front ends end in the same place."""
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    import rlx_optim.optax
+    import rlx_optim.torch
+
+    rng = np.random.default_rng(0)
+    shapes = {"wte.weight": (12, 6), "h.weight": (6, 6), "h.bias": (6,), "lm_head.weight": (12, 6)}
+    start, grads = ({k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()} for _ in range(2))
+    own, sign = {"momentum": 0.1, "scale": 5.0}, {"momentum": 0.1, "norm": "sign", "scale": 300.0}
+    want = {k: v.copy() for k, v in start.items()}
+    rlx_optim.Scion(0.01, **own, otherwise=rlx_optim.Scion(0.01, **sign)).step_all(want, grads)
+    params = {k: torch.nn.Parameter(torch.from_numpy(v.copy())) for k, v in start.items()}
+    opt = rlx_optim.torch.Scion(params.items(), 0.01, **own, otherwise=rlx_optim.Scion(0.01, **sign))
+    for k, p in params.items():
+        p.grad = torch.from_numpy(grads[k])
+    opt.step()
+    tx = rlx_optim.optax.scion(0.01, **own, otherwise=rlx_optim.optax.scion(0.01, **sign))
+    updates, _ = tx.update(grads, tx.init(start), jax.tree.map(jax.numpy.asarray, start))
+    for k in start:
+        assert np.allclose(params[k].detach().numpy(), want[k], rtol=0, atol=1e-6), k
+        assert np.allclose(start[k] + updates[k], want[k], rtol=0, atol=1e-5), k
+    for k in ("wte.weight", "lm_head.weight"):
+        step = want[k] - (1 - 0.01) * start[k]
+        assert np.allclose(np.abs(step), 0.01 * 300 / 6, rtol=1e-4)

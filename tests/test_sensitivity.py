@@ -64,6 +64,10 @@ BASE = {
     "sophia": {"lr": 0.01},
     "mars": {"lr": 0.01},
     "prodigy": {"d0": 0.01, "d_coef": 10.0},
+    "normuon": {"lr": 0.02},
+    "scion": {"lr": 0.02},
+    "schedulefreeadamw": {"lr": 0.01},
+    "schedulefreesgd": {"lr": 0.05},
 }
 HEAVY = {"momentum": 0.9}
 AMSGRAD = {"betas": (0.9, 0.5)}
@@ -327,6 +331,47 @@ MOVES = [
     ("prodigy", "d0", 0.02),
     ("prodigy", "d_coef", 0.5),
     ("prodigy", "growth_rate", 1.02, {}, {"steps": 60}),
+    *(
+        row
+        for convention in ("authors", "dion", "speedrun")
+        for row in [
+            ("normuon", "lr", 0.022, {"convention": convention}),
+            ("normuon", "momentum", 0.8, {"convention": convention}),
+            ("normuon", "beta2", 0.5, {"convention": convention}),
+            ("normuon", "nesterov", convention == "dion", {"convention": convention}),  # the other way round
+            ("normuon", "weight_decay", 0.3, {"convention": convention}),
+            ("normuon", "ns_steps", 4, {"convention": convention}),
+        ]
+    ),
+    ("normuon", "convention", "dion", {}, {"only": ("matrix",)}),
+    ("normuon", "convention", "speedrun", {}, {"only": ("matrix",)}),
+    ("scion", "lr", 0.022),
+    ("scion", "momentum", 0.1),
+    ("scion", "scale", 2.0),
+    ("scion", "unconstrained", True),
+    ("scion", "weight_decay", 0.3),
+    *(("scion", "norm", norm, {}, {"only": ("matrix",)}) for norm in ("sign", "colnorm", "rownorm")),
+    *(("scion", "norm", norm, {"norm": "sign"}, {"only": ("matrix",)}) for norm in ("spectral", "spectralconv", "biasrms")),
+    *(("scion", "normalized", False, {"norm": norm}, {"only": ("matrix",)}) for norm in ("spectral", "sign", "rownorm")),
+    ("scion", "normalized", True, {"norm": "colnorm"}, {"only": ("matrix",)}),
+    *(("scion", "transpose", True, {"norm": norm}, {"only": ("matrix",)}) for norm in ("colnorm", "rownorm")),
+    ("scion", "max_scale", True, {}, {"only": ("matrix", "cube")}),
+    ("scion", "ns_steps", 4, {}, {"only": ("matrix", "cube")}),
+    ("schedulefreeadamw", "betas", (0.8, 0.999)),
+    ("schedulefreeadamw", "betas", (0.9, 0.99)),
+    ("schedulefreeadamw", "eps", 0.1),
+    ("schedulefreesgd", "momentum", 0.8),
+    *(
+        row
+        for name in ("schedulefreeadamw", "schedulefreesgd")
+        for row in [
+            (name, "lr", 0.011),
+            (name, "weight_decay", 0.3),
+            (name, "warmup_steps", 5),
+            (name, "r", 1.0),
+            (name, "weight_lr_power", 1.0, {"warmup_steps": 5}),
+        ]
+    ),
 ]
 
 #: the same for fields that have no say in these settings or on this input
@@ -367,6 +412,13 @@ STAYS = [
     ("mars", "clip_norm", 1e4, {"clip_norm": None}),
     ("prodigy", "safeguard_warmup", True),  # lr is 1
     ("prodigy", "growth_rate", math.inf),
+    ("scion", "norm", "spectral"),
+    ("scion", "norm", "sign", {}, {"only": ("cube", "vector")}),
+    ("scion", "transpose", True),
+    ("scion", "weight_decay", 0.3, {"unconstrained": True}),
+    ("scion", "max_scale", True, {"norm": "sign"}, {"only": ("matrix", "vector")}),
+    ("schedulefreeadamw", "weight_lr_power", 1.0),  # without warm-up all weights are equal
+    ("schedulefreesgd", "weight_lr_power", 1.0),
 ]
 
 
@@ -425,7 +477,7 @@ def test_no_place_in_the_convention(convention, setting):
         rlx_optim.Adafactor(**setting, convention=convention)
 
 
-@pytest.mark.parametrize(("name", "taken"), [("muon", {"matrix", "cube"}), ("mars", {"matrix"})])
+@pytest.mark.parametrize(("name", "taken"), [("muon", {"matrix", "cube"}), ("normuon", {"matrix", "cube"}), ("mars", {"matrix"})])
 def test_otherwise_moves_what_is_not_taken(name, taken):
     """A changed otherwise moves the tensors handed to it and no others."""
     a, b = (run(name, {"otherwise": rlx_optim.AdamW(lr=lr)}, {}, "cpu") for lr in (0.01, 0.02))

@@ -22,7 +22,7 @@ import rlx_optim
 import rlx_optim.torch as ours
 
 ENGINES = ("cpu", "torch")
-MATRIX = ("SOAP", "KronPSGD", "Muon")  # engines order the sums of their products differently
+MATRIX = ("SOAP", "KronPSGD", "Muon", "NorMuon", "Scion")  # engines order the sums of their products differently
 SHAPES = {"w": (24, 16), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "conv": (4, 3, 3, 2)}
 every = pytest.mark.parametrize("name", ALL)
 on_engines = pytest.mark.parametrize("engine", ENGINES)
@@ -272,7 +272,10 @@ def test_engines_agree_with_each_other_and_with_the_named_api(name):
     """Two learning rates in one step, and step counts that differ from tensor to tensor."""
     start = small()
     lr = ALL[name].get("lr", inspect.signature(getattr(ours, name)).parameters["lr"].default)
-    slow, results = ("w",) if name in ("Muon", "MARS") else ("w", "one"), {}  # there "one" goes to otherwise, with its group's lr
+    slow, results = (
+        ("w",) if name in ("Muon", "NorMuon", "MARS") else ("w", "one"),
+        {},
+    )  # there "one" goes to otherwise, with its group's lr
     for engine in ENGINES:
         params = twins(start)
         groups = [
@@ -638,6 +641,7 @@ def slots(names, shape, **others):
 
 
 ADAM = "exp_avg exp_avg_sq"
+AVERAGING = {"weight_sum": (), "lr_max": (), "momentum": ()}
 #: what the state of a 6×4 and of a 5 parameter holds beside "step", from the start
 STATE = {
     "SGD": (slots("momentum_buffer", W, started=()), slots("momentum_buffer", B, started=())),
@@ -656,6 +660,10 @@ STATE = {
     "Muon": (slots("momentum_buffer", W), slots(ADAM, B)),
     "Sophia": (slots("exp_avg hessian", W, estimates=()), slots("exp_avg hessian", B, estimates=())),
     "MARS": (slots(f"{ADAM} last_grad", W), slots(ADAM, B)),
+    "NorMuon": (slots("momentum_buffer", W, second_momentum_buffer=(6,)), slots(ADAM, B)),
+    "Scion": (slots("momentum_buffer", W), slots("momentum_buffer", B)),
+    "ScheduleFreeAdamW": (slots("lead exp_avg_sq", W, **AVERAGING), slots("lead exp_avg_sq", B, **AVERAGING)),
+    "ScheduleFreeSGD": (slots("lead", W, **AVERAGING), slots("lead", B, **AVERAGING)),
 }
 
 

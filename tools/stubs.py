@@ -52,6 +52,7 @@ from .checkpoint import save_state as save_state
 from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
+from .transform import averaged as averaged
 """
 
 

@@ -38,10 +38,11 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
 
 
 def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
-    """`bind` for a method of a spec: the words mean the same in the helpers of its file."""
-    names = function.__globals__.items()
-    helpers = {n: bind(f, words) for n, f in names if inspect.isfunction(f) and f.__module__ == function.__module__}
-    return bind(function, {**helpers, **words})
+    """`bind` for a method of a spec: the words mean the same in the helpers of its file, and in those of its package."""
+    here, own = function.__module__, function.__module__.rpartition(".")[0]
+    found = {name: f for name, f in function.__globals__.items() if inspect.isfunction(f)}
+    beside = {n: f for n, f in found.items() if f.__module__ == here or (own and f.__module__.rpartition(".")[0] == own)}
+    return bind(function, {**{name: bind(f, words) for name, f in beside.items()}, **words})
 
 
 def tupled(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:
@@ -398,7 +399,7 @@ class ArrayEngine:
         """R^T X for upper triangular R."""
         return R.mT @ X
 
-    def orthogonalize(self, X: Array, steps: int, coefficients: tuple[float, float, float], eps: float) -> Array:
+    def orthogonalize(self, X: Array, steps: int, coefficients: linalg.Coefficients, eps: float) -> Array:
         return linalg.orthogonalize(self, X, steps, coefficients, eps)
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:

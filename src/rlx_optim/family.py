@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
@@ -60,6 +61,7 @@ class Member:
     _iteration: int
     _skipped: int
     _clock: int
+    _seen: dict[str, Any] | None  # the arrays stepped last, where there is another point to evaluate at
 
     @property
     def _owner(self) -> str:
@@ -187,6 +189,8 @@ class Member:
         for record in plan.empty:  # nothing to compute, but the step counts
             record.t += 1
             record.stepped = self._iteration
+        if self._seen is not None:
+            self._seen |= zip(plan.names, map(weakref.ref, params), strict=True)
 
     def _parts(self, items: list[Item], watch: Any) -> list[Part]:
         parts = []

@@ -24,7 +24,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     fields = [parameter(n, f.default, _annotation(f), either) for n, f in kind.fields.items()]
-    defaults = {"otherwise": kind.otherwise_default} if kind.otherwise_default else {}
+    defaults = {"otherwise": kind.otherwise_default} if kind.matrix or kind.otherwise_default else {}
     defaults |= {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
     return inspect.Signature([*fields, *(parameter(n, d, explain.NAMED[n][0]) for n, d in defaults.items())])
 
@@ -48,7 +48,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
         given = dict(zip(kind.fields, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{title}: {', '.join(sorted(twice))} given twice")
-        if fallback is None and "otherwise" in kwargs:
+        if fallback is None and not kind.matrix and "otherwise" in kwargs:
             raise TypeError(f"{title}: takes every tensor itself and has no otherwise")
         if not kwargs.keys() <= signature.parameters.keys():
             raise explain.unknown(title, kwargs, list(signature.parameters))

@@ -11,7 +11,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 
-__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'StableAdamW', 'AdEMAMix', 'Adan', 'ADOPT', 'LaProp', 'Lamb', 'LARS', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS', 'Prodigy']
+__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'StableAdamW', 'AdEMAMix', 'Adan', 'ADOPT', 'LaProp', 'Lamb', 'LARS', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS', 'Prodigy', 'NorMuon', 'Scion', 'ScheduleFreeAdamW', 'ScheduleFreeSGD']
 
 class SGD(NamedOptimizer):
     lr: float | Callable[[int], float]
@@ -357,6 +357,7 @@ class SOAP(NamedOptimizer):
         merge_dims: bool = False,
         precondition_1d: bool = False,
         *,
+        otherwise: NamedOptimizer | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -393,6 +394,7 @@ class KronPSGD(NamedOptimizer):
         seed: int | Callable[[int], int] = 0,
         probe: Callable[..., Any] | None = None,
         *,
+        otherwise: NamedOptimizer | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -498,6 +500,108 @@ class Prodigy(NamedOptimizer):
         d0: float | Callable[[int], float] = 1e-06,
         d_coef: float | Callable[[int], float] = 1.0,
         growth_rate: float | None | Callable[[int], float | None] = None,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class NorMuon(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    momentum: float | Callable[[int], float]
+    beta2: float | Callable[[int], float]
+    nesterov: bool | None | Callable[[int], bool | None]
+    ns_steps: int | Callable[[int], int]
+    convention: Literal['authors', 'dion', 'speedrun']
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.02,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        momentum: float | Callable[[int], float] = 0.95,
+        beta2: float | Callable[[int], float] = 0.95,
+        nesterov: bool | None | Callable[[int], bool | None] = None,
+        ns_steps: int | Callable[[int], int] = 5,
+        convention: Literal['authors', 'dion', 'speedrun'] = 'authors',
+        *,
+        otherwise: NamedOptimizer | None = ...,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class Scion(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    momentum: float | Callable[[int], float]
+    norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv']
+    scale: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    unconstrained: bool | Callable[[int], bool]
+    normalized: bool | None | Callable[[int], bool | None]
+    max_scale: bool | Callable[[int], bool]
+    transpose: bool | Callable[[int], bool]
+    ns_steps: int | Callable[[int], int]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.001,
+        momentum: float | Callable[[int], float] = 1.0,
+        norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
+        scale: float | Callable[[int], float] = 1.0,
+        weight_decay: float | Callable[[int], float] = 1.0,
+        unconstrained: bool | Callable[[int], bool] = False,
+        normalized: bool | None | Callable[[int], bool | None] = None,
+        max_scale: bool | Callable[[int], bool] = False,
+        transpose: bool | Callable[[int], bool] = False,
+        ns_steps: int | Callable[[int], int] = 5,
+        *,
+        otherwise: NamedOptimizer | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class ScheduleFreeAdamW(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    warmup_steps: int | Callable[[int], int]
+    r: float | Callable[[int], float]
+    weight_lr_power: float | Callable[[int], float]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 0.0025,
+        betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999),
+        eps: float | Callable[[int], float] = 1e-08,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        warmup_steps: int | Callable[[int], int] = 0,
+        r: float | Callable[[int], float] = 0.0,
+        weight_lr_power: float | Callable[[int], float] = 2.0,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class ScheduleFreeSGD(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    momentum: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    warmup_steps: int | Callable[[int], int]
+    r: float | Callable[[int], float]
+    weight_lr_power: float | Callable[[int], float]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 1.0,
+        momentum: float | Callable[[int], float] = 0.9,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        warmup_steps: int | Callable[[int], int] = 0,
+        r: float | Callable[[int], float] = 0.0,
+        weight_lr_power: float | Callable[[int], float] = 2.0,
         *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -83,6 +84,7 @@ class NamedOptimizer(Member):
         self._waiting: dict[str, Item] = {}  # for those that sum over all tensors
         self._estimators: dict[str, Bundle] = {}  # for those that take estimates
         self._converted = ""
+        self._seen = {} if any(member.spec.evaluated for member in self._family()) else None
 
     def _joined(self, groups: Sequence[Group]) -> tuple[NamedOptimizer, ...]:
         """The optimizers that groups use, beside `otherwise`."""
@@ -183,6 +185,22 @@ class NamedOptimizer(Member):
             view.flags.writeable = False
         return views
 
+    def averaged(self, name: str, param: np.ndarray | None = None) -> np.ndarray:
+        """The point to evaluate a parameter at, as a new array: of Schedule-Free the average x, of a rule without such a point
+        the parameter as it is. param: the parameter, where it is not the array that was stepped last."""
+        member, record = self._find(name)
+        if self._seen is None:
+            raise TypeError(f"{self._owner}: it has no other point to evaluate at than the parameters; Schedule-Free rules do")
+        if param is None:
+            param = self._seen.get(name, lambda: None)()
+            if param is None:
+                raise ValueError(f"{self._owner}: the array last stepped as {name!r} is gone; give it: averaged({name!r}, param)")
+        if param.size != record.size:
+            raise ValueError(f"{self._owner}: {name!r} came with shape {param.shape}, but its state is for {record.shape}")
+        if member.spec.evaluated is None:
+            return param.copy()
+        return np.asarray(param + record.state[member.spec.evaluated].reshape(param.shape), param.dtype)
+
     def step_count(self, name: str) -> int:
         """t: how many steps this parameter has taken."""
         return self._find(name)[1].t
@@ -228,6 +246,8 @@ class NamedOptimizer(Member):
             run_part(part, self._engine, specs, member._numbers, (param,), (grad,), grad_scale)
             record.stepped = member._iteration
             self._clock += 1
+            if self._seen is not None:
+                self._seen[name] = weakref.ref(param)
             return
         scale = admission.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
@@ -320,7 +340,7 @@ class NamedOptimizer(Member):
         return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
-    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
+    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators", "_seen")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_waiting("a copy")
@@ -332,3 +352,4 @@ class NamedOptimizer(Member):
             self.otherwise._belongs = True  # a copy of it alone is free
         for used in self._used:
             used._belongs = True
+        self._seen = {} if any(member.spec.evaluated for member in self._family()) else None

@@ -127,13 +127,16 @@ def integer(default: int, low: int, *, fixed: bool = False) -> Any:
     return Field(default, f"an integer >= {low}", check, "int", structural=True, fixed=fixed)
 
 
-def flag(default: bool, *, fixed: bool = False) -> Any:
-    def check(value: Any) -> bool:
+def flag(default: bool | None, *, fixed: bool = False, optional: bool = False) -> Any:
+    def check(value: Any) -> bool | None:
+        if value is None and optional:
+            return None
         if not isinstance(value, bool) and type(value).__name__ != "bool":  # numpy's bool too
             raise TypeError
         return bool(value)
 
-    return Field(default, "True or False", check, "bool", structural=True, fixed=fixed)
+    expected, annotation = ("True, False or None", "bool | None") if optional else ("True or False", "bool")
+    return Field(default, expected, check, annotation, structural=True, fixed=fixed)
 
 
 def choice(*options: str | None) -> Any:
@@ -190,9 +193,9 @@ class Torch:
     like: that class's name. defaults: where they are not the fields'. shared: the last argument that both have; those after it
     are keywords, so that a place means the same in both. settings: what that class calls them. slots: names in a state_dict,
     where the meaning does not give them. decoupled: which weight decay this rule has, where that class can do both; assumed:
-    which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. counts: that class
-    counts its steps. in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a
-    field would not take.
+    which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. strange: settings
+    in others' groups by which to know state that cannot be taken over, and why not. counts: that class counts its steps.
+    in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a field would not take.
     """
 
     like: str = ""
@@ -203,6 +206,7 @@ class Torch:
     decoupled: bool | None = None
     assumed: bool = False
     telltale: str = ""
+    strange: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counts: bool = True
     in_dtype: Callable[[Mapping[str, Any], float], Mapping[str, Any]] | None = None
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -254,6 +258,10 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
     return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
+#: where a parameter is kept while the point to evaluate at takes its place
+TRAINED = "p"
+
+
 # ---- the commit -----------------------------------------------------------------------------------------------------
 def shrinking(p, u, shrink, step):  # type: ignore[no-untyped-def]
     change = shrink * p + step * u
@@ -289,6 +297,8 @@ class Spec(abc.ABC):
     branches: ClassVar[bool] = False
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
+    #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
+    evaluated: ClassVar[str | None] = None
     #: the numbers that its `commit` reads
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
     #: the optimizer for tensors this one does not take; None where it takes all

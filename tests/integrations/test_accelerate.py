@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rlx_optim.torch import AdamW, Muon
+from rlx_optim.torch import AdamW, Muon, ScheduleFreeAdamW
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
@@ -32,6 +32,27 @@ def train(run, batches):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_schedule_free(mode, tmp_path):
+    """The prepared optimizer hands eval and train on; save_state keeps both points in either mode."""
+    whole = prepared(ScheduleFreeAdamW)
+    batches = list(whole[3])
+    train(whole, batches[:3])
+    optimizer = whole[2]
+    y = [p.detach().clone() for p in whole[1].parameters()]
+    optimizer.eval()
+    assert not all(map(torch.equal, whole[1].parameters(), y))
+    getattr(optimizer, mode)()
+    whole[0].save_state(str(tmp_path))
+    second = prepared(ScheduleFreeAdamW)
+    second[0].load_state(str(tmp_path))
+    for run in (whole, second):
+        run[2].train()
+        assert all(map(torch.equal, run[1].parameters(), y))
+        train(run, batches[3:])
+    assert all(map(torch.equal, whole[1].parameters(), second[1].parameters()))
 
 
 @pytest.mark.parametrize("cls", [AdamW, Muon])

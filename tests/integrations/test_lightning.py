@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rlx_optim.torch import AdamW, Muon, Sophia
+from rlx_optim.torch import AdamW, Muon, ScheduleFreeAdamW, Sophia
 
 lightning = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # its advice on workers and loggers
@@ -62,6 +62,46 @@ def fitted(make, folder, path=None, steps=6, **settings):
     )
     trainer.fit(model, DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=4), ckpt_path=path)
     return model, trainer.optimizers[0]
+
+
+class Averaged(Net):
+    """The recipe: the optimizer follows the model into evaluation and back."""
+
+    seen = ()
+
+    def __init__(self):
+        super().__init__(ScheduleFreeAdamW)
+
+    def configure_optimizers(self):
+        return ScheduleFreeAdamW(self.body, lr=0.01)
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        for optimizer in self.trainer.optimizers:
+            optimizer.eval()
+
+    def on_validation_model_train(self):
+        super().on_validation_model_train()
+        for optimizer in self.trainer.optimizers:
+            optimizer.train()
+
+    def validation_step(self, batch, _):
+        self.seen = [p.detach().clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize("path", [None, "step=3.ckpt"])
+def test_schedule_free(path, tmp_path):
+    """Validation is at the average, training goes on from y, and a checkpoint is as good as any."""
+    x = torch.randn(4, 6)
+    data = DataLoader(TensorDataset(x, x[:, :3]), batch_size=4)
+    Averaged.val_dataloader = lambda self: data
+    whole, optimizer = fitted(Averaged, tmp_path / "whole", val_check_interval=1)
+    y = [p.detach().clone() for p in whole.parameters()]
+    with optimizer.averaged():
+        assert all(map(torch.equal, whole.parameters(), whole.seen))
+        assert not all(map(torch.equal, whole.parameters(), y))
+    other, _ = fitted(Averaged, tmp_path / "other", path and str(tmp_path / "whole" / path), limit_val_batches=int(path is None))
+    assert all(map(torch.equal, other.parameters(), y))
 
 
 @pytest.mark.parametrize("make", [lambda: Net(AdamW), lambda: Net(Muon), Curved], ids=["AdamW", "Muon", "Sophia"])

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from rlx_optim.torch import AdamW, Muon
+from rlx_optim.torch import AdamW, Muon, ScheduleFreeAdamW
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
 
 
-def trainer(cls, folder):
+def trainer(cls, folder, **settings):
     """A tiny Llama with random weights; nothing is downloaded."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -35,11 +35,13 @@ def trainer(cls, folder):
         use_cpu=True,
         disable_tqdm=True,
         logging_strategy="no",
+        **settings,
     )
     return transformers.Trainer(
         model=model,
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        eval_dataset=[{"input_ids": row, "labels": row} for row in tokens[:4]],
         optimizers=(optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 6)),
     )
 
@@ -59,6 +61,28 @@ def test_resume_is_bitwise(cls, tmp_path):
     for k, p in resumed.model.named_parameters():
         assert torch.equal(p, expected[k]), k
         assert not torch.equal(p, start[k]), k
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 3}], ids=["saved at y", "saved at x"])
+def test_schedule_free(settings, tmp_path):
+    """Trainer calls eval and train of the optimizer by itself: the loss is that of the average, and resuming is bitwise whether
+    the checkpoint was written in training or after an evaluation."""
+    whole = trainer(ScheduleFreeAdamW, tmp_path, **settings)
+    whole.train()
+    optimizer = whole.optimizer.optimizer
+    optimizer.train()
+    y = {k: p.detach().clone() for k, p in whole.model.named_parameters()}
+    resumed = trainer(ScheduleFreeAdamW, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.optimizer.optimizer.train()
+    for k, p in resumed.model.named_parameters():
+        assert torch.equal(p, y[k]), k
+    found = whole.evaluate()["eval_loss"]
+    with optimizer.averaged():
+        tokens = torch.stack([row["input_ids"] for row in whole.eval_dataset])
+        want = whole.model.eval()(input_ids=tokens, labels=tokens).loss
+        assert not torch.equal(next(iter(whole.model.parameters())), next(iter(y.values())))
+    assert found == pytest.approx(float(want), rel=1e-5)
 
 
 def test_muon_knows_the_parts_of_a_language_model(tmp_path):

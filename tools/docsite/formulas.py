@@ -25,7 +25,21 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any
 
-FUNCTIONS = ("max", "min", "sign", "rms", "mean", "sum", "row_mean", "column_mean", "qr", "triu")
+FUNCTIONS = (
+    "max",
+    "min",
+    "sign",
+    "rms",
+    "mean",
+    "sum",
+    "row_mean",
+    "column_mean",
+    "row_norm",
+    "column_norm",
+    "polar",
+    "qr",
+    "triu",
+)
 HAT = "\N{COMBINING CIRCUMFLEX ACCENT}"
 LETTER = f"[A-Za-zρμΠ]{HAT}?"
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
@@ -144,7 +158,7 @@ PAIRS = {"betas": r"(\beta_1, \beta_2)", "nus": r"(\nu_1, \nu_2)", "ns_coefficie
 THREE = {"betas": r"(\beta_1, \beta_2, \beta_3)"}
 LETTERS = {"ρ": r"\rho", "μ": r"\mu", "Π": r"\Pi"}
 MARKS = {"²": "2", "ᵀ": r"\top", "⁻¹": "-1", "⁻ᵀ": r"-\top"}
-SPACED = {"row_mean": r"row\,mean", "column_mean": r"column\,mean"}
+SPACED = {name: name.replace("_", r"\,") for name in FUNCTIONS if "_" in name}
 
 
 def _escaped(word: str) -> str:

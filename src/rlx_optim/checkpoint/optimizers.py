@@ -14,7 +14,7 @@ from ..optimizer import NamedOptimizer
 from ..registry import registered, spec_class
 from ..routing import OTHERWISE
 from ..settings import Settings
-from ..spec import Slot, Spec
+from ..spec import TRAINED, Slot, Spec
 from ..stepping import Record
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Member, Parameter, Snapshot, Values, possible
@@ -104,11 +104,19 @@ def type_of(snapshot: Snapshot) -> str:
             raise CheckpointError(f"{name!r} is split into {p.pieces} of shape {p.piece}, which the named API does not do")
         if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
             raise CheckpointError(f"{name!r} is maximized, which the named API does not do")
+        refuse_evaluation(name, p)
         for slot, each in p.tensors.items():
             types[each.dtype.name] = f"{slot} of {name!r} is {each.dtype}"
     if len(types) > 1:
         raise CheckpointError(f"{', '.join(types.values())}; one optimizer of the named API steps one type")
     return next(iter(types), "float32")
+
+
+def refuse_evaluation(name: str, p: Parameter) -> None:
+    if TRAINED in p.tensors:
+        raise CheckpointError(
+            f"{name!r} was saved in evaluation mode, which torch alone has: load it there and save it after opt.train()"
+        )
 
 
 def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ from typing import Any
 from .. import random
 from ..optimizer import NONFINITE
 from ..registry import spec_class
-from ..spec import Shape, Slot, Spec
+from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -181,8 +181,10 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
 
 
 def possible(spec: Spec, shape: Shape) -> tuple[dict[str, Slot], dict[str, float]]:
-    """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back."""
+    """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back. p: of
+    a torch optimizer in evaluation mode, where gradients are taken."""
     slots, counters = dict(spec.slots(shape)), dict(spec.counters())
+    slots |= {} if spec.evaluated is None else {TRAINED: Slot(shape)}
     for variant in _variants(spec):
         slots |= variant.slots(shape)
         counters |= variant.counters()

@@ -132,5 +132,5 @@ def _replayed(spec: Spec, t: int) -> Mapping[str, float]:
 
 def _counters(spec: Spec, new: Record, carried: bool) -> dict[str, float]:
     """A rule's counters after t steps: as they were, or as far as they follow from t. Averages not carried over begin anew."""
-    fresh, after = spec.counters(), {**_replayed(spec, new.t)} | ({} if carried else {"started": 0})
+    fresh, after = spec.counters(), _replayed(spec, new.t) if carried else {}
     return {k: after.get(k, v) if v == fresh[k] else v for k, v in new.counters.items()}

@@ -90,6 +90,10 @@ def _keywords(rule: Any, params: Any, settings: Settings) -> Any:
     return rule(**settings)
 
 
+def _muon_group(rule: Any, params: Any, settings: Settings) -> Any:
+    return rule([{"use_muon": True, "params": params, **settings}])
+
+
 def _muon_optax(rule: Any, params: Any, settings: Settings) -> Any:
     axes = load("optax.contrib:MuonDimensionNumbers")
     return rule(**settings, muon_weight_dimension_numbers={k: axes((1,), (0,)) for k in params})
@@ -104,6 +108,7 @@ STABLE: Settings = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, **DECAY}
 MIX: Settings = {"lr": 0.01, "betas": (0.8, 0.9, 0.99)}
 NESTEROV: Settings = {"lr": 0.01, "betas": (0.9, 0.8, 0.7)}
 SLOW = "torch.optim.Muon rounds to bfloat16 before its products"
+ROUNDED = "pytorch_optimizer's NorMuon rounds to bfloat16 before its products"
 MATRICES = ("w", "tall", "wide")
 PEERS = [
     Peer("sgd", "torch", "torch.optim:SGD", {"lr": 0.05, "momentum": 0.9, **DECAY}, {"lr": 0.05, "momentum": 0.9, **DECAY}),
@@ -238,6 +243,41 @@ PEERS = [
         "pytorch_optimizer:MARS",
         {"lr": 0.01, "betas": (0.8, 0.9), "gamma": 0.3, "optimize_1d": True, **EPS, **DECAY},
         {"lr": 0.01, "betas": (0.8, 0.9), "gamma": 0.3, "otherwise": None, **EPS, **DECAY},
+    ),
+    Peer(
+        "normuon",
+        "pytorch_optimizer",
+        "pytorch_optimizer:NorMuon",
+        {"lr": 0.02},
+        {"lr": 0.02},
+        math.inf,
+        ROUNDED,
+        prepare=_muon_group,
+        tensors=MATRICES,
+    ),
+    Peer(
+        "scion",
+        "pytorch_optimizer",
+        "pytorch_optimizer:SCION",
+        {"lr": 0.02, "momentum": 0.1, "constraint": True, "norm_type": 4, "norm_kwargs": {}},
+        {"lr": 0.02, "momentum": 0.1, "norm": "sign"},
+        remark="with the norm of signs; of the spectral one, it rounds to bfloat16 before its products",
+        tensors=MATRICES,
+    ),
+    Peer("schedulefreeadamw", "optax", "optax.contrib:schedule_free_adamw", {**PAIR, **DECAY}, {**ADAM, **DECAY}),
+    Peer(
+        "schedulefreesgd",
+        "optax",
+        "optax.contrib:schedule_free_sgd",
+        {"learning_rate": 0.05, "b1": 0.8, **DECAY},
+        {"lr": 0.05, "momentum": 0.8, **DECAY},
+    ),
+    Peer(
+        "schedulefreesgd",
+        "pytorch_optimizer",
+        "pytorch_optimizer:ScheduleFreeSGD",
+        {"lr": 0.05, "warmup_steps": 4, **DECAY},
+        {"lr": 0.05, "warmup_steps": 4, **DECAY},
     ),
 ]
 ALONE = {"kronpsgd": "its noise is drawn elsewhere in every library, so only engines are compared"}

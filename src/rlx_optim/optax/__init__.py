@@ -16,11 +16,12 @@ from .. import explain, registry
 try:
     from .checkpoint import load_state, save_state
     from .factories import create, known, made, name_of, routing_report
-    from .transform import RuleState
+    from .transform import RuleState, averaged
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
 
-__all__ = ["RuleState", "create", "load_state", "routing_report", "save_state"]
+
+__all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state"]
 __all__ += [name_of(kind) for kind in registry.OURS]
 
 

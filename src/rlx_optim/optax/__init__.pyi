@@ -11,8 +11,9 @@ from .checkpoint import save_state as save_state
 from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
+from .transform import averaged as averaged
 
-__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'stableadamw', 'ademamix', 'adan', 'adopt', 'laprop', 'lamb', 'lars', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy']
+__all__ = ['RuleState', 'averaged', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'stableadamw', 'ademamix', 'adan', 'adopt', 'laprop', 'lamb', 'lars', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy', 'normuon', 'scion', 'schedulefreeadamw', 'schedulefreesgd']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -203,6 +204,8 @@ def soap(
     merge_dims: bool = False,
     precondition_1d: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -221,6 +224,8 @@ def kron_psgd(
     balance_probability: optax.ScalarOrSchedule = 0.01,
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...
 
@@ -284,5 +289,62 @@ def prodigy(
     estim_lr0: optax.ScalarOrSchedule = 1e-06,
     estim_lr_coef: optax.ScalarOrSchedule = 1.0,
     growth_rate: optax.ScalarOrSchedule | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def normuon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    nesterov: bool | None = None,
+    ns_steps: int | None = None,
+    convention: Literal['authors', 'dion', 'speedrun'] = 'authors',
+    mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
+    stacked: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def scion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    momentum: optax.ScalarOrSchedule = 1.0,
+    norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
+    scale: optax.ScalarOrSchedule = 1.0,
+    weight_decay: optax.ScalarOrSchedule = 1.0,
+    unconstrained: bool = False,
+    normalized: bool | None = None,
+    max_scale: bool = False,
+    transpose: bool = False,
+    ns_steps: int | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+    otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
+    route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
+    stacked: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def schedulefreeadamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: optax.ScalarOrSchedule = 1e-08,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    warmup_steps: int | None = None,
+    r: optax.ScalarOrSchedule = 0.0,
+    weight_lr_power: optax.ScalarOrSchedule = 2.0,
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def schedulefreesgd(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    momentum: optax.ScalarOrSchedule = 0.9,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    warmup_steps: int | None = None,
+    r: optax.ScalarOrSchedule = 0.0,
+    weight_lr_power: optax.ScalarOrSchedule = 2.0,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...

@@ -17,6 +17,7 @@ import optax
 from ..admission import listed
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, tensor
+from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
 from ..spec import Spec
@@ -174,6 +175,7 @@ def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> Non
         raise CheckpointError(f"{name!r} has shape {says[0]} there, and {says[1]} here")
     if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
         raise CheckpointError(f"{name!r} is maximized, which the optax front end does not do")
+    refuse_evaluation(name, p)
     for slot, each in place.slots.items():
         if slot not in p.tensors or p.tensors[slot].shape != p.stored(each):
             found = p.tensors[slot].shape if slot in p.tensors else "missing"

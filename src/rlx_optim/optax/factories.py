@@ -66,8 +66,8 @@ def keywords(kind: type[Spec]) -> Mapping[str, tuple[Any, Foreign | None]]:
     found = {name: found[name] for name in dict.fromkeys([*first, *found])}
     beside: dict[str, Any] = {"update_interval": 10, "seed": None} if kind.observes else {}
     beside |= {"mask": None} if "weight_decay" in kind.fields else {}
-    beside |= {"otherwise": "default", "route": None} if kind.otherwise_default else {}
-    beside |= {"stacked": None} if kind.matrix or kind.otherwise_default else {}
+    if kind.matrix or kind.otherwise_default:
+        beside |= {"otherwise": "default" if kind.otherwise_default else None, "route": None, "stacked": None}
     found |= {name: (default, None) for name, default in beside.items()}
     return {name: (kind.optax.defaults.get(name, default), field) for name, (default, field) in found.items()}
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .. import registry
 from ..admission import listed
 from ..engines.jax_ import engine_in, traceable
 from ..program import Program, Values, trace
@@ -198,6 +199,22 @@ class Transform:
             counters |= {prefix + name: jnp.asarray(x[name], float) for name in mine}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
         return tree.unflatten(updates), RuleState(state.count + 1, mirrored, tree.unflatten(factors), counters)
+
+
+def averaged(state: Any, params: Tree) -> Tree:
+    """The point to evaluate at, a pure function: of leaves that Schedule-Free steps their average x, of others the leaf itself.
+    state: of a transformation of ours, or whatever it is in (chain, multi_transform, inject_hyperparams, …)."""
+    inside = jax.tree.leaves(state, is_leaf=lambda each: isinstance(each, RuleState))
+    names = {kind.evaluated for kind in registry.known().values() if kind.evaluated is not None}
+    leads = [each.slots[name] for each in inside if isinstance(each, RuleState) for name in names & each.slots.keys()]
+    if not leads:
+        raise ValueError("averaged: the state has no other point to evaluate at than the params; that of Schedule-Free rules has")
+    leaves: list[Any] = jax.tree.leaves(params)
+    tree: Any = jax.tree.structure(params)
+    for lead in leads:
+        there = zip(leaves, tree.flatten_up_to(lead), strict=True)
+        leaves = [p if isinstance(more, optax.MaskedNode) else (p + more).astype(p.dtype) for p, more in there]
+    return tree.unflatten(leaves)
 
 
 def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:

@@ -153,6 +153,9 @@ class StableAdamW(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class AdEMAMix(RuleOptimizer):
@@ -172,6 +175,9 @@ class AdEMAMix(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Adan(RuleOptimizer):
@@ -190,6 +196,9 @@ class Adan(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class ADOPT(RuleOptimizer):
@@ -208,6 +217,9 @@ class ADOPT(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class LaProp(RuleOptimizer):
@@ -225,6 +237,9 @@ class LaProp(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Lamb(RuleOptimizer):
@@ -265,6 +280,9 @@ class LARS(RuleOptimizer):
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
         capturable: bool = False,
         amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
     ) -> None: ...
 
 class Adafactor(RuleOptimizer):
@@ -457,6 +475,104 @@ class Prodigy(RuleOptimizer):
         d0: float = 1e-06,
         d_coef: float = 1.0,
         growth_rate: float | None = None,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+    ) -> None: ...
+
+class NorMuon(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        nesterov: bool | None = None,
+        ns_steps: int = 5,
+        convention: Literal['authors', 'dion', 'speedrun'] = 'authors',
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        otherwise: NamedOptimizer | None = ...,
+        route: Route = None,
+        split: Mapping[str, int] | None = None,
+        process_group: Any = None,
+    ) -> None: ...
+
+class Scion(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.001,
+        momentum: float = 1.0,
+        norm: Literal['auto', 'spectral', 'sign', 'colnorm', 'rownorm', 'biasrms', 'spectralconv'] = 'auto',
+        scale: float = 1.0,
+        weight_decay: float = 1.0,
+        unconstrained: bool = False,
+        normalized: bool | None = None,
+        max_scale: bool = False,
+        transpose: bool = False,
+        ns_steps: int = 5,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        otherwise: NamedOptimizer | None = None,
+        route: Route = None,
+        split: Mapping[str, int] | None = None,
+        process_group: Any = None,
+    ) -> None: ...
+
+class ScheduleFreeAdamW(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+    ) -> None: ...
+
+class ScheduleFreeSGD(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
         *,
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',

@@ -45,6 +45,9 @@ def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str,
         return ours
     if group.get("caution"):
         raise ValueError(f"{owner}: the checkpoint is of timm's cautious variant (caution=True), which is not this rule")
+    for setting, why in there.strange.items():
+        if setting in group:
+            raise ValueError(f"{owner}: {why}")
     decoupled = group.get("decoupled_weight_decay", there.assumed)  # older versions of torch do not say it
     if said and group.get("weight_decay") and decoupled != there.decoupled:
         beside = [k.title for k in OURS if k.torch.decoupled is decoupled and k.fields.keys() == kind.fields.keys()]

@@ -235,6 +235,8 @@ class RuleOptimizer(Stepper):
             saved = super().state_dict()
         finally:
             self.state = kept
+        if self._evaluates():  # train() takes out of the state what was saved here
+            saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
         for group in saved["param_groups"]:
             group.update(foreign(self._rules[group.get("rule", self.rule)], group))
             there = [key for key in group["params"] if key in saved["state"]]

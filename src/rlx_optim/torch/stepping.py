@@ -7,6 +7,7 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..admission import listed
 from ..program import trace
 from ..routing import bare
-from ..spec import Spec
+from ..spec import TRAINED, Spec
 from ..stepping import check_together
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
@@ -27,7 +28,7 @@ from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
 from .names import in_dtype, outside
 from .overlap import Work, rounds
-from .state import count_of, furnish, settle, shape_in_state
+from .state import count_of, furnish, piece_shape, settle, shape_in_state
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
@@ -38,6 +39,11 @@ def eager(function: F) -> F:
     """torch.compiler.disable, with a type that checkers can bind to an instance."""
     disabled: F = torch.compiler.disable(function)
     return disabled
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def is_spread(param: Any) -> bool:
@@ -57,6 +63,7 @@ class Stepper(torch.optim.Optimizer):
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
+    _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
     capturable: bool
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device
@@ -83,6 +90,7 @@ class Stepper(torch.optim.Optimizer):
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
+        self._evaluating = None
 
     def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
         """Made with the first parameter that is spread over ranks; None without one."""
@@ -150,6 +158,10 @@ class Stepper(torch.optim.Optimizer):
             release(grad)
 
     def _step(self, only: torch.Tensor | None) -> None:
+        if self._evaluating is not False and self._evaluates():
+            raise RuntimeError(
+                f"{self._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
+            )
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
@@ -439,6 +451,52 @@ class Stepper(torch.optim.Optimizer):
                     )
                 record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
         return seat
+
+    # ---- where to evaluate -----------------------------------------------------------------------------------------------
+    def _evaluates(self) -> bool:
+        if self._evaluating is None:
+            self._evaluating = any(TRAINED in state for state in self.state.values())
+        return self._evaluating
+
+    @eager
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the parameters where the model is to be evaluated, until `train()`: those of Schedule-Free at their average x.
+        What they were is kept in the state, so that the way back is exact and a checkpoint has both. Others stay as they are."""
+        if self._evaluates():
+            return
+        for group in self.param_groups:
+            kind = self._rules[group["rule"]]
+            if kind.evaluated is None:
+                continue
+            for name, param in named(group):
+                state = self.state[param]
+                key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
+                if TRAINED not in state and key in state:
+                    state[TRAINED], self._evaluating = param.detach().clone(), True
+                    local(param).add_(local(state[key]))
+
+    @eager
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the parameters back where gradients are taken, after `eval()`."""
+        if self._evaluates():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if TRAINED in self.state[param]:
+                        local(param).copy_(local(self.state[param].pop(TRAINED)))
+            self._evaluating = False
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """`with opt.averaged():` has the parameters where the model is to be evaluated, and puts them back."""
+        before = self._evaluates()
+        self.eval()
+        try:
+            yield
+        finally:
+            if not before:
+                self.train()
 
     # ---- gradient release ------------------------------------------------------------------------------------------------
     def attach(self, model: nn.Module | Iterable[torch.Tensor]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ import numpy as np
 from ... import threads
 from ...engine import ArrayEngine, Bundle, counted, without
 from ...language import REDUCTIONS, Rule, signature
+from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
@@ -323,7 +324,7 @@ class Cpu(ArrayEngine):
             multiply_transposed(r, x, y)
         return out
 
-    def orthogonalize(self, X: np.ndarray, steps: int, coefficients: tuple[float, float, float], eps: float) -> np.ndarray:
+    def orthogonalize(self, X: np.ndarray, steps: int, coefficients: Coefficients, eps: float) -> np.ndarray:
         tall = X.shape[1] > X.shape[2]
         wide = X.mT if tall else X
         if wide.shape[2] < WIDE * wide.shape[1]:

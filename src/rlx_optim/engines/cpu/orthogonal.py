@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...linalg import Coefficients, of_each_step
+
 WIDE = 2.0  # columns over rows from which this form is cheaper
 RESTARTS = range(2, 1000, 3)  # before these steps
 
 
-def orthogonalize_wide(X: np.ndarray, steps: int, coefficients: tuple[float, float, float]) -> np.ndarray:
+def orthogonalize_wide(X: np.ndarray, steps: int, coefficients: Coefficients) -> np.ndarray:
     """The iteration on one normalised matrix with rows <= columns."""
-    a, b, c = (X.dtype.type(value) for value in coefficients)
     R, Q = X @ X.T, None
     P, square, product = (np.empty_like(R) for _ in range(3))
     diagonal = np.diag_indices_from(R)
-    for step in range(steps):
+    for step, each in enumerate(of_each_step(coefficients, steps)):
+        a, b, c = (X.dtype.type(value) for value in each)
         if step in RESTARTS and Q is not None:
             X = Q @ X
             R, Q = X @ X.T, None

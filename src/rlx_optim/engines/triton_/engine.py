@@ -18,6 +18,7 @@ import torch
 
 from ... import random
 from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
@@ -354,7 +355,7 @@ class Triton(Torch):
         takes, _ = signature(rule)
         return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
 
-    def orthogonalize(self, X: Any, steps: int, coefficients: tuple[float, float, float], eps: float) -> Any:
+    def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
         norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
         X = dense(X)
         if not products.pays(X):

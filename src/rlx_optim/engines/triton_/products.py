@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...linalg import Coefficients, of_each_step
+
 NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, rotations in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
 LEAST, OBLONG = 128, 1.5
@@ -172,13 +174,13 @@ def half(U: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | No
 
 
 def orthogonalize(
-    U: torch.Tensor, norm: torch.Tensor, steps: int, coefficients: tuple[float, float, float], eps: float, form: str = "auto"
+    U: torch.Tensor, norm: torch.Tensor, steps: int, coefficients: Coefficients, eps: float, form: str = "auto"
 ) -> torch.Tensor:
     """Newton–Schulz on (batch, rows, columns); the result is in float16."""
     return iterate(half(U, norm, eps), steps, coefficients, form)
 
 
-def iterate(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float], form: str = "auto") -> torch.Tensor:
+def iterate(X: torch.Tensor, steps: int, coefficients: Coefficients, form: str = "auto") -> torch.Tensor:
     """The iteration on what `half` gives."""
     small, large = sorted(X.shape[1:])
     form = ("gram" if large >= OBLONG * small else "plain") if form == "auto" else form
@@ -187,10 +189,9 @@ def iterate(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float
 
 
 def plain(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: bool) -> tuple[torch.Tensor, float]:
-    a, b, c = coefficients
     n = min(X.shape[1:])
     A, B = (torch.empty((X.shape[0], n, n), dtype=X.dtype, device=X.device) for _ in range(2))
-    for _ in range(steps):
+    for a, b, c in of_each_step(coefficients, steps):
         product(X, X, A, alpha=1 / (scale * scale), tall=tall)
         product(A, A, B, add=A, alpha=c, beta=b, gamma=a)
         left, right = (X, B) if tall else (B, X)
@@ -199,7 +200,6 @@ def plain(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: bo
 
 
 def gram(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: bool) -> tuple[torch.Tensor, float]:
-    a, b, c = coefficients
     n = min(X.shape[1:])
 
     def new() -> torch.Tensor:
@@ -211,7 +211,7 @@ def gram(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: boo
 
     R, P, T, Q = new(), new(), new(), None
     product(X, X, R, alpha=1 / (scale * scale), tall=tall)
-    for k in range(steps):
+    for k, (a, b, c) in enumerate(of_each_step(coefficients, steps)):
         if k == RESTART and steps > RESTART:
             X, scale, Q = apply(Q, X, 1 / scale), 1.0, None
             product(X, X, R, tall=tall)

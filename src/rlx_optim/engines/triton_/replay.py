@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...linalg import Coefficients
 from . import products
 
 MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
@@ -24,7 +25,7 @@ def pays(X: torch.Tensor) -> bool:
 class Replay:
     """The iteration for stacks of one shape. The first call runs it, the second records it."""
 
-    def __init__(self, X: torch.Tensor, steps: int, coefficients: tuple[float, float, float]):
+    def __init__(self, X: torch.Tensor, steps: int, coefficients: Coefficients):
         self.input = torch.empty(X.shape, dtype=torch.float16, device=X.device)
         self.how = (steps, coefficients)
         self.calls, self.graph, self.output = 0, None, None
