@@ -61,13 +61,14 @@ def test_defaults_are_those_of_the_table():
         "sophia": dict(lr=1e-3, betas=(0.965, 0.99), gamma=0.01, clip=1.0, eps=1e-12, weight_decay=0.1),
         "mars": dict(lr=3e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0, gamma=0.025, clip_norm=1.0, variant="adamw"),
     }  # fmt: skip
+    common = dict(cautious=False, decay="decoupled")
     for name in NAMES:
         given = {"lr": 0.01} if name == "sgd" else {}
-        assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name]}
+        assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name], **common}
     muon = rlx_optim.Muon().otherwise.hyperparameters()
-    assert muon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False)
+    assert muon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False, **common)
     mars = rlx_optim.MARS().otherwise.hyperparameters()
-    assert mars == dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False)
+    assert mars == dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, **common)
 
 
 def test_positional_arguments_and_lists():

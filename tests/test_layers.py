@@ -20,7 +20,8 @@ HEAVY = {"numba", "torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich"
 #: module (or package) -> modules of this package it may import
 MAY = {
     "vocabulary": set(),
-    "spec": set(),
+    "modifiers": {"vocabulary"},
+    "spec": {"modifiers"},
     "random": set(),
     "registry": {"spec", "rules"},
     "rule": {"spec", "linalg", "vocabulary", "registry"},
@@ -35,7 +36,7 @@ MAY = {
     "sharing": {"program", "spec"},
     "settings": {"spec"},
     "admission": {"spec"},
-    "rules": {"spec", "linalg", "vocabulary"},
+    "rules": {"modifiers", "spec", "linalg", "vocabulary"},
     "engine": {"language", "program", "spec", "linalg", "vocabulary", "random"},
     "engines": {"engine", "engines", "language", "program", "spec", "linalg", "vocabulary", "random", "threads"},
     "checkpoint": {"spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docsite import bench, katex, optimizers, parity, plots
+from docsite import bench, katex, modifiers, optimizers, parity, plots
 
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
@@ -20,6 +20,7 @@ TABLES = {
     "benchmarks by size": bench.by_size,
     "benchmark source": lambda: bench.source("two-blocks"),
     "choices": bench.choices,
+    "modifiers": modifiers.by_rule,
     "parity engines": lambda: parity.by_optimizer("engine"),
     "parity peers": lambda: parity.by_optimizer("peer"),
     "parity remarks": parity.remarks,

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import linalg, random, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
-from .program import Drop, Each, Pass, Program, Values, reduced_axis, trace
+from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
 from .spec import Shape, Slot, Spec
 
 Array = Any
@@ -166,7 +166,8 @@ class ArrayEngine:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
             x: Mapping[str, Any]
             if bundle.program is None:
-                x = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)), move)
+                spec = bundle.spec
+                x = self.moved(spec, spec.mask(self, spec.update(self, self.values(bundle))), move)
                 results = {name: x[name] for name in bundle.written()}
             else:
                 x, program = {}, bundle.program
@@ -179,7 +180,10 @@ class ArrayEngine:
 
     def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""
-        return self.map(mover(spec, x), x) if move else x.set(p=x.u)
+        if not move:
+            return x.set(p=x.u)
+        whole = mover(spec, x)
+        return self.map(subtract, spec.commit(self, x)) if whole is None else self.map(whole, x)
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         return None
@@ -432,8 +436,7 @@ def counted(shape: Shape, domain: Drop, how: Reduction) -> int:
     return shape[reduced_axis(domain, how)]
 
 
-def mover(spec: Spec, x: Mapping[str, Any]) -> Rule:
-    """The commit of a matrix rule as one rule of p, u and numbers."""
-    (step,) = trace(spec, {}, "move", {name: x.get(name) for name in spec.committed}).steps
-    assert isinstance(step, Pass)
-    return step.rule
+def mover(spec: Spec, x: Mapping[str, Any]) -> Rule | None:
+    """The commit of a matrix rule as one rule of p, u and numbers; None where it measures in between."""
+    steps = trace(spec, {}, "move", {name: x.get(name) for name in (*spec.committed, "rate")}).steps
+    return steps[0].rule if len(steps) == 1 and isinstance(steps[0], Pass) else None

@@ -142,6 +142,10 @@ class Member:
         if not self._passes(names, grads):
             return None
         for item in items:
+            spec = item.member._specs()[item.record.group]
+            if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
+                raise spec.stuck(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
+        for item in items:
             item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
             item.member._records[item.record.name] = item.record

@@ -10,7 +10,7 @@ from . import registry
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
 from .registry import spec_class as spec_class
-from .spec import REQUIRED, Spec
+from .spec import MODIFIERS, REQUIRED, Spec
 
 _DEFAULT: Any = object()
 __all__ = [kind.title for kind in registry.OURS]
@@ -20,7 +20,8 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     def parameter(name: str, default: Any, how: Any = inspect.Parameter.KEYWORD_ONLY) -> inspect.Parameter:
         return inspect.Parameter(name, how, default=inspect.Parameter.empty if default is REQUIRED else default)
 
-    fields = [parameter(n, f.default, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n, f in kind.fields.items()]
+    either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    fields = [parameter(n, f.default, keyword if n in MODIFIERS else either) for n, f in kind.fields.items()]
     common = {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
     extra = [parameter("otherwise", kind.otherwise_default)] if kind.otherwise_default else []
     return inspect.Signature([*fields, *extra, *(parameter(n, d) for n, d in common.items())])
@@ -33,8 +34,8 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
     base = CurvatureOptimizer if kind.observes else NamedOptimizer
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > len(kind.fields):
-            raise TypeError(f"{title} takes at most {len(kind.fields)} positional arguments, got {len(args)}")
+        if len(args) > (most := len(kind.fields) - len(MODIFIERS)):
+            raise TypeError(f"{title} takes at most {most} positional arguments, got {len(args)}")
         given = dict(zip(kind.fields, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{title}: {', '.join(sorted(twice))} given twice")

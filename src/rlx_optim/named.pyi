@@ -19,6 +19,8 @@ class SGD(NamedOptimizer):
     dampening: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
     nesterov: bool | Callable[[int], bool]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float],
@@ -27,6 +29,8 @@ class SGD(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         nesterov: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -39,6 +43,8 @@ class Adam(NamedOptimizer):
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
     amsgrad: bool | Callable[[int], bool]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -47,6 +53,8 @@ class Adam(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         amsgrad: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -59,6 +67,8 @@ class AdamW(NamedOptimizer):
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
     amsgrad: bool | Callable[[int], bool]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -67,6 +77,8 @@ class AdamW(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.01,
         amsgrad: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -80,6 +92,8 @@ class NAdamW(NamedOptimizer):
     weight_decay: float | Callable[[int], float]
     momentum_decay: float | Callable[[int], float]
     convention: Literal['dozat', 'algoperf', 'torch']
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -89,6 +103,8 @@ class NAdamW(NamedOptimizer):
         momentum_decay: float | Callable[[int], float] = 0.004,
         convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -102,6 +118,8 @@ class RAdam(NamedOptimizer):
     weight_decay: float | Callable[[int], float]
     decoupled_weight_decay: bool | Callable[[int], bool]
     convention: Literal['torch', 'paper']
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -111,6 +129,8 @@ class RAdam(NamedOptimizer):
         decoupled_weight_decay: bool | Callable[[int], bool] = False,
         convention: Literal['torch', 'paper'] = 'torch',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -123,6 +143,8 @@ class QHAdamW(NamedOptimizer):
     nus: tuple[float, float] | Callable[[int], tuple[float, float]]
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -131,6 +153,8 @@ class QHAdamW(NamedOptimizer):
         eps: float | Callable[[int], float] = 1e-08,
         weight_decay: float | Callable[[int], float] = 0.01,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -144,6 +168,8 @@ class Lamb(NamedOptimizer):
     weight_decay: float | Callable[[int], float]
     bias_correction: bool | Callable[[int], bool]
     trust_clip: float | None | Callable[[int], float | None]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -153,6 +179,8 @@ class Lamb(NamedOptimizer):
         bias_correction: bool | Callable[[int], bool] = True,
         trust_clip: float | None | Callable[[int], float | None] = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -168,6 +196,8 @@ class Adafactor(NamedOptimizer):
     beta1: float | None | Callable[[int], float | None]
     scale_parameter: bool | Callable[[int], bool]
     convention: Literal['paper', 'torch', 'rlx']
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | None | Callable[[int], float | None] = None,
@@ -179,6 +209,8 @@ class Adafactor(NamedOptimizer):
         scale_parameter: bool | Callable[[int], bool] = True,
         convention: Literal['paper', 'torch', 'rlx'] = 'paper',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -189,12 +221,16 @@ class Lion(NamedOptimizer):
     lr: float | Callable[[int], float]
     betas: tuple[float, float] | Callable[[int], tuple[float, float]]
     weight_decay: float | Callable[[int], float]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.0001,
         betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.99),
         weight_decay: float | Callable[[int], float] = 0.0,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -211,6 +247,8 @@ class SOAP(NamedOptimizer):
     max_precond_dim: int
     merge_dims: bool
     precondition_1d: bool
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.003,
@@ -223,6 +261,8 @@ class SOAP(NamedOptimizer):
         merge_dims: bool = False,
         precondition_1d: bool = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -243,6 +283,8 @@ class KronPSGD(NamedOptimizer):
     balance_probability: float | Callable[[int], float]
     seed: int | Callable[[int], int]
     probe: Callable[..., Any] | None
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -259,6 +301,8 @@ class KronPSGD(NamedOptimizer):
         seed: int | Callable[[int], int] = 0,
         probe: Callable[..., Any] | None = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -274,6 +318,8 @@ class Muon(NamedOptimizer):
     eps: float | Callable[[int], float]
     ns_steps: int | Callable[[int], int]
     convention: Literal['keller', 'moonlight', 'rlx']
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.02,
@@ -285,6 +331,8 @@ class Muon(NamedOptimizer):
         ns_steps: int | Callable[[int], int] = 5,
         convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = ...,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
@@ -299,6 +347,8 @@ class Sophia(CurvatureOptimizer):
     clip: float | Callable[[int], float]
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -308,6 +358,8 @@ class Sophia(CurvatureOptimizer):
         eps: float | Callable[[int], float] = 1e-12,
         weight_decay: float | Callable[[int], float] = 0.1,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
@@ -322,6 +374,8 @@ class MARS(NamedOptimizer):
     gamma: float | Callable[[int], float]
     clip_norm: float | None | Callable[[int], float | None]
     variant: Literal['adamw', 'lion']
+    cautious: bool | Callable[[int], bool]
+    decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.003,
@@ -332,6 +386,8 @@ class MARS(NamedOptimizer):
         clip_norm: float | None | Callable[[int], float | None] = 1.0,
         variant: Literal['adamw', 'lion'] = 'adamw',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = ...,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',

@@ -276,8 +276,8 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     alone, of a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars`
     gives, where it is known already.
     """
-    numbers = spec.scalars(1, spec.counters()) if numbers is None else numbers
-    key: Any = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
+    key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
         _traced[key] = _trace(spec, slots, what, numbers)
@@ -295,7 +295,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
     spec, before = _shared(spec), E.current["p"]
-    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "commit")):
+    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "mask", "commit")):
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
                 if not isinstance(x.get(name), Symbol):

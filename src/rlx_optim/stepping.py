@@ -72,7 +72,7 @@ def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engi
     for place, record in records:
         if record.size:
             spec = specs[record.group]
-            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.structure()
+            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.likeness()
             alike.setdefault((tuple(record.slots), key), []).append((place, record))
     parts = []
     for members in alike.values():
@@ -116,7 +116,7 @@ def scalars(record: Record, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> d
     key = record.cohort()
     found = numbers.get(key)
     if found is None:
-        found = spec.scalars(record.t + 1, record.counters)
+        found = spec.numbers(record.t + 1, record.counters)
         found = numbers[key] = {**record.counters, **found} if spec.matrix else found
     return found
 

@@ -65,7 +65,7 @@ def described(name: str) -> dict[str, Any]:
     words = meanings(name)
     fields = {
         field: {
-            "meaning": words.pop(field, ""),
+            "meaning": words.pop(field, f.meaning),
             "required": f.default is REQUIRED,
             "default": None if f.default is REQUIRED else f.default,
             "expected": f.expected,

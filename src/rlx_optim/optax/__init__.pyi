@@ -22,6 +22,8 @@ def sgd(
     dampening: optax.ScalarOrSchedule = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adam(
@@ -33,6 +35,8 @@ def adam(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     amsgrad: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adamw(
@@ -44,6 +48,8 @@ def adamw(
     weight_decay: optax.ScalarOrSchedule = 0.0001,
     amsgrad: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def nadamw(
@@ -56,6 +62,8 @@ def nadamw(
     momentum_decay: optax.ScalarOrSchedule = 0.004,
     convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def radam(
@@ -68,6 +76,8 @@ def radam(
     decoupled_weight_decay: bool = False,
     convention: Literal['torch', 'paper'] = 'paper',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def qhadamw(
@@ -80,6 +90,8 @@ def qhadamw(
     eps: optax.ScalarOrSchedule = 1e-08,
     weight_decay: optax.ScalarOrSchedule = 0.01,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lamb(
@@ -92,6 +104,8 @@ def lamb(
     bias_correction: bool = True,
     trust_clip: optax.ScalarOrSchedule | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adafactor(
@@ -105,6 +119,8 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     convention: Literal['paper', 'torch', 'rlx'] = 'paper',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lion(
@@ -114,6 +130,8 @@ def lion(
     *,
     weight_decay: optax.ScalarOrSchedule = 0.001,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def soap(
@@ -130,6 +148,8 @@ def soap(
     precondition_1d: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def kron_psgd(
@@ -148,6 +168,8 @@ def kron_psgd(
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def muon(
@@ -164,6 +186,8 @@ def muon(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def sophia(
@@ -178,6 +202,8 @@ def sophia(
     update_interval: int | jax.Array = 10,
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def mars(
@@ -194,4 +220,6 @@ def mars(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...

@@ -15,7 +15,7 @@ import optax
 from .. import registry
 from ..named import create as create_named
 from ..optimizer import NamedOptimizer
-from ..spec import REQUIRED, Field, Foreign, Spec, same
+from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
 from .places import Member, is_static
 from .transform import Transform, transformation
@@ -78,6 +78,7 @@ def keywords(kind: type[Spec]) -> Mapping[str, tuple[Any, Foreign | None]]:
     beside |= {"otherwise": "default", "route": None} if kind.otherwise_default else {}
     beside |= {"stacked": None} if kind.matrix or kind.otherwise_default else {}
     found |= {name: (default, None) for name, default in beside.items()}
+    found |= {name: found.pop(name) for name in MODIFIERS}  # the last
     return {name: (kind.optax.defaults.get(name, default), field) for name, (default, field) in found.items()}
 
 

@@ -66,8 +66,10 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
         if is_traced(value) and is_static(kind, name):
             raise TypeError(f"{kind.title}: {name} cannot be traced; with inject_hyperparams, name it in static_args")
         spec.__dict__[name] = value if is_traced(value) else field.validated(kind.title, name, value)
-    if not any(map(is_traced, spec.__dict__.values())):
+    traced = any(map(is_traced, spec.__dict__.values()))
+    if not traced:
         spec.check()
+    spec.check_modifiers(traced)
     return spec
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ..admission import listed
@@ -124,6 +125,7 @@ class Transform:
         slots: dict[str, list[Any]] = {name: [] for name in self.names}
         factors = []
         for place, leaf in zip(places, leaves, strict=True):
+            _refuse_zeros(place, leaf)
             fresh = {name: start(slot, place, arithmetic(leaf)) for name, slot in place.slots.items()}
             for name in self.names:
                 slots[name].append(fresh.get(name, optax.MaskedNode()))
@@ -154,10 +156,10 @@ class Transform:
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
-            spec = member.spec(state.count, dtype, **({} if place.decays else {"weight_decay": 0.0}))
+            spec = member.spec(state.count, dtype, **({} if place.decays else {"weight_decay": 0.0, "decay": "decoupled"}))
             prefix = self.counters(member)
             mine = {k.removeprefix(prefix): v.astype(dtype) for k, v in state.counters.items() if k.startswith(prefix)}
-            numbers = {**mine, **traceable(member.kind.scalars)(spec, state.count + 1, mine)}
+            numbers = {**mine, **spec.numbers(state.count + 1, mine, traceable(member.kind.scalars))}
             leaves = [
                 (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
                 for i in indices
@@ -182,6 +184,18 @@ def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
     """SOAP's bases and KronPSGD's factors need float32 products; accelerators take fewer bits unless told. Muon needs no more."""
     asked = jax.config.values["jax_default_matmul_precision"]
     return jax.default_matmul_precision("highest") if kind.branches and asked is None else contextlib.nullcontext()
+
+
+def _refuse_zeros(place: Place, leaf: Any) -> None:
+    """What is to keep its norm must have one; where it can be seen: not while `init` is traced."""
+    if (
+        place.member.steady.decay == "hyperball"
+        and place.decays
+        and not isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    ):
+        for name, tensor in zip(place.names, np.asarray(leaf).reshape(len(place.names), -1), strict=True):
+            if tensor.size and not tensor.any():
+                raise place.member.steady.stuck(name, "mask=… with False there")
 
 
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------
@@ -213,7 +227,7 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     out |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
     E = engine_in(dtype)
     x = Values(out, names=place.names, **numbers, t=t, seed=spec.values().get("seed"))
-    x = traceable(type(spec).update)(spec, E, x)
+    x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
     committed: Values = traceable(type(spec).commit)(spec, E, x)
     return committed
 

@@ -111,7 +111,7 @@ class GraphLane(TritonLane):
             }
             before = {name: values[index] for name, (index, values) in mine.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
-            now = {**before, **bind_all(type(spec).scalars, NUMBERS)(spec, t, before)}
+            now = {**before, **spec.numbers(t, before, bind_all(type(spec).scalars, NUMBERS))}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
             every.append(now)
         if len(groups) == 1:

@@ -33,10 +33,11 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "counters", "held", "param", "places", "records", "shape", "state")
+    __slots__ = ("batch", "counters", "fresh", "held", "param", "places", "records", "shape", "state")
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
         self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
+        self.fresh = True  # no gradient has come for it yet
         self.counters = {counter: state[counter] for counter in counters}
         self.hold()
         inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)

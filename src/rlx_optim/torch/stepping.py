@@ -176,7 +176,7 @@ class Stepper(torch.optim.Optimizer):
                 return
             folded = self._under_one_clip(work)
         clip = self._applied(work, folded)
-        structures = [spec.structure() for spec in specs]
+        structures = [spec.likeness() for spec in specs]
         factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
         taken: Work = []
         for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
@@ -230,7 +230,7 @@ class Stepper(torch.optim.Optimizer):
         if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
             return False
         grads = again.gradients()
-        if grads is None or any(lane.structures != [spec.structure() for spec in specs] for lane, _ in again.lanes):
+        if grads is None or any(lane.structures != [spec.likeness() for spec in specs] for lane, _ in again.lanes):
             return False
         again.step(grads, specs)
         return True
@@ -252,8 +252,21 @@ class Stepper(torch.optim.Optimizer):
         bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
         return work, bad, self._under_one_clip(work)
 
+    def _refuse_zeros(self, lane: Lane, seat: Seat) -> None:
+        """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""
+        first = seat.records[0]
+        spec: Any = self._specs[first.group][1]
+        if spec.decay != "hyperball" or first.t or not first.size or is_spread(seat.param):
+            return
+        for record, piece in zip(seat.records, lane.pieces(seat.param.detach(), seat), strict=True):
+            if not bool(piece.any()):
+                raise spec.stuck(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
+
     def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
         self._check_seat(lane, seat)
+        if seat.fresh:
+            self._refuse_zeros(lane, seat)
+            seat.fresh = False
         grad: Any = seat.param.grad
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -304,7 +317,7 @@ class Stepper(torch.optim.Optimizer):
             before, spec = self._specs[i]
             if spec is None or tensors or values != before:
                 now = self._spec_of(group)
-                if spec is not None and (now.structure() != spec.structure() or values[-1] != before[-1]):
+                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != before[-1]):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)

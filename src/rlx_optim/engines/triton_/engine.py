@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ... import random
-from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_numbers
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
@@ -89,7 +89,7 @@ class Triton(Torch):
                 self._execute(bundle)
                 return {}
             start = self.values(bundle)
-            x = self.moved(bundle.spec, bundle.spec.update(self, start), move)
+            x = self.moved(bundle.spec, bundle.spec.mask(self, bundle.spec.update(self, start)), move)
             for name in bundle.written():
                 if x[name] is not start[name]:  # what is not by address has been computed apart
                     apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
@@ -334,6 +334,15 @@ class Triton(Torch):
             if name not in out:
                 x[name].written()
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
+
+    def each(self, function: Rule, x: Values) -> Values:
+        """Numbers beside piles are flat, one per tensor, as those of a captured step are."""
+        if x.get("_plan") is None:
+            return super().each(function, x)
+        takes, gives = signature_of_numbers(function)
+        flat = {name: x[name].reshape(-1) if torch.is_tensor(x[name]) and x[name].ndim else x[name] for name in takes}
+        found = super().each(function, Values(flat))
+        return x.set(**{name: found[name] for name in gives})
 
     @staticmethod
     def _is_stack(value: Any, plan: Any) -> bool:

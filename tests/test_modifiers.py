@@ -1,0 +1,410 @@
+"""What may be done to any rule's step: every cell of the table of rules and modifiers works or is refused, on every front end."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import NAMES, copies, distance, feed, make, problem
+from test_golden import FOLDER, MODIFIED, PROBLEM, kind_and_settings
+
+import rlx_optim
+from rlx_optim.named import spec_class
+from rlx_optim.program import trace
+from rlx_optim.spec import MODIFIERS, Spec, real
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+from docsite import modifiers as docsite
+
+WAYS = {"cautious": {"cautious": True}, "decay cautious": {"decay": "cautious"}, "hyperball": {"decay": "hyperball"}}
+#: the cells that are refused, and what is said
+REFUSED = {
+    ("sgd", "decay cautious"): "SGD: decay='cautious' is not for this rule: it decays nothing beside the step",
+    ("adam", "decay cautious"): "Adam: decay='cautious' is not for this rule: it decays nothing beside the step",
+    ("radam", "decay cautious"): "RAdam: decay='cautious' is not for this rule: it decays nothing beside the step",
+    ("lamb", "decay cautious"): "Lamb: decay='cautious' is not for this rule: it decays nothing beside the step",
+    ("lamb", "hyperball"): "Lamb: decay='hyperball' is not for this rule: the trust ratio",
+    ("adafactor", "hyperball"): "Adafactor: decay='hyperball' is not for this rule: its step is clipped",
+}
+SHAPES = {"w": (12, 8), "b": (7,), "c": (4, 3, 2)}
+LR, DECAY, STEPS = 0.05, 0.3, 3
+BY_COUNT = ("lion", "adafactor")  # scaled by n/(kept + 1); the others by one over the share kept
+
+
+def start_and_gradients(steps=STEPS):
+    params, gradients = problem(SHAPES, steps=steps)
+    return {k: p * np.float32(0.1) for k, p in params.items()}, gradients
+
+
+def settings(name, **more):
+    takes = spec_class(name).fields
+    alone = {"mars": {"otherwise": None}, "muon": {"convention": "rlx"}, "sgd": {"momentum": 0.9}}.get(name, {})
+    return {"lr": LR, **({"weight_decay": 0.0} if "weight_decay" in takes else {}), **alone, **more}
+
+
+def stepped(opt, params, grads, t):
+    """How far a step goes, in float64."""
+    now = copies(params)
+    feed(opt, now, t)
+    opt.step_all(now, grads)
+    return {k: params[k].astype(np.float64) - now[k] for k in params}, now
+
+
+def by_hand(name, way, p, g, step, shrunk):
+    """p after a modified step, from how far the plain rule goes, and how far its decay."""
+    p, g = p.astype(np.float64), g.astype(np.float64)
+    if way == "cautious":
+        kept = step * g > 0
+        scale = p.size / (kept.sum() + 1) if name in BY_COUNT else 1 / max(kept.mean(), 1e-3)
+        return p - np.where(kept, step * scale, 0.0)
+    if way == "decay cautious":
+        return p - np.where(step * p >= 0, shrunk, 0.0) - step
+    radius = np.linalg.norm(p)
+    q = p - LR * radius * step / max(np.linalg.norm(step), 1e-10)
+    return q * radius / np.linalg.norm(q)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_table(name, way):
+    """Against the plain rule's own steps, with the modifier worked out by hand."""
+    if message := REFUSED.get((name, way)):
+        with pytest.raises(ValueError) as refused:
+            rlx_optim.create(name, **settings(name, **WAYS[way]))
+        assert message in str(refused.value)
+        return
+    decay = {"weight_decay": DECAY} if way == "decay cautious" else {}
+    opts = [rlx_optim.create(name, engine="reference", **settings(name, **more)) for more in ({**WAYS[way], **decay}, {}, decay)]
+    params, gradients = start_and_gradients()
+    changed = False
+    for t, grads in enumerate(gradients):
+        (_, got), (step, _), (both, _) = (stepped(opt, params, grads, t) for opt in opts)
+        if way == "cautious" and name == "muon":
+            assert all(np.isfinite(p).all() for p in got.values())  # masked before Newton–Schulz: test_muon_masks_before
+            return
+        if name == "soap" and way == "decay cautious":  # decays after the step, so the two steps differ by 1 − shrink
+            left = 1 - LR * DECAY * (t > 0)
+            both = {k: both[k] - (left - 1) * step[k] for k in both}
+        want = {k: by_hand(name, way, params[k], grads[k], step[k], both[k] - step[k]) for k in params}
+        for k in params:
+            np.testing.assert_allclose(got[k], want[k], rtol=2e-5, atol=2e-7, err_msg=f"{k}, step {t + 1}")
+            changed |= bool(np.abs(got[k] - (params[k] - step[k])).max() > 1e-5)
+        params = got
+    assert changed
+
+
+def test_the_table_in_the_documentation_says_so():
+    cells = dict(zip(WAYS, docsite.CELLS, strict=True))
+    for name in NAMES:
+        for way, modifier in cells.items():
+            said = docsite.cell(name, modifier)
+            assert said.startswith("refused: ") == ((name, way) in REFUSED), (name, way)
+            if (name, way) in REFUSED:
+                assert said.removeprefix("refused: ").startswith(REFUSED[name, way].partition("this rule: ")[2])
+            elif way == "cautious":
+                assert said == (
+                    "in its own place" if name == "muon" else "n/(kept + 1)" if name in BY_COUNT else "1/max(share, 1e-3)"
+                )
+    assert docsite.by_rule().count("\n|") == len(NAMES) + 2
+
+
+def test_radam_decays_cautiously_where_it_decays_beside_the_step():
+    opt = rlx_optim.RAdam(lr=0.1, weight_decay=0.5, decoupled_weight_decay=True, decay="cautious")
+    p = np.array([1.0, -1.0], np.float32)
+    opt.step("p", p, np.array([1.0, 1.0], np.float32))
+    np.testing.assert_allclose(p, [1 - 0.05 - 0.1, -1 - 0.1], rtol=1e-6)
+
+
+def test_muon_masks_before_newton_schulz():
+    """At the first step the momentum is the gradient, and nothing is masked; afterwards the mask is the gradient's."""
+    params, (first, second) = problem({"w": (6, 5)}, steps=2)
+    plain, careful = (rlx_optim.Muon(engine="reference", momentum=0.9, cautious=on) for on in (False, True))
+    a, b = copies(params), copies(params)
+    plain.step_all(a, first)
+    careful.step_all(b, first)
+    assert (a["w"] == b["w"]).all()
+    m = 0.9 * 0.1 * first["w"].astype(np.float64) + 0.1 * second["w"]
+    u = 0.9 * m + 0.1 * second["w"]
+    kept = u * second["w"] > 0
+    assert not kept.all()
+    once = rlx_optim.Muon(engine="reference", momentum=0.0, nesterov=False)  # orthogonalises what it is given
+    once.step_all(a, {"w": np.asarray(u * kept / kept.mean(), np.float32)})
+    careful.step_all(b, second)
+    np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-7)
+
+
+# ---- every engine and front end --------------------------------------------------------------------------------------------
+GOLDEN = [path.stem for path in sorted(FOLDER.glob("*__*.npz")) if path.stem.partition("__")[0] in MODIFIED]
+
+
+def golden(file):
+    found = np.load(FOLDER / f"{file}.npz")
+    note = json.loads(str(found["json"]))
+    start = {k: PROBLEM[f"params0/{k}"] for k in note["tensors"]}
+    want = {t: {k: found[f"after/{k}"][i] for k in start} for i, t in enumerate(note["steps"])}
+    return *kind_and_settings(note), start, want, [{k: np.array(PROBLEM[f"grads/{k}"][t]) for k in start} for t in range(20)]
+
+
+@pytest.mark.parametrize("engine", ["torch", "cpu"])
+@pytest.mark.parametrize("file", GOLDEN)
+def test_golden_in_torch(file, engine):
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch import made
+
+    kind, given, start, want, gradients = golden(file)
+    named = {k: torch.nn.Parameter(torch.tensor(p)) for k, p in start.items()}
+    opt = made(kind)(list(named.items()), **given, **({"otherwise": None} if kind.otherwise_default else {}), engine=engine)
+    for t, grads in enumerate(gradients, 1):
+        for k, p in named.items():
+            p.grad = torch.tensor(grads[k])
+        opt.step()
+        if t in want:
+            assert distance({k: p.detach().numpy() for k, p in named.items()}, want[t], start) < 2e-4, t
+
+
+@pytest.mark.parametrize("file", GOLDEN)
+def test_golden_in_jax(file):
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    from rlx_optim.optax.factories import made
+
+    kind, given, start, want, gradients = golden(file)
+    given = {kind.optax.settings.get(k, k): v for k, v in given.items()}
+    given |= {f"b{i}": b for i, b in enumerate(given.pop("betas", ()), 1)} | {"learning_rate": given.pop("lr")}
+    given |= {"beta": given.pop("momentum"), "otherwise": None} if "momentum" in given else {}
+    tx = made(kind)(**given)
+    params = jax.tree.map(jax.numpy.asarray, start)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for t, grads in enumerate(gradients, 1):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        if t in want:
+            assert distance(jax.tree.map(np.asarray, params), want[t], start) < 2e-4, t
+
+
+TOGETHER = [
+    ("adamw", {"cautious": True, "decay": "hyperball"}),
+    ("mars", {"cautious": True, "decay": "cautious", "weight_decay": 0.2, "otherwise": None}),
+    pytest.param("soap", {"cautious": True, "decay": "hyperball"}, marks=pytest.mark.slow),  # 20 s, of JAX compiling
+    ("muon", {"cautious": True, "decay": "hyperball", "convention": "rlx"}),
+    ("adafactor", {"cautious": True, "decay": "cautious", "weight_decay": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), TOGETHER, ids=lambda x: x if isinstance(x, str) else "+".join(map(str, x.values())))
+def test_engines_agree(name, given):
+    """cpu, torch and JAX beside the reference; two modifiers at once."""
+    torch, jax, optax = (pytest.importorskip(each) for each in ("torch", "jax", "optax"))
+    from rlx_optim.optax import create as in_jax
+    from rlx_optim.torch import create as in_torch
+
+    start, gradients = start_and_gradients()
+    want = copies(start)
+    reference, cpu = (make(name, engine=engine, **given) for engine in ("reference", "cpu"))
+    other = copies(start)
+    named = {k: torch.nn.Parameter(torch.tensor(p)) for k, p in start.items()}
+    defaults = {k: f.default for k, f in spec_class(name).fields.items()}
+    theirs = in_torch(name, list(named.items()), engine="torch", **{**defaults, **given})
+    without = [f.field for f in spec_class(name).optax.settings.values()] + [*spec_class(name).optax.spread, "lr", "probe"]
+    keywords = {k: v for k, v in {**defaults, **given}.items() if k not in without and k != "seed"}
+    tx = in_jax(name, defaults["lr"], **keywords)
+    params = jax.tree.map(jax.numpy.asarray, start)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grads in gradients:
+        reference.step_all(want, grads)
+        cpu.step_all(other, grads)
+        for k, p in named.items():
+            p.grad = torch.tensor(grads[k])
+        theirs.step()
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    bar = 1e-3 if spec_class(name).matrix else 2e-5
+    assert distance(other, want, start) < bar
+    assert distance({k: p.detach().numpy() for k, p in named.items()}, want, start) < bar
+    assert distance(jax.tree.map(np.asarray, params), want, start) < bar
+
+
+def test_cautious_decay_costs_nothing():
+    """One pass, which reads and writes what it did."""
+    for kind in map(spec_class, ("adamw", "lion", "nadamw", "sophia")):
+        plain, careful = (trace(kind(decay=way), kind().slots((4, 3))) for way in ("decoupled", "cautious"))
+        assert careful.traffic() == plain.traffic()
+        assert len(careful.passes) == len(plain.passes) == 1
+        assert not careful.measures
+
+
+def test_a_mask_that_nothing_passes_keeps_still_and_spreads_nan():
+    for name, given in (("adamw", {"weight_decay": 0.0}), ("lion", {})):
+        opt = rlx_optim.create(name, lr=0.1, cautious=True, **given)
+        p = np.ones(4, np.float32)
+        opt.step("p", p, np.zeros(4, np.float32))
+        assert (p == 1).all()  # no gradient, no step
+        opt.end_iteration()
+        opt.step("p", p, np.array([np.nan, 1, 1, 1], np.float32))
+        assert np.isnan(p[0])
+        assert np.isfinite(p[1:]).all()
+
+
+# ---- the norm --------------------------------------------------------------------------------------------------------------
+def test_the_norm_is_kept():
+    start, gradients = start_and_gradients(20)
+    params, opt = copies(start), rlx_optim.AdamW(lr=0.02, decay="hyperball")
+    for grads in gradients:
+        opt.step_all(params, grads)
+    for k in params:
+        np.testing.assert_allclose(np.linalg.norm(params[k]), np.linalg.norm(start[k]), rtol=2e-6)
+        assert np.abs(params[k] - start[k]).max() > 0.01
+
+
+def test_the_norm_is_that_of_each_slice():
+    """Split matrices in torch and stacked leaves in JAX keep the norms of their slices."""
+    torch, jax, optax = (pytest.importorskip(each) for each in ("torch", "jax", "optax"))
+    from rlx_optim.optax import adamw, muon
+    from rlx_optim.torch import Muon
+
+    rng = np.random.default_rng(0)
+    start, grad = (rng.standard_normal((3, 6, 5)).astype(np.float32) for _ in range(2))
+    start *= np.array([1, 10, 100], np.float32)[:, None, None]
+    norms = np.linalg.norm(start.reshape(3, -1), axis=1)
+    p = torch.nn.Parameter(torch.tensor(start))
+    opt = Muon([("w", p)], split={"w": 3}, otherwise=None, decay="hyperball")
+    p.grad = torch.tensor(grad)
+    opt.step()
+    found = [p.detach().numpy()]
+    for make_tx in (lambda: muon(0.02, stacked={"w": 1}, decay="hyperball"), lambda: adamw(0.02, decay="hyperball")):
+        params, tx = {"w": jax.numpy.asarray(start)}, make_tx()
+        updates, _ = tx.update({"w": grad}, tx.init(params), params)
+        found.append(np.asarray(optax.apply_updates(params, updates)["w"]))
+    for each in found[:2]:
+        np.testing.assert_allclose(np.linalg.norm(each.reshape(3, -1), axis=1), norms, rtol=1e-5)
+        assert np.abs(each - start).max() > 0.01
+    np.testing.assert_allclose(np.linalg.norm(found[2]), np.linalg.norm(start), rtol=1e-6)  # not stacked: one tensor
+
+
+def test_zeros_are_refused():
+    params = {"w": np.ones((3, 2), np.float32), "b": np.zeros(3, np.float32)}
+    grads = {k: np.ones_like(p) for k, p in params.items()}
+    opt = rlx_optim.AdamW(decay="hyperball")
+    fix = r"AdamW: 'b' is all zeros.*groups=\[\{'match': 'b', 'decay': 'decoupled'\}\]"
+    with pytest.raises(ValueError, match=fix):
+        opt.step_all(params, grads)
+    assert (params["w"] == 1).all()
+    with pytest.raises(KeyError, match="no state"):
+        opt.state("w")
+    opt = rlx_optim.AdamW(decay="hyperball", groups=[{"match": "b", "decay": "decoupled"}])
+    opt.step_all(params, grads)
+    assert (params["b"] < 0).all()
+    np.testing.assert_allclose(np.linalg.norm(params["w"]), np.sqrt(6), rtol=1e-6)
+
+
+def test_zeros_are_refused_in_torch_and_jax():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    from rlx_optim.optax import adamw
+    from rlx_optim.torch import AdamW
+
+    for engine in ("cpu", "torch"):
+        w, b = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.zeros(3))
+        w.grad, b.grad = torch.ones(3, 2), torch.ones(3)
+        opt = AdamW([("w", w), ("b", b)], decay="hyperball", engine=engine)
+        with pytest.raises(ValueError, match=r"AdamW: 'b' is all zeros.*a group of its own"):
+            opt.step()
+        assert bool((w == 1).all())
+        opt = AdamW([{"params": [("w", w)]}, {"params": [("b", b)], "decay": "decoupled"}], decay="hyperball", engine=engine)
+        opt.step()
+        assert bool((b < 0).all())
+    params = {"w": jax.numpy.ones((3, 2)), "b": jax.numpy.zeros(3)}
+    with pytest.raises(ValueError, match=r"AdamW: 'b' is all zeros.*mask"):
+        adamw(0.1, decay="hyperball").init(params)
+    tx = adamw(0.1, decay="hyperball", mask={"w": True, "b": False})
+    updates, _ = tx.update(params | {"b": jax.numpy.ones(3)}, tx.init(params), params)
+    assert bool((updates["b"] < 0).all())
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------------------
+def test_modifiers_are_settings_like_any_other():
+    """In groups, as schedules, as attributes, and refused by name."""
+    opt = rlx_optim.AdamW(groups=[{"match": "a", "cautious": True}], decay=lambda it: "decoupled" if it < 1 else "cautious")
+    rng = np.random.default_rng(0)
+    start = {k: rng.standard_normal(50).astype(np.float32) for k in "ab"}
+    params = copies(start)
+    for _ in range(2):
+        opt.step_all(params, {k: rng.standard_normal(50).astype(np.float32) for k in "ab"})
+    assert opt.hyperparameters("a")["cautious"] is True
+    assert opt.hyperparameters("b")["decay"] == "cautious"
+    opt.decay = "hyperball"
+    norms = {k: np.linalg.norm(p) for k, p in params.items()}
+    opt.step_all(params, {k: rng.standard_normal(50).astype(np.float32) for k in "ab"})
+    assert all(np.isclose(np.linalg.norm(p), norms[k], rtol=1e-6) for k, p in params.items())
+    with pytest.raises(ValueError, match="AdamW: decay must be one of 'decoupled', 'cautious', 'hyperball', got 'soft'"):
+        opt.decay = "soft"
+    with pytest.raises(TypeError, match="AdamW: cautious must be True or False, got 1"):
+        rlx_optim.AdamW(cautious=1)
+    with pytest.raises(TypeError, match="at most 5 positional"):
+        rlx_optim.AdamW(1e-3, (0.9, 0.99), 1e-8, 0.0, False, True)
+
+
+def test_checkpoints(tmp_path):
+    """They travel with a checkpoint; one that is older than they are has none."""
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch import AdamW
+
+    opt = rlx_optim.AdamW(cautious=True, decay="cautious")
+    opt.step("w", np.ones(3, np.float32), np.ones(3, np.float32))
+    opt.save(tmp_path / "new.safetensors")
+    assert rlx_optim.load(tmp_path / "new.safetensors").hyperparameters()["decay"] == "cautious"
+    p = torch.nn.Parameter(torch.ones(3))
+    theirs = AdamW([("w", p)])
+    theirs.load(tmp_path / "new.safetensors")
+    assert theirs.param_groups[0]["cautious"] is True
+    saved = AdamW([("w", p)], cautious=True).state_dict()
+    for group in saved["param_groups"]:
+        del group["cautious"], group["decay"]
+    fresh = AdamW([("w", p)])
+    fresh.load_state_dict(saved)
+    assert (fresh.param_groups[0]["cautious"], fresh.param_groups[0]["decay"]) == (False, "decoupled")
+
+
+def direction(g):
+    u = g * 1.0
+    return u
+
+
+class Plain(Spec):
+    lr: float = real(0.1)
+
+    def slots(self, shape):
+        return {}
+
+    def scalars(self, t, counters):
+        return {"step": self.lr}
+
+    def update(self, E, x):
+        return E.map(direction, x)
+
+
+def half(u, step):
+    change = step * u * 0.5
+    return change
+
+
+class Committed(Plain):
+    def commit(self, E, x):
+        return E.map(half, x)
+
+
+def test_rules_of_others():
+    """They have modifiers too; what is unsound for them is refused by name."""
+    for given, wanted in (({"cautious": True}, -0.1 * 2 * 0.5), ({}, -0.1)):
+        p, opt = np.zeros(2, np.float32), rlx_optim.named.made(Plain)(**given)
+        opt.step("p", p, np.array([1.0, -1.0], np.float32))
+        np.testing.assert_allclose(p, [wanted, -wanted] if not given else [-0.1, 0.1], rtol=1e-6)
+    with pytest.raises(ValueError, match="Plain: decay='cautious' is not for this rule: it decays nothing"):
+        Plain(decay="cautious")
+    for way in ("cautious", "hyperball"):
+        with pytest.raises(ValueError, match=f"Committed: decay='{way}' is not for this rule: it has a commit of its own"):
+            Committed(decay=way)
+    assert Committed(cautious=True).cautious
+    with pytest.raises(TypeError, match="Twice: every rule has decay already"):
+        type("Twice", (Plain,), {"decay": real(0.1)})
+    assert list(Plain.fields) == ["lr", *MODIFIERS]
