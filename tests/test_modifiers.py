@@ -408,3 +408,102 @@ def test_rules_of_others():
     with pytest.raises(TypeError, match="Twice: every rule has decay already"):
         type("Twice", (Plain,), {"decay": real(0.1)})
     assert list(Plain.fields) == ["lr", *MODIFIERS]
+
+
+# ---- what a step did -----------------------------------------------------------------------------------------------------------
+STATS = ("adamw", "lamb", "adafactor", "lion", "muon", "soap")
+
+
+def expected(p, g, now):
+    p, g, change = (np.asarray(a, np.float64) for a in (p, g, p.astype(np.float64) - now))
+    norms = {"grad_norm": np.linalg.norm(g), "param_norm": np.linalg.norm(p), "update_norm": np.linalg.norm(change)}
+    return norms | {"update_rms": np.sqrt((change**2).mean())}
+
+
+@pytest.mark.parametrize("engine", ["reference", "cpu"])
+@pytest.mark.parametrize("name", STATS)
+def test_stats(name, engine):
+    """As NumPy would measure it; asked or not, a step is the same; what is not asked is not measured."""
+    start, gradients = start_and_gradients(4)
+    opt, other = (rlx_optim.create(name, **settings(name), engine=engine) for _ in range(2))
+    with pytest.raises(RuntimeError, match=f"{opt._owner}: no step was asked about"):
+        opt.stats()
+    params = copies(start)
+    for t, grads in enumerate(gradients):
+        before = copies(params)
+        if t % 2:
+            opt.stats(next=True)
+        opt.step_all(params, grads)
+        if t % 2:
+            found = opt.stats()
+            want = {k: expected(before[k], grads[k], params[k]) for k in params}
+            for k in params:
+                for kind, value in want[k].items():
+                    np.testing.assert_allclose(found.each[k][kind], value, rtol=2e-4, err_msg=f"{k} {kind}")
+            whole = np.sqrt(sum(each["grad_norm"] ** 2 for each in want.values()))
+            np.testing.assert_allclose(found.all["grad_norm"], whole, rtol=1e-5)
+            assert ("orthogonality" in found.each["w"]) == spec_class(name).matrix
+    again = copies(start)
+    for grads in gradients:
+        other.step_all(again, grads)
+    assert all((params[k] == again[k]).all() for k in params)
+
+
+def test_stats_of_masks_and_muon():
+    start, gradients = start_and_gradients(2)
+    opt = rlx_optim.Lion(lr=0.01, cautious=True)
+    opt.step_all(start, gradients[0])
+    opt.stats(next=True)
+    before = copies(start)
+    opt.step_all(start, gradients[1])
+    found = opt.stats()
+    for k, p in start.items():
+        np.testing.assert_allclose(found.each[k]["masked"], (before[k] == p).mean(), rtol=1e-6)
+    still = sum((before[k] == p).sum() for k, p in start.items()) / sum(p.size for p in start.values())
+    np.testing.assert_allclose(found.all["masked"], still, rtol=1e-6)
+    w, g = {"w": np.ones((6, 9), np.float32)}, {"w": np.random.default_rng(0).standard_normal((6, 9)).astype(np.float32)}
+    coarse, fine = (rlx_optim.Muon(ns_steps=n, ns_coefficients=(2.0, -1.5, 0.5)) for n in (2, 20))
+    for opt in (coarse, fine):
+        opt.stats(next=True)
+        opt.step_all(w, g)
+    assert fine.stats().all["orthogonality"] < 1e-4 < 0.1 < coarse.stats().all["orthogonality"]
+
+
+def test_stats_take_no_pass_of_their_own():
+    for kind in map(spec_class, ("adamw", "lamb", "mars", "sophia", "adafactor")):
+        plain, told = (trace(kind(), kind().slots((4, 3)), what) for what in ("step", "told"))
+        assert told.traffic() == plain.traffic(), kind
+        assert len(told.passes) == len(plain.passes)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_stats_in_torch(engine):
+    torch = pytest.importorskip("torch")
+    import rlx_optim.torch as front
+
+    start, gradients = start_and_gradients(3)
+    for named, make_opt in (
+        (True, lambda ps: front.AdamW(list(ps.items()), lr=LR, engine=engine)),
+        (True, lambda ps: front.Muon(list(ps.items()), lr=LR, split={"w": 3}, engine=engine)),
+        (False, lambda ps: front.Lion([{"params": [p]} for p in ps.values()], lr=LR, cautious=True, engine=engine)),
+    ):
+        params = {k: torch.nn.Parameter(torch.tensor(p)) for k, p in start.items()}
+        opt = make_opt(params)
+        with pytest.raises(RuntimeError, match="no step was asked about"):
+            opt.stats()
+        seen = []
+        for t, grads in enumerate(gradients):
+            seen.append({k: p.detach().numpy().copy() for k, p in params.items()})
+            for k, p in params.items():
+                p.grad = torch.tensor(grads[k])
+            if t == 1:
+                opt.stats(next=True)
+            opt.step()
+        found = opt.stats()  # of the second: the third was not asked about
+        for i, k in enumerate(params):
+            for kind, value in expected(seen[1][k], gradients[1][k], seen[2][k]).items():
+                got = found.each[k if named else f"{i}.0"][kind]
+                assert isinstance(got, torch.Tensor)
+                np.testing.assert_allclose(float(got), value, rtol=2e-4, err_msg=f"{k} {kind}")
+        assert ("masked" in found.all) == isinstance(opt, front.Lion)
+        assert ("orthogonality" in found.all) == isinstance(opt, front.Muon)

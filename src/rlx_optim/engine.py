@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from . import linalg, random, vocabulary
+from . import linalg, random, stats, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
 from .spec import Shape, Slot, Spec
@@ -66,6 +66,7 @@ class Bundle:
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
+    asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
     """
 
     spec: Spec
@@ -80,7 +81,8 @@ class Bundle:
     watch: Any = None
     index: Any = None
     plan: Any = None
-    runner: Callable[[Mapping[str, Any], float], None] | None = None
+    runner: Callable[[Mapping[str, Any], float], Any] | None = None
+    asked: bool = False
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
@@ -166,17 +168,24 @@ class ArrayEngine:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
             x: Mapping[str, Any]
             if bundle.program is None:
-                spec = bundle.spec
-                x = self.moved(spec, spec.mask(self, spec.update(self, self.values(bundle))), move)
+                x = self.updated(bundle, self.values(bundle), move)
                 results = {name: x[name] for name in bundle.written()}
             else:
-                x, program = {}, bundle.program
+                program = bundle.program
                 found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
+                x = {name: found[number] for name, number in program.given.items()}
                 results = {name: found[number] for name, number in program.buffers.items()}
             for name, values in results.items():
                 for buffer, value in zip(bundle.buffers[name], values, strict=True):
                     self.store(buffer, value)
         return x
+
+    def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
+        """The values of a matrix rule at the end, and what the step did where that was asked."""
+        spec = bundle.spec
+        x = spec.mask(self, spec.update(self, start))
+        told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
+        return self.moved(spec, x, move).set(**told)
 
     def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""

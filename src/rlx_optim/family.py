@@ -19,7 +19,8 @@ from .engines import get_engine
 from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
-from .stepping import Part, Record, bundle_up, run_part
+from .stats import Row
+from .stepping import Part, Record, bundle_up, rows, run_part
 
 
 class Plan:
@@ -59,6 +60,8 @@ class Member:
     _iteration: int
     _skipped: int
     _clock: int
+    _asked: bool  # whether the steps of this iteration are to say what they do
+    _rows: list[Row]  # what they did
 
     @property
     def _owner(self) -> str:
@@ -159,6 +162,10 @@ class Member:
             parts[0].flat = params[0].shape != items[0].record.shape
         self._clock += 1  # first: should the step fail half-way, no earlier plan is good
         self._execute(plan, params, grads, scale)
+        if self._asked:
+            self._rows += rows(parts, {item.record: item.record.name for item in items})
+            items[0].record.part = None
+            return None  # the next step says nothing
         plan.stamp = self._stamp()
         return plan
 
@@ -174,7 +181,7 @@ class Member:
         parts = []
         for member in self._family():
             mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
-            for part in bundle_up(mine, member._specs(), self._engine, watch):
+            for part in bundle_up(mine, member._specs(), self._engine, watch, self._asked):
                 part.owner, part.version = member, member._settings.version
                 parts.append(part)
         return parts

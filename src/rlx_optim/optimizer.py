@@ -26,6 +26,7 @@ from .program import trace
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
 from .spec import Spec
+from .stats import Stats, summed_up
 from .stepping import Record, run_part
 
 NONFINITE = ("propagate", "raise", "skip")
@@ -75,6 +76,7 @@ class NamedOptimizer(Member):
         self._iteration = self._skipped = 0
         self._records: dict[str, Record] = {}
         self._why: dict[str, str] = {}
+        self._asked, self._rows = False, []
         self._clock = 0  # moves with every step that a plan did not take
         self._plan: Plan | None = None
         self._numbers: dict[Any, dict[str, Any]] = {}
@@ -200,6 +202,16 @@ class NamedOptimizer(Member):
             rows += [(name, record.shape, member.spec, member._why[name]) for name, record in member._records.items()]
         return report(rows)
 
+    def stats(self, next: bool = False) -> Stats:
+        """What the last iteration that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next,
+        which takes it in the same passes; the others measure nothing."""
+        found = summed_up(self._rows)
+        if next:
+            self._asked, self._rows = True, []
+        elif not self._rows:
+            raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        return found
+
     # ---- stepping -----------------------------------------------------------------------------------------------
     def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
         """Update one parameter in place. A second step of the same name needs `end_iteration` first."""
@@ -214,6 +226,7 @@ class NamedOptimizer(Member):
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
+            and not self._asked
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
             and (specs := member._specs())
@@ -234,7 +247,7 @@ class NamedOptimizer(Member):
         """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""
         scale = admission.check_scale(self._owner, grad_scale)
         plan = self._plan
-        if plan is None or not self._repeat(plan, params, grads, scale):
+        if plan is None or self._asked or not self._repeat(plan, params, grads, scale):
             admission.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             admission.check_overlap(
@@ -263,6 +276,7 @@ class NamedOptimizer(Member):
     def end_iteration(self) -> None:
         """Close the iteration: schedules move on, and every parameter may be stepped again."""
         self._iteration += 1
+        self._asked = False
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
             self._tell(
@@ -298,13 +312,13 @@ class NamedOptimizer(Member):
         return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
-    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
+    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators", "_asked", "_rows")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={})
+        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={}, _asked=False, _rows=[])
         if self.otherwise is not None:
             self.otherwise._belongs = True  # a copy of it alone is free
         for used in self._used:

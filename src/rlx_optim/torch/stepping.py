@@ -7,7 +7,7 @@ are replaced.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ from ..admission import listed
 from ..program import trace
 from ..routing import bare
 from ..spec import Spec
-from ..stepping import check_together
+from ..stats import Row, Stats, summed_up
+from ..stepping import Record, check_together, rows
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
@@ -57,6 +58,9 @@ class Stepper(torch.optim.Optimizer):
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
+    _asked = False  # whether the next step is to say what it does
+    _rows: Sequence[Row] = ()  # what the last did that was asked
+
     capturable: bool
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device
@@ -69,6 +73,19 @@ class Stepper(torch.optim.Optimizer):
     @skipped.setter
     def skipped(self, count: int) -> None:
         self._skipped, self._skips = count, None
+
+    def stats(self, next: bool = False) -> Stats:
+        """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
+        takes it in the same passes; the others measure nothing. Tensors on the device: nothing waits for them."""
+        if not next and not self._rows:
+            raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        found, self._asked = self._rows, self._asked or next
+        device = torch.as_tensor(found[0][2]["grad_norm"]).device if found else None
+        there = [
+            (name, size, {kind: torch.as_tensor(value).to(device, non_blocking=True) for kind, value in each.items()})
+            for name, size, each in found
+        ]
+        return summed_up(there)
 
     @property
     def _owner(self) -> str:
@@ -154,6 +171,7 @@ class Stepper(torch.optim.Optimizer):
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
         plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip is None
+        plainly = plainly and not self._asked
         if plainly and problem is None and self._once_more(specs):
             return
         self._again = None
@@ -178,13 +196,29 @@ class Stepper(torch.optim.Optimizer):
         clip = self._applied(work, folded)
         structures = [spec.likeness() for spec in specs]
         factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
-        taken: Work = []
+        asked, taken = self._asked and only is None, []
+        for lane, _, _ in work:
+            lane.asked = asked
+            if asked and lane.spread:
+                raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
             for lane, chosen, grads in round_:
                 lane.step(chosen, specs, structures, grads, lane.sign * factor)
                 lane.count(chosen)
             taken += round_
+        if asked:
+            self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
+
+    def _record_names(self) -> dict[Record, str]:
+        """What each record is called in `stats`: as its parameter, or by its place, "group.place"."""
+        names: dict[Record, str] = {}
+        for i, group in enumerate(self.param_groups):
+            for k, param in enumerate(group["params"]):
+                lane, place = self._places[param]
+                called = group["param_names"][k] if group.get("param_names") else f"{i}.{k}"
+                names |= dict.fromkeys(lane.seats[place].records, called)
+        return names
 
     def _agreeable_specs(self) -> tuple[list[Spec], Exception | None]:
         """The specs as they are now. Where ranks step together, a bad one is told to all before it is raised."""

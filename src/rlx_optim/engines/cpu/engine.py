@@ -217,7 +217,7 @@ class Plan:
                 step.refresh()
         self.version = -1 if watch is None else watch.version
 
-    def run(self, numbers: Mapping[str, Any], scale: float) -> None:
+    def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         watch = self.bundle.watch
         if watch is None or watch.version != self.version:
             self.refresh()
@@ -230,7 +230,7 @@ class Plan:
             else:
                 kernel.set_numbers(values)
             kernel.run()
-            return
+            return {}
         found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
         for step in self.steps:
             if isinstance(step, Prepared):
@@ -238,6 +238,7 @@ class Plan:
             else:
                 with np.errstate(all="ignore"):
                     self.engine.number(step, found)
+        return {name: found[n] for name, n in self.program.given.items()}
 
 
 class Cpu(ArrayEngine):
@@ -274,8 +275,8 @@ class Cpu(ArrayEngine):
         if bundle.plan is None:
             plan = bundle.plan = Plan(bundle, self)
             bundle.runner = plan.run
-        bundle.plan.run(bundle.numbers, bundle.scale)
-        return {}
+        told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
+        return told
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)

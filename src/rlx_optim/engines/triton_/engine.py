@@ -86,10 +86,9 @@ class Triton(Torch):
             bundle.plan = Plan(bundle, self.device)
         with torch.no_grad():
             if bundle.program is not None:
-                self._execute(bundle)
-                return {}
+                return self._execute(bundle)
             start = self.values(bundle)
-            x = self.moved(bundle.spec, bundle.spec.mask(self, bundle.spec.update(self, start)), move)
+            x = self.updated(bundle, start, move)
             for name in bundle.written():
                 if x[name] is not start[name]:  # what is not by address has been computed apart
                     apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
@@ -100,7 +99,7 @@ class Triton(Torch):
         return super().moved(spec, x) if move else x.set(p=dense(x.u))
 
     # programs ----------------------------------------------------------------------------------------------------------
-    def _execute(self, bundle: Any) -> None:
+    def _execute(self, bundle: Any) -> dict[str, Any]:
         program, plan, scale = bundle.program, bundle.plan, bundle.scale
         where, flag = self.placed(bundle), getattr(bundle.watch, "flag", None)
         found: dict[int, Any] = {}
@@ -112,6 +111,7 @@ class Triton(Torch):
                 self._apply(plan, position, program, step, where, found, scale, flag)
             else:
                 self.number(step, found)
+        return {name: found[n] for name, n in program.given.items()}
 
     def _apply(
         self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
