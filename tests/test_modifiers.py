@@ -507,3 +507,101 @@ def test_stats_in_torch(engine):
                 np.testing.assert_allclose(float(got), value, rtol=2e-4, err_msg=f"{k} {kind}")
         assert ("masked" in found.all) == isinstance(opt, front.Lion)
         assert ("orthogonality" in found.all) == isinstance(opt, front.Muon)
+
+
+# ---- steps left out --------------------------------------------------------------------------------------------------------------
+def judge(values, sigmas):
+    """Which values are left out, by hand."""
+    seen, out = [], []
+    for value in values:
+        past = np.array(seen[-128:])
+        far = len(past) >= 63 and value - past.mean() > sigmas * max(past.std(ddof=1), 1e-6 * abs(past.mean()))
+        out.append(bool(not np.isfinite(value) or far))
+        seen += [value] if np.isfinite(value) else []
+    return out
+
+
+def curve(n, seed=0, spikes=()):
+    rng = np.random.default_rng(seed)
+    values = 1 + 0.1 * rng.standard_normal(n)
+    for i, factor in dict(spikes).items():
+        values[i] = values[i] * factor
+    return values
+
+
+SPIKES = {20: 50.0, 100: 30.0, 101: np.nan, 150: 1.5, 260: 5.0, 299: np.inf}
+
+
+@pytest.mark.parametrize("sigmas", [6.0, 2.0])
+def test_skip_above(sigmas):
+    """Who is left out is who should be, by the norm and by the loss; nothing moves, and it is counted."""
+    norms, losses = curve(300, spikes=SPIKES), curve(300, 1, {200: 9.0})
+    want = [a or b for a, b in zip(judge(norms, sigmas), judge(losses, sigmas), strict=True)]
+    assert 4 <= sum(want) < 40
+    assert not want[20]  # too early to tell
+    assert want[200]
+    opt, plain = rlx_optim.Lion(lr=0.01, skip_above=sigmas), rlx_optim.Lion(lr=0.01)
+    p, same = (
+        {"a": np.ones(3, np.float32), "b": np.ones(1, np.float32)},
+        {"a": np.ones(3, np.float32), "b": np.ones(1, np.float32)},
+    )
+    for norm, loss, out in zip(norms, losses, want, strict=True):
+        grads = {"a": np.full(3, norm / 2, np.float32), "b": np.full(1, norm / 2, np.float32)}
+        before = copies(p)
+        opt.step_all(p, grads, loss=loss)
+        assert all((p[k] == before[k]).all() for k in p) == out
+        if not out:
+            plain.step_all(same, grads)
+    assert opt.skipped == sum(want)
+    assert opt.iteration == 300
+    assert opt.step_count("a") == 300 - sum(want)
+    assert all((p[k] == same[k]).all() for k in p)
+
+
+def test_skip_above_in_torch_and_jax():
+    torch, jax, optax = (pytest.importorskip(each) for each in ("torch", "jax", "optax"))
+    from rlx_optim.optax import lion, skip_above
+    from rlx_optim.torch import Lion
+
+    norms, losses = curve(220, spikes={k: v for k, v in SPIKES.items() if k < 220}), curve(220, 1, {200: 9.0})
+    want = [a or b for a, b in zip(judge(norms, 6.0), judge(losses, 6.0), strict=True)]
+    p = torch.nn.Parameter(torch.ones(4))
+    opt = Lion([p], lr=0.01, skip_above=6.0)
+    tx = skip_above(lion(0.01, weight_decay=0.0), 6.0)
+    x = jax.numpy.ones(4)
+    state, update = tx.init(x), jax.jit(tx.update)
+    for norm, loss, out in zip(norms, losses, want, strict=True):
+        p.grad = torch.full((4,), float(norm / 2))
+        before = p.detach().clone()
+        assert opt.step(loss=torch.tensor(loss)) is None
+        assert torch.equal(before, p.detach()) == out
+        was, inner = x, state.inner
+        updates, state = update(jax.numpy.full(4, norm / 2), state, x, loss=loss)
+        x = optax.apply_updates(x, updates)
+        assert bool((was == x).all()) == out
+        assert all(bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (inner, state.inner)), strict=True)) == out
+    assert opt.skipped == int(state.skipped) == sum(want)
+    assert float(opt.state[p]["step"]) == 220 - sum(want)
+    np.testing.assert_allclose(np.asarray(x), p.detach().numpy(), rtol=1e-6)
+    assert opt.step(lambda: torch.tensor(1.0)) == 1.0
+
+
+def test_skip_above_refusals():
+    for value in (0.0, -1.0, float("nan"), float("inf"), "6", True):
+        with pytest.raises((TypeError, ValueError), match="AdamW: skip_above must be a finite number > 0 or None, got"):
+            rlx_optim.AdamW(skip_above=value)
+    opt = rlx_optim.AdamW(skip_above=6.0)
+    with pytest.raises(RuntimeError, match="AdamW: skip_above is about the gradients of all tensors; give them to step_all"):
+        opt.step("p", np.ones(2, np.float32), np.ones(2, np.float32))
+    opt.skip_above = None
+    opt.step("p", np.ones(2, np.float32), np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="skip_above must be"):
+        opt.skip_above = -1.0
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch import AdamW
+
+    p = torch.nn.Parameter(torch.ones(2))
+    theirs = AdamW([p], skip_above=6.0)
+    theirs.attach([p])
+    with pytest.raises(RuntimeError, match="skip_above is about the gradients of all parameters at once"):
+        (p * p).sum().backward()

@@ -51,6 +51,7 @@ from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create
 from .factories import routing_report as routing_report
+from .guard import skip_above as skip_above
 from .transform import RuleState as RuleState
 """
 NONFINITE = "nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate'"
@@ -59,6 +60,7 @@ KEYWORDS = {
     "maximize": "bool",
     "engine": "Literal['auto', 'cpu', 'torch', 'triton']",
     "nonfinite": "Literal['propagate', 'raise', 'skip']",
+    "skip_above": "float | None",
     "capturable": "bool",
     "amp_scaling": "bool",
     "otherwise": "NamedOptimizer | None",
@@ -96,7 +98,7 @@ def named_stub() -> str:
         fields = list(given.values())
         keywords += ["otherwise: NamedOptimizer | None = ..."] if kind.otherwise_default else []
         keywords += ["groups: Sequence[Mapping[str, Any]] | None = None", "engine: Any = 'auto'"]
-        keywords += ["precision: Literal['float32', 'float64'] = 'float32'", NONFINITE]
+        keywords += ["precision: Literal['float32', 'float64'] = 'float32'", NONFINITE, "skip_above: float | None = None"]
         base = "CurvatureOptimizer" if kind.observes else "NamedOptimizer"
         text += class_stub(kind.title, base, fields, [], keywords, attributes)
     return text

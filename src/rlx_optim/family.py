@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ import numpy as np
 from . import admission
 from .engine import Engine
 from .engines import get_engine
+from .guard import Guard
 from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
@@ -49,6 +51,8 @@ class Member:
 
     spec: ClassVar[type[Spec]]
     nonfinite: str
+    skip_above: float | None
+    _guard: Guard
     otherwise: Any
     _used: tuple[Any, ...] = ()  # those that groups send tensors to
     _engine_choice: Any  # what `get_engine` takes
@@ -125,6 +129,16 @@ class Member:
     def _choice(self) -> Choice:
         return Choice(self._specs()[-1], self)
 
+    def _left_out(self, grads: Sequence[np.ndarray], scale: float, loss: float | None) -> bool:
+        """Whether skip_above leaves out this step."""
+        if self.skip_above is None:
+            return False
+        with np.errstate(all="ignore"):
+            norm = np.float64(scale) * math.hypot(*(float(np.linalg.norm(grad)) for grad in grads))
+            bad = bool(self._guard.bad(self.skip_above, abs(norm), loss))
+        self._skipped += bad
+        return bad
+
     def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
         if self.nonfinite == "propagate" or self._engine.finite(grads):
@@ -136,13 +150,13 @@ class Member:
         return False
 
     # ---- doing ----------------------------------------------------------------------------------------------------
-    def _commit(self, items: list[Item], scale: float) -> Plan | None:
+    def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> Plan | None:
         """Step checked items. Gives the plan by which the same items can be stepped again."""
         for member in self._family():
             member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
-        if not self._passes(names, grads):
+        if not self._passes(names, grads) or self._left_out(grads, scale, loss):
             return None
         for item in items:
             spec = item.member._specs()[item.record.group]

@@ -22,7 +22,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
 
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     fields = [parameter(n, f.default, keyword if n in MODIFIERS else either) for n, f in kind.fields.items()]
-    common = {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
+    common = {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate", "skip_above": None}
     extra = [parameter("otherwise", kind.otherwise_default)] if kind.otherwise_default else []
     return inspect.Signature([*fields, *extra, *(parameter(n, d) for n, d in common.items())])
 

@@ -35,6 +35,7 @@ class SGD(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Adam(NamedOptimizer):
@@ -59,6 +60,7 @@ class Adam(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class AdamW(NamedOptimizer):
@@ -83,6 +85,7 @@ class AdamW(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class NAdamW(NamedOptimizer):
@@ -109,6 +112,7 @@ class NAdamW(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class RAdam(NamedOptimizer):
@@ -135,6 +139,7 @@ class RAdam(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class QHAdamW(NamedOptimizer):
@@ -159,6 +164,7 @@ class QHAdamW(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Lamb(NamedOptimizer):
@@ -185,6 +191,7 @@ class Lamb(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Adafactor(NamedOptimizer):
@@ -215,6 +222,7 @@ class Adafactor(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Lion(NamedOptimizer):
@@ -235,6 +243,7 @@ class Lion(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class SOAP(NamedOptimizer):
@@ -267,6 +276,7 @@ class SOAP(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class KronPSGD(NamedOptimizer):
@@ -307,6 +317,7 @@ class KronPSGD(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Muon(NamedOptimizer):
@@ -338,6 +349,7 @@ class Muon(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Sophia(CurvatureOptimizer):
@@ -364,6 +376,7 @@ class Sophia(CurvatureOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class MARS(NamedOptimizer):
@@ -393,4 +406,5 @@ class MARS(NamedOptimizer):
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...

@@ -22,6 +22,7 @@ from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine
 from .family import Member, Plan
+from .guard import Guard, checked
 from .program import trace
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
@@ -57,6 +58,7 @@ class NamedOptimizer(Member):
         engine: Any = "auto",
         precision: str = "float32",
         nonfinite: str = "propagate",
+        skip_above: float | None = None,
         otherwise: NamedOptimizer | None = None,
         **hyperparameters: Any,
     ):
@@ -67,7 +69,8 @@ class NamedOptimizer(Member):
             raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine, precision)
         self._engine_choice = (engine, precision)
-        self.nonfinite = nonfinite
+        self.nonfinite, self.skip_above = nonfinite, skip_above
+        self._guard = Guard(np)
         self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
         self.__dict__["otherwise"] = otherwise
         if otherwise is not None:
@@ -132,11 +135,11 @@ class NamedOptimizer(Member):
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
         elif name == "otherwise":
             raise AttributeError(f"{self._owner}: otherwise is given when the optimizer is made; make a new one")
-        elif not name.startswith("_") and name != "nonfinite":
-            known = ", ".join([*self.spec.fields, "nonfinite"])
+        elif not name.startswith("_") and name not in ("nonfinite", "skip_above"):
+            known = ", ".join([*self.spec.fields, "nonfinite", "skip_above"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, checked(self._owner, value) if name == "skip_above" else value)
 
     def __repr__(self) -> str:
         given = {**self._settings.given, **({"otherwise": self.otherwise} if self.otherwise is not None else {})}
@@ -159,7 +162,7 @@ class NamedOptimizer(Member):
 
     @property
     def skipped(self) -> int:
-        """How many steps nonfinite="skip" has left out."""
+        """How many steps nonfinite="skip" and skip_above have left out."""
         return self._skipped
 
     @property
@@ -227,6 +230,7 @@ class NamedOptimizer(Member):
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
             and not self._asked
+            and self.skip_above is None
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
             and (specs := member._specs())
@@ -236,6 +240,8 @@ class NamedOptimizer(Member):
             record.stepped = member._iteration
             self._clock += 1
             return
+        if self.skip_above is not None:
+            raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all tensors; give them to step_all together")
         scale = admission.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
@@ -243,20 +249,30 @@ class NamedOptimizer(Member):
             raise spec.refuse(f"{program.gathers} is over all tensors; give them to step_all together")
         self._commit([item], scale)
 
-    def step_all(self, params: Mapping[str, np.ndarray], grads: Mapping[str, np.ndarray], grad_scale: float = 1.0) -> None:
-        """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""
+    def step_all(
+        self,
+        params: Mapping[str, np.ndarray],
+        grads: Mapping[str, np.ndarray],
+        grad_scale: float = 1.0,
+        *,
+        loss: float | None = None,
+    ) -> None:
+        """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched.
+
+        loss: what skip_above looks at beside the norm of the gradients."""
         scale = admission.check_scale(self._owner, grad_scale)
+        given = None if loss is None else np.float64(loss)
         plan = self._plan
-        if plan is None or self._asked or not self._repeat(plan, params, grads, scale):
+        if plan is None or self._asked or not self._repeat(plan, params, grads, scale, given):
             admission.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             admission.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
-            self._plan = self._commit(items, scale)
+            self._plan = self._commit(items, scale, given)
         self.end_iteration()
 
-    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float) -> bool:
+    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float, loss: float | None) -> bool:
         """Step by the plan of an earlier call if this call is certainly like it."""
         stamp = self._stamp()
         if plan.stamp != stamp or plan.watch is None or not len(params) == len(grads) == len(plan.names):
@@ -267,7 +283,7 @@ class NamedOptimizer(Member):
             return False  # the full check says which
         if not plan.watch.admit(ps, gs):
             return False
-        if self._passes(plan.names, gs):
+        if self._passes(plan.names, gs) and not self._left_out(gs, scale, loss):
             plan.stamp = -1  # should the step fail half-way, the plan is not good
             self._execute(plan, ps, gs, scale)
             plan.stamp = stamp

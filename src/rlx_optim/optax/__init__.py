@@ -14,9 +14,10 @@ from typing import Any
 from .. import registry
 from .checkpoint import load_state, save_state
 from .factories import create, known, made, name_of, routing_report
+from .guard import skip_above
 from .transform import RuleState
 
-__all__ = ["RuleState", "create", "load_state", "routing_report", "save_state"]
+__all__ = ["RuleState", "create", "load_state", "routing_report", "save_state", "skip_above"]
 __all__ += [name_of(kind) for kind in registry.OURS]
 
 

@@ -10,9 +10,10 @@ from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create
 from .factories import routing_report as routing_report
+from .guard import skip_above as skip_above
 from .transform import RuleState as RuleState
 
-__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars']
+__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'skip_above', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,

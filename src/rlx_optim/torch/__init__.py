@@ -22,7 +22,14 @@ from .optimizer import RuleOptimizer
 
 __all__ = ["RuleOptimizer", "clip_grad_norm_", "create"] + [kind.title for kind in registry.OURS]
 
-COMMON = {"maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False, "amp_scaling": False}
+COMMON = {
+    "maximize": False,
+    "engine": "auto",
+    "nonfinite": "propagate",
+    "skip_above": None,
+    "capturable": False,
+    "amp_scaling": False,
+}
 
 
 def _signature(kind: type[Spec]) -> inspect.Signature:

@@ -30,6 +30,7 @@ class SGD(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -49,6 +50,7 @@ class Adam(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -68,6 +70,7 @@ class AdamW(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -88,6 +91,7 @@ class NAdamW(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -108,6 +112,7 @@ class RAdam(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -127,6 +132,7 @@ class QHAdamW(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -147,6 +153,7 @@ class Lamb(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -169,6 +176,7 @@ class Adafactor(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -186,6 +194,7 @@ class Lion(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
     ) -> None: ...
@@ -209,6 +218,7 @@ class SOAP(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
@@ -240,6 +250,7 @@ class KronPSGD(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
@@ -266,6 +277,7 @@ class Muon(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = ...,
@@ -290,6 +302,7 @@ class Sophia(CurvatureOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         hessian_seed: int = 0,
@@ -312,6 +325,7 @@ class MARS(RuleOptimizer):
         maximize: bool = False,
         engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = ...,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..admission import listed
+from ..guard import checked
 from ..optimizer import NONFINITE, NamedOptimizer
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
@@ -47,6 +48,7 @@ class RuleOptimizer(Stepper):
         maximize: bool = False,
         engine: str = "auto",
         nonfinite: str = "propagate",
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         otherwise: NamedOptimizer | None = None,
@@ -65,6 +67,7 @@ class RuleOptimizer(Stepper):
                 raise TypeError(f"{self._owner}: {switch} must be True or False, got {on!r}")
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
+        self.skip_above, self._guard = checked(self._owner, skip_above), None
         self._split, self._split_used = dict(split or {}), set[str]()
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
         self._others: dict[str, dict[str, Any]] = {}  # by rule, beside the class's own: the settings it was given first
@@ -290,7 +293,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_guard", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}

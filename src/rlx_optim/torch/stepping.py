@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
+from ..guard import Guard
 from ..program import trace
 from ..routing import bare
 from ..spec import Spec
@@ -52,6 +53,8 @@ class Stepper(torch.optim.Optimizer):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
+    skip_above: float | None = None  # standard deviations
+    _guard: Guard | None = None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], int]  # into how many matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
@@ -67,7 +70,7 @@ class Stepper(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> int:
-        """How many steps were left out because a gradient was not finite."""
+        """How many steps were left out by nonfinite="skip" or skip_above."""
         return self._skipped + (0 if self._skips is None else int(self._skips))
 
     @skipped.setter
@@ -149,15 +152,16 @@ class Stepper(torch.optim.Optimizer):
 
     # ---- stepping ------------------------------------------------------------------------------------------------------
     @eager
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Everything is checked before anything is written."""
-        loss = None
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+        """One step of every parameter that has a gradient. Everything is checked before anything is written.
+
+        loss: what skip_above looks at beside the norm of the gradients; a closure gives it."""
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step(None)
-        return loss
+            self._step(None, loss)
+        return None if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip was waiting on are gone, and it with them."""
@@ -166,18 +170,23 @@ class Stepper(torch.optim.Optimizer):
         for grad in (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None):
             release(grad)
 
-    def _step(self, only: torch.Tensor | None) -> None:
+    def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
         plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip is None
-        plainly = plainly and not self._asked
+        plainly = plainly and not self._asked and self.skip_above is None
         if plainly and problem is None and self._once_more(specs):
             return
         self._again = None
         ready = self._ready(only)
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
+        if self.skip_above is not None and (only is not None or any(lane.spread for lane, _ in ready)):
+            raise RuntimeError(
+                f"{self._owner}: skip_above is about the gradients of all parameters at once, in one process; it is neither for "
+                "attach nor for parameters that are spread over ranks"
+            )
         if self._council is not None:
             work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
             if stopped or not self._passes(self._arrived(work), bad):
@@ -189,8 +198,8 @@ class Stepper(torch.optim.Optimizer):
                 return
             work = self._work(ready)
             if self.capturable:
-                self._decide(work, found)
-            elif not self._passes(self._arrived(work)):
+                self._decide(work, found, scale, loss)
+            elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss):
                 return
             folded = self._under_one_clip(work)
         clip = self._applied(work, folded)
@@ -247,12 +256,36 @@ class Stepper(torch.optim.Optimizer):
         self._clip = self._clip if waiting else None
         return 1.0
 
-    def _decide(self, work: list[tuple[Any, list[int], list[torch.Tensor]]], found: torch.Tensor | None) -> None:
-        """Whether the step is taken, decided on the device: by GradScaler, or by us where nonfinite is "skip"."""
-        flags = [] if found is None else [found]
+    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
+        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
+        device = work[0][0].device
+        norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+        norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
+        norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
+        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
+        if self._guard is None:
+            self._guard = Guard(torch, device=device)
+        assert self.skip_above is not None
+        bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
+        return bad
+
+    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
+        """Whether skip_above leaves out this step; the host asks."""
+        if self.skip_above is None or not work or not bool(self._outlier(work, scale, loss)):
+            return False
+        self._skipped += 1
+        return True
+
+    def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
+        """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
+        flags, ours = [] if found is None else [found], []
         if self.nonfinite == "skip" and work:
-            flags += [not_finite(grads) for _, _, grads in work]
-            bad = torch.stack([flag.to(flags[-1].device).reshape(()) for flag in flags[-len(work) :]]).max()
+            ours += [not_finite(grads) for _, _, grads in work]
+        if self.skip_above is not None and work:
+            ours.append(self._outlier(work, scale, loss).to(torch.int32))
+        if ours:
+            flags += ours
+            bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
             self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
         for lane, _, _ in work:
             lane.groups = self._views()
