@@ -41,7 +41,7 @@ MAY = {
     "rules": {"modifiers", "spec", "linalg", "vocabulary"},
     "engine": {"language", "program", "spec", "stats", "linalg", "vocabulary", "random"},
     "engines": {"engine", "engines", "language", "program", "spec", "linalg", "vocabulary", "random", "threads"},
-    "checkpoint": {"spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},
+    "checkpoint": {"guard", "spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random"},
     "optax": {
         "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random",
         "checkpoint", "guard",

@@ -349,14 +349,15 @@ def test_checkpoints(tmp_path):
     torch = pytest.importorskip("torch")
     from rlx_optim.torch import AdamW
 
-    opt = rlx_optim.AdamW(cautious=True, decay="cautious")
-    opt.step("w", np.ones(3, np.float32), np.ones(3, np.float32))
+    opt = rlx_optim.AdamW(cautious=True, decay="cautious", skip_above=5.0)
+    opt.step_all({"w": np.ones(3, np.float32)}, {"w": np.ones(3, np.float32)})
     opt.save(tmp_path / "new.safetensors")
-    assert rlx_optim.load(tmp_path / "new.safetensors").hyperparameters()["decay"] == "cautious"
+    back = rlx_optim.load(tmp_path / "new.safetensors")
+    assert (back.hyperparameters()["decay"], back.skip_above, opt.convert_to("lion").skip_above) == ("cautious", 5.0, 5.0)
     p = torch.nn.Parameter(torch.ones(3))
     theirs = AdamW([("w", p)])
     theirs.load(tmp_path / "new.safetensors")
-    assert theirs.param_groups[0]["cautious"] is True
+    assert (theirs.param_groups[0]["cautious"], theirs.skip_above) == (True, 5.0)
     saved = AdamW([("w", p)], cautious=True).state_dict()
     for group in saved["param_groups"]:
         del group["cautious"], group["decay"]
