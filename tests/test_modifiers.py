@@ -26,6 +26,7 @@ REFUSED = {
     ("radam", "decay cautious"): "RAdam: decay='cautious' is not for this rule: it decays nothing beside the step",
     ("lamb", "decay cautious"): "Lamb: decay='cautious' is not for this rule: it decays nothing beside the step",
     ("lamb", "hyperball"): "Lamb: decay='hyperball' is not for this rule: the trust ratio",
+    ("prodigy", "hyperball"): "Prodigy: decay='hyperball' is not for this rule: it measures how far to go",
     ("adafactor", "hyperball"): "Adafactor: decay='hyperball' is not for this rule: its step is clipped",
 }
 SHAPES = {"w": (12, 8), "b": (7,), "c": (4, 3, 2)}
@@ -40,7 +41,9 @@ def start_and_gradients(steps=STEPS):
 
 def settings(name, **more):
     takes = spec_class(name).fields
-    alone = {"mars": {"otherwise": None}, "muon": {"convention": "rlx"}, "sgd": {"momentum": 0.9}}.get(name, {})
+    alone = {"mars": {"otherwise": None}, "muon": {"convention": "rlx"}, "sgd": {"momentum": 0.9}, "prodigy": {"d0": 0.5}}.get(
+        name, {}
+    )
     return {"lr": LR, **({"weight_decay": 0.0} if "weight_decay" in takes else {}), **alone, **more}
 
 

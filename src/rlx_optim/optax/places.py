@@ -35,6 +35,11 @@ class Member:
         }
         return unchecked(self.kind, now if dtype is None else {k: converted(v, dtype) for k, v in now.items()})
 
+    @property
+    def undecayed(self) -> dict[str, Any]:
+        """What is otherwise for a leaf that does not decay: what would keep its norm does not either."""
+        return {"weight_decay": 0.0, **({"decay": "decoupled"} if self.values.get("decay") == "hyperball" else {})}
+
     @functools.cached_property
     def steady(self) -> Spec:
         """For shapes and structure, which no schedule changes."""
