@@ -8,6 +8,7 @@ skipped and does not join (it would stay for 128 steps, and skip them all).
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from .spec import real
@@ -42,7 +43,7 @@ class Guard:
     """The windows of one optimizer: of the norm of all gradients, and of the loss where it is given."""
 
     def __init__(self, xp: Any, **there: Any):
-        self.xp = xp
+        self.library: str = xp.__name__  # by name: it is copied and pickled with its optimizer
         self.places = xp.arange(WINDOW, **there)
         self.seen = {
             what: (xp.zeros(WINDOW, dtype=xp.float64, **there), xp.zeros((), dtype=xp.int64, **there))
@@ -54,7 +55,7 @@ class Guard:
         verdicts = []
         for what, value in (("norm", norm), ("loss", loss)):
             if value is not None:
-                verdict, *after = judged(self.xp, self.places, *self.seen[what], value, sigmas)
+                verdict, *after = judged(sys.modules[self.library], self.places, *self.seen[what], value, sigmas)
                 self.keep(what, *after)
                 verdicts.append(verdict)
         return verdicts[0] if loss is None else verdicts[0] | verdicts[1]
