@@ -135,6 +135,29 @@ def reference(name, size, steps=STEPS, holes=True):
     return wholes(params), state_of(opt)
 
 
+#: modifiers that measure whole tensors, that do not, and matrix rules whose owners mask and whose shards decay
+MODIFIED = {
+    "AdamW": {"cautious": True, "decay": "hyperball"},
+    "Lion": {"cautious": True, "decay": "cautious", "weight_decay": 0.1},
+    "SOAP": {"cautious": True, "decay": "cautious", "weight_decay": 0.1},
+    "Muon": {"cautious": True, "decay": "cautious", "weight_decay": 0.1},
+}
+
+
+def modified(world):
+    """Modified rules, sharded and not; a matrix's norm, which no rank knows, is refused."""
+    out = {}
+    for name, settings in MODIFIED.items():
+        place = plain if world is None else world.place
+        params = parameters(place)
+        train(make(name, params, **settings), params, 0, 4, place)
+        out[name] = wholes(params)
+    if world is not None:
+        params = parameters(world.place)
+        out["refused"] = failure(train, make("Muon", params, decay="hyperball"), params, 0, 1, world.place)
+    return out
+
+
 # ---- scenarios ----------------------------------------------------------------------------------------------------------------
 @scenario(2, 3, 4)
 def parity(world):
@@ -430,6 +453,9 @@ def not_finite(world):
             still = same_tensors(before, wholes(params)) and same_tensors(state, state_of(opt))
             out[name, how] = problem, opt.skipped, still
     return out
+
+
+scenario(2)(modified)
 
 
 @scenario(2)

@@ -118,13 +118,14 @@ def test_defaults_are_those_of_the_table():
                                   weight_lr_power=2.0),
         "schedulefreesgd": dict(lr=1.0, momentum=0.9, weight_decay=0, warmup_steps=0, r=0.0, weight_lr_power=2.0),
     }  # fmt: skip
+    common = dict(cautious=False, decay="decoupled")
     for name in NAMES:
         given = {"lr": 0.01} if name == "sgd" else {}
-        assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name]}
+        assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name], **common}
     muon, normuon = (kind().otherwise.hyperparameters() for kind in (rlx_optim.Muon, rlx_optim.NorMuon))
-    assert muon == normuon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False)
+    assert muon == normuon == dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, amsgrad=False, **common)
     mars = rlx_optim.MARS().otherwise.hyperparameters()
-    assert mars == dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False)
+    assert mars == dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=False, **common)
 
 
 def test_positional_arguments_and_lists():

@@ -116,6 +116,13 @@ def test_averages_of_shards(results):
     close(resumed, end, 0)
 
 
+def test_modified_rules_equal_one_process(results):
+    found, want = results[2]["modified"][0], ranks.modified(None)
+    for name in ranks.MODIFIED:
+        close(found[name], want[name], 1e-6)
+    assert "Muon: decay='hyperball' needs the norm of a whole matrix, and 'w' is shared out over ranks" in found["refused"]
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_a_rank_lacks_counts_as_zeros(name):
     """The reference of the test above is another one than without the missing part."""

@@ -8,6 +8,8 @@ import pytest
 from helpers import distance
 
 import rlx_optim
+from rlx_optim.named import made
+from rlx_optim.rules.muon import Muon, nesterov
 
 FOLDER = Path(__file__).parent / "golden"
 PROBLEM = np.load(FOLDER / "problem.npz")
@@ -69,15 +71,61 @@ TRANSLATE = {
 }
 
 
+# ---- modifiers ------------------------------------------------------------------------------------------------------------
+QUINTIC = [
+    (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+]  # fmt: skip
+
+
+class MuonQuintic(Muon):
+    """Levanter's Muon: other coefficients in each Newton–Schulz step, and eps 1e-8. Its scale does not matter on a ball."""
+
+    def update(self, E, x):
+        x = E.map(nesterov, x)
+        U = x.u * 1.0
+        tall = U.shape[1] > U.shape[2]
+        X = U.mT if tall else U
+        X = X / (E.norm(X) + 1e-8)
+        for a, b, c in QUINTIC:
+            A = X @ X.mT
+            X = a * X + (b * A + c * A @ A) @ X
+        return x.set(u=X.mT if tall else X)
+
+
+def dion(h):
+    return {k: h[k] for k in ("lr", "momentum", "weight_decay", "nesterov")} | {"convention": "moonlight"}
+
+
+#: optimizer of a file -> ours, with which modifier, and how its hyperparameters are called
+MODIFIED = {
+    "cautious_adamw": ("adamw", {"cautious": True}, dict),
+    "cautious_lion": ("lion", {"cautious": True}, dict),
+    "cwd_adamw": ("adamw", {"decay": "cautious"}, dict),
+    "cwd_lion": ("lion", {"decay": "cautious"}, dict),
+    "cwd_muon": ("muon", {"decay": "cautious"}, dion),
+    "hyperball_adamw": ("adamw", {"decay": "hyperball"}, dict),
+    "hyperball_muon": (MuonQuintic, {"decay": "hyperball"}, lambda h: {k: h[k] for k in ("lr", "momentum", "nesterov")}),
+}
+
+
+def kind_and_settings(note):
+    """The class of a file's optimizer and what it is made with."""
+    if note["optimizer"] in MODIFIED:
+        rule, modifier, read = MODIFIED[note["optimizer"]]
+        kind = rule if isinstance(rule, type) else rlx_optim.named.spec_class(rule)
+        return kind, {**read(note["hyper"]), **modifier}
+    translate = TRANSLATE.get(note["optimizer"], lambda h, reference: h)
+    kind = rlx_optim.named.spec_class(note["optimizer"].replace("sophiah", "sophia").replace("_", ""))
+    return kind, translate(note["hyper"], note["reference"])
+
+
 @pytest.mark.parametrize(("engine", "precision"), ENGINES, ids=lambda x: x)
 @pytest.mark.parametrize("file", FILES)
 def test_golden(file, engine, precision):
     golden = np.load(FOLDER / f"{file}.npz")
     note = json.loads(str(golden["json"]))
-    translate = TRANSLATE.get(note["optimizer"], lambda h, reference: h)
-    settings = translate(note["hyper"], note["reference"])
-    name = note["optimizer"].replace("sophiah", "sophia").replace("_", "")
-    opt = rlx_optim.create(name, **settings, engine=engine, precision=precision)
+    kind, settings = kind_and_settings(note)
+    opt = made(kind)(**settings, engine=engine, precision=precision)
     start = {k: PROBLEM[f"params0/{k}"] for k in note["tensors"]}
     params = {k: v.copy() for k, v in start.items()}
     for t in range(max(note["steps"])):
@@ -97,7 +145,7 @@ def test_golden(file, engine, precision):
 
 
 def test_every_file_is_read():
-    assert len(FILES) == 33
+    assert len(FILES) == 40
 
 
 @pytest.mark.parametrize("tensor", ["w64x32", "w32x64", "w48x48"])

@@ -185,7 +185,24 @@ def decisions():
     there = p.detach().clone()
     lr.fill_(0.0)
     live.step()
-    return wrong + ([] if torch.equal(p, there) else ["a learning rate on the device was read once"])
+    wrong += [] if torch.equal(p, there) else ["a learning rate on the device was read once"]
+    p = torch.nn.Parameter(torch.ones(5))
+    guarded = front.AdamW([("p", p)], engine="triton", capturable=True, skip_above=6.0)
+    for t in range(70):
+        p.grad = torch.full((5,), 1 + 0.1 * (t % 3))
+        guarded.step()
+    before = [t.clone() for t in (p.detach(), *guarded.state[p].values())]
+    p.grad = torch.full((5,), 5.0)
+    guarded.step()
+    still = all(map(torch.equal, before, (p.detach(), *guarded.state[p].values())))
+    wrong += [] if still and guarded.skipped == 1 else ["skip_above did not leave out a step"]
+    p.grad = torch.full((5,), 1.1)
+    guarded.stats(next=True)
+    guarded.step()
+    norm = float(guarded.stats().each["p"]["grad_norm"])
+    return wrong + (
+        [] if guarded.skipped == 1 and abs(norm - 1.1 * 5**0.5) < 1e-5 else ["stats or skip_above after a step left out"]
+    )
 
 
 def test_products_in_the_interpreter():

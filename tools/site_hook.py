@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docsite import arguments, bench, katex, optimizers, parity, plots
+from docsite import arguments, bench, katex, modifiers, optimizers, parity, plots
 
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
@@ -24,6 +24,7 @@ TABLES = {
     "choices": bench.choices,
     "training run": bench.training_run,
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
+    "modifiers": modifiers.by_rule,
     "parity engines": lambda: parity.by_optimizer("engine"),
     "parity peers": lambda: parity.by_optimizer("peer"),
     "parity remarks": parity.remarks,

@@ -17,7 +17,7 @@ from .conformance import Arrays, Speaker, Walk, present, speaker
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
 from .program import Program, trace
-from .spec import REQUIRED, Field, Shape, Spec
+from .spec import MODIFIERS, REQUIRED, Field, Shape, Spec
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
 SMALL: tuple[Shape, ...] = ((5, 4), (7,))
@@ -246,12 +246,16 @@ class _Checker:
             if other != name
             for value in self.alternatives(other, each)
         ]
+        tried = False
         for context in others:
             want = self.named(context)
             for value in self.alternatives(name, field, context):
+                tried = True
                 got = self.named(context | {name: value})
                 if want is not None and got is not None and (moved := _moved(got, want)) > LEAST:
                     return True, moved, "" if not context else f"beside {', '.join(f'{k}={v!r}' for k, v in context.items())}"
+        if not tried and name in MODIFIERS:
+            return True, None, "every other value is refused"
         return False, 0.0, f"{name} was changed, alone and beside others, and nothing moved"
 
     def scheduled(self, name: str, field: Field, engine: str) -> tuple[bool, float | None, str]:

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from . import linalg, random, vocabulary
+from . import linalg, random, stats, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
-from .program import Drop, Each, Pass, Program, Values, reduced_axis, trace
+from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
 from .spec import Shape, Slot, Spec
 
 Array = Any
@@ -67,6 +67,7 @@ class Bundle:
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
+    asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
     """
 
     spec: Spec
@@ -81,7 +82,8 @@ class Bundle:
     watch: Any = None
     index: Any = None
     plan: Any = None
-    runner: Callable[[Mapping[str, Any], float], None] | None = None
+    runner: Callable[[Mapping[str, Any], float], Any] | None = None
+    asked: bool = False
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
@@ -167,20 +169,31 @@ class ArrayEngine:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
             x: Mapping[str, Any]
             if bundle.program is None:
-                x = self.moved(bundle.spec, bundle.spec.update(self, self.values(bundle)), move)
+                x = self.updated(bundle, self.values(bundle), move)
                 results = {name: x[name] for name in bundle.written()}
             else:
-                x, program = {}, bundle.program
+                program = bundle.program
                 found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
+                x = {name: found[number] for name, number in program.given.items()}
                 results = self.ends(program, found, len(bundle.shapes))
             for name, values in results.items():
                 for buffer, value in zip(bundle.buffers[name], values, strict=True):
                     self.store(buffer, value)
         return x
 
+    def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
+        """The values of a matrix rule at the end, and what the step did where that was asked."""
+        spec = bundle.spec
+        x = spec.mask(self, spec.update(self, start))
+        told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
+        return self.moved(spec, x, move).set(**told)
+
     def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""
-        return self.map(mover(spec, x), x) if move else x.set(p=x.u)
+        if not move:
+            return x.set(p=x.u)
+        whole = mover(spec, x)
+        return self.map(subtract, spec.commit(self, x)) if whole is None else self.map(whole, x)
 
     def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
         return None
@@ -448,8 +461,7 @@ def counted(shape: Shape, domain: Drop, how: Reduction) -> int:
     return shape[reduced_axis(domain, how)]
 
 
-def mover(spec: Spec, x: Mapping[str, Any]) -> Rule:
-    """The commit of a matrix rule as one rule of p, u and numbers."""
-    (step,) = trace(spec, {}, "move", {name: x.get(name) for name in spec.committed}).steps
-    assert isinstance(step, Pass)
-    return step.rule
+def mover(spec: Spec, x: Mapping[str, Any]) -> Rule | None:
+    """The commit of a matrix rule as one rule of p, u and numbers; None where it measures in between."""
+    steps = trace(spec, {}, "move", {name: x.get(name) for name in (*spec.committed, "rate")}).steps
+    return steps[0].rule if len(steps) == 1 and isinstance(steps[0], Pass) else None

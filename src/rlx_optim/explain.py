@@ -27,12 +27,17 @@ NAMED: Beside = {
     "engine": ("Any", '"auto", "cpu", "reference", an installed engine\'s name, or an Engine'),
     "precision": ("Literal['float32', 'float64']", "of the cpu engine's arithmetic and state"),
     "nonfinite": (NONFINITE, "what a gradient that is not finite does: goes through, is refused, or leaves the step out"),
+    "skip_above": (
+        "float | None",
+        "leave out a step whose gradient norm, or loss, is so many standard deviations above the mean of the last 128",
+    ),
 }
 TORCH: Beside = {
     "params": ("Params", "parameters, named parameters, groups of them, or a model, whose modules then route them"),
     "maximize": ("bool", "step up the gradient instead of down"),
     "engine": ("Literal['auto', 'cpu', 'torch', 'triton']", "who computes; engine_report() says who did, and why"),
     "nonfinite": NAMED["nonfinite"],
+    "skip_above": NAMED["skip_above"],
     "capturable": ("bool", "keep step counts and settings on the device, for CUDA graphs"),
     "amp_scaling": (
         "bool",

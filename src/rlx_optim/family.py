@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,12 @@ import numpy as np
 from . import admission
 from .engine import Engine
 from .engines import get_engine
+from .guard import Guard
 from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
-from .stepping import Part, Record, bundle_up, run_part
+from .stats import Row
+from .stepping import Part, Record, bundle_up, rows, run_part
 
 
 class Plan:
@@ -49,6 +52,8 @@ class Member:
 
     spec: ClassVar[type[Spec]]
     nonfinite: str
+    skip_above: float | None
+    _guard: Guard
     otherwise: Any
     _used: tuple[Any, ...] = ()  # those that groups send tensors to
     _engine_choice: tuple[Any, str, str]  # what `get_engine` takes
@@ -62,6 +67,8 @@ class Member:
     _skipped: int
     _clock: int
     _seen: dict[str, Any] | None  # the arrays stepped last, where there is another point to evaluate at
+    _asked: bool  # whether the steps of this iteration are to say what they do
+    _rows: list[Row]  # what they did
 
     @property
     def _owner(self) -> str:
@@ -145,6 +152,16 @@ class Member:
     def _choice(self) -> Choice:
         return Choice(self._specs()[-1], self)
 
+    def _left_out(self, grads: Sequence[np.ndarray], scale: float, loss: float | None) -> bool:
+        """Whether skip_above leaves out this step."""
+        if self.skip_above is None:
+            return False
+        with np.errstate(all="ignore"):
+            norm = np.float64(scale) * math.hypot(*(float(np.linalg.norm(grad)) for grad in grads))
+            bad = bool(self._guard.bad(self.skip_above, abs(norm), loss))
+        self._skipped += bad
+        return bad
+
     def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
         if self.nonfinite == "propagate" or self._engine.finite(grads):
@@ -156,15 +173,19 @@ class Member:
         return False
 
     # ---- doing ----------------------------------------------------------------------------------------------------
-    def _commit(self, items: list[Item], scale: float) -> Plan | None:
+    def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> Plan | None:
         """Step checked items. Gives the plan by which the same items can be stepped again."""
         for member in self._family():
             member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
         self._settle(names, params)
-        if not self._passes(names, grads):
+        if not self._passes(names, grads) or self._left_out(grads, scale, loss):
             return None
+        for item in items:
+            spec = item.member._specs()[item.record.group]
+            if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
+                raise spec.stuck(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
         for item in items:
             item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
@@ -179,6 +200,10 @@ class Member:
             parts[0].flat = params[0].shape != items[0].record.shape
         self._clock += 1  # first: should the step fail half-way, no earlier plan is good
         self._execute(plan, params, grads, scale)
+        if self._asked:
+            self._rows += rows(parts, {item.record: item.record.name for item in items})
+            items[0].record.part = None
+            return None  # the next step says nothing
         plan.stamp = self._stamp()
         return plan
 
@@ -196,7 +221,7 @@ class Member:
         parts = []
         for member in self._family():
             mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
-            for part in bundle_up(mine, member._specs(), self._engine, watch):
+            for part in bundle_up(mine, member._specs(), self._engine, watch, self._asked):
                 part.owner, part.version = member, member._settings.version
                 parts.append(part)
         return parts

@@ -10,7 +10,7 @@ from . import explain, registry
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
 from .registry import spec_class as spec_class
-from .spec import REQUIRED, Field, Spec
+from .spec import MODIFIERS, REQUIRED, Field, Spec
 
 _DEFAULT: Any = object()
 __all__ = [kind.title for kind in registry.OURS]
@@ -22,10 +22,10 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
             name, how, default=inspect.Parameter.empty if default is REQUIRED else default, annotation=annotation
         )
 
-    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    fields = [parameter(n, f.default, _annotation(f), either) for n, f in kind.fields.items()]
+    either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    fields = [parameter(n, f.default, _annotation(f), keyword if n in MODIFIERS else either) for n, f in kind.fields.items()]
     defaults = {"otherwise": kind.otherwise_default} if kind.matrix or kind.otherwise_default else {}
-    defaults |= {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate"}
+    defaults |= {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate", "skip_above": None}
     return inspect.Signature([*fields, *(parameter(n, d, explain.NAMED[n][0]) for n, d in defaults.items())])
 
 
@@ -43,8 +43,8 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
     base, signature = CurvatureOptimizer if kind.observes else NamedOptimizer, _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > len(kind.fields):
-            raise TypeError(f"{title} takes at most {len(kind.fields)} positional arguments, got {len(args)}")
+        if len(args) > (most := len(kind.fields) - len(MODIFIERS)):
+            raise TypeError(f"{title} takes at most {most} positional arguments, got {len(args)}")
         given = dict(zip(kind.fields, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{title}: {', '.join(sorted(twice))} given twice")

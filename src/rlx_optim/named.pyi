@@ -27,10 +27,13 @@ class SGD(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         nesterov: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Adam(NamedOptimizer):
@@ -47,10 +50,13 @@ class Adam(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         amsgrad: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class AdamW(NamedOptimizer):
@@ -67,10 +73,13 @@ class AdamW(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.01,
         amsgrad: bool | Callable[[int], bool] = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class NAdamW(NamedOptimizer):
@@ -89,10 +98,13 @@ class NAdamW(NamedOptimizer):
         momentum_decay: float | Callable[[int], float] = 0.004,
         convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class RAdam(NamedOptimizer):
@@ -111,10 +123,13 @@ class RAdam(NamedOptimizer):
         decoupled_weight_decay: bool | Callable[[int], bool] = False,
         convention: Literal['torch', 'paper'] = 'torch',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class QHAdamW(NamedOptimizer):
@@ -131,10 +146,13 @@ class QHAdamW(NamedOptimizer):
         eps: float | Callable[[int], float] = 1e-08,
         weight_decay: float | Callable[[int], float] = 0.01,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class StableAdamW(NamedOptimizer):
@@ -153,10 +171,13 @@ class StableAdamW(NamedOptimizer):
         clip: float | Callable[[int], float] = 1.0,
         convention: Literal['author', 'first'] = 'author',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class AdEMAMix(NamedOptimizer):
@@ -177,10 +198,13 @@ class AdEMAMix(NamedOptimizer):
         alpha_warmup: float | None | Callable[[int], float | None] = None,
         beta3_warmup: float | None | Callable[[int], float | None] = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Adan(NamedOptimizer):
@@ -199,10 +223,13 @@ class Adan(NamedOptimizer):
         no_prox: bool | Callable[[int], bool] = False,
         max_grad_norm: float | None | Callable[[int], float | None] = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class ADOPT(NamedOptimizer):
@@ -221,10 +248,13 @@ class ADOPT(NamedOptimizer):
         decouple: bool | Callable[[int], bool] = False,
         clip_exp: float | Callable[[int], float] = 0.25,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class LaProp(NamedOptimizer):
@@ -241,10 +271,13 @@ class LaProp(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         convention: Literal['author', 'timm'] = 'author',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Lamb(NamedOptimizer):
@@ -263,10 +296,13 @@ class Lamb(NamedOptimizer):
         bias_correction: bool | Callable[[int], bool] = True,
         trust_clip: float | None | Callable[[int], float | None] = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class LARS(NamedOptimizer):
@@ -287,10 +323,13 @@ class LARS(NamedOptimizer):
         nesterov: bool | Callable[[int], bool] = False,
         convention: Literal['optax', 'timm'] = 'optax',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Adafactor(NamedOptimizer):
@@ -313,10 +352,13 @@ class Adafactor(NamedOptimizer):
         scale_parameter: bool | Callable[[int], bool] = True,
         convention: Literal['paper', 'torch', 'rlx'] = 'paper',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Lion(NamedOptimizer):
@@ -329,10 +371,13 @@ class Lion(NamedOptimizer):
         betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.99),
         weight_decay: float | Callable[[int], float] = 0.0,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class SOAP(NamedOptimizer):
@@ -357,11 +402,14 @@ class SOAP(NamedOptimizer):
         merge_dims: bool = False,
         precondition_1d: bool = False,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class KronPSGD(NamedOptimizer):
@@ -394,11 +442,14 @@ class KronPSGD(NamedOptimizer):
         seed: int | Callable[[int], int] = 0,
         probe: Callable[..., Any] | None = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Muon(NamedOptimizer):
@@ -421,11 +472,14 @@ class Muon(NamedOptimizer):
         ns_steps: int | Callable[[int], int] = 5,
         convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = ...,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Sophia(CurvatureOptimizer):
@@ -444,10 +498,13 @@ class Sophia(CurvatureOptimizer):
         eps: float | Callable[[int], float] = 1e-12,
         weight_decay: float | Callable[[int], float] = 0.1,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class MARS(NamedOptimizer):
@@ -468,11 +525,14 @@ class MARS(NamedOptimizer):
         clip_norm: float | None | Callable[[int], float | None] = 1.0,
         variant: Literal['adamw', 'lion'] = 'adamw',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = ...,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Prodigy(NamedOptimizer):
@@ -501,10 +561,13 @@ class Prodigy(NamedOptimizer):
         d_coef: float | Callable[[int], float] = 1.0,
         growth_rate: float | None | Callable[[int], float | None] = None,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class NorMuon(NamedOptimizer):
@@ -525,11 +588,14 @@ class NorMuon(NamedOptimizer):
         ns_steps: int | Callable[[int], int] = 5,
         convention: Literal['authors', 'dion', 'speedrun'] = 'authors',
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = ...,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class Scion(NamedOptimizer):
@@ -556,11 +622,14 @@ class Scion(NamedOptimizer):
         transpose: bool | Callable[[int], bool] = False,
         ns_steps: int | Callable[[int], int] = 5,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         otherwise: NamedOptimizer | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class ScheduleFreeAdamW(NamedOptimizer):
@@ -581,10 +650,13 @@ class ScheduleFreeAdamW(NamedOptimizer):
         r: float | Callable[[int], float] = 0.0,
         weight_lr_power: float | Callable[[int], float] = 2.0,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...
 
 class ScheduleFreeSGD(NamedOptimizer):
@@ -603,8 +675,11 @@ class ScheduleFreeSGD(NamedOptimizer):
         r: float | Callable[[int], float] = 0.0,
         weight_lr_power: float | Callable[[int], float] = 2.0,
         *,
+        cautious: bool | Callable[[int], bool] = False,
+        decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',
         nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        skip_above: float | None = None,
     ) -> None: ...

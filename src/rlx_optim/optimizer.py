@@ -24,10 +24,12 @@ from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine
 from .family import Item, Member, Plan
+from .guard import Guard, checked
 from .program import trace
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
 from .spec import Spec
+from .stats import Stats, summed_up
 from .stepping import Record, run_part
 
 NONFINITE = ("propagate", "raise", "skip")
@@ -58,6 +60,7 @@ class NamedOptimizer(Member):
         engine: Any = "auto",
         precision: str = "float32",
         nonfinite: str = "propagate",
+        skip_above: float | None = None,
         otherwise: NamedOptimizer | None = None,
         **hyperparameters: Any,
     ):
@@ -68,7 +71,8 @@ class NamedOptimizer(Member):
             raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
         check_engine(engine, precision)
         self._engine_choice = (engine, precision, "float32")
-        self.nonfinite = nonfinite
+        self.nonfinite, self.skip_above = nonfinite, skip_above
+        self._guard = Guard(np)
         self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
         self.__dict__["otherwise"] = otherwise
         if otherwise is not None:
@@ -77,6 +81,7 @@ class NamedOptimizer(Member):
         self._iteration = self._skipped = 0
         self._records: dict[str, Record] = {}
         self._why: dict[str, str] = {}
+        self._asked, self._rows = False, []
         self._clock = 0  # moves with every step that a plan did not take
         self._plan: Plan | None = None
         self._numbers: dict[Any, dict[str, Any]] = {}
@@ -134,11 +139,11 @@ class NamedOptimizer(Member):
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
         elif name == "otherwise":
             raise AttributeError(f"{self._owner}: otherwise is given when the optimizer is made; make a new one")
-        elif not name.startswith("_") and name != "nonfinite":
-            known = ", ".join([*self.spec.fields, "nonfinite"])
+        elif not name.startswith("_") and name not in ("nonfinite", "skip_above"):
+            known = ", ".join([*self.spec.fields, "nonfinite", "skip_above"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, checked(self._owner, value) if name == "skip_above" else value)
 
     def __repr__(self) -> str:
         given = {**self._settings.given, **({"otherwise": self.otherwise} if self.otherwise is not None else {})}
@@ -161,7 +166,7 @@ class NamedOptimizer(Member):
 
     @property
     def skipped(self) -> int:
-        """How many steps nonfinite="skip" has left out."""
+        """How many steps nonfinite="skip" and skip_above have left out."""
         return self._skipped
 
     @property
@@ -220,6 +225,16 @@ class NamedOptimizer(Member):
             rows += [(name, record.shape, member.spec, member._why[name]) for name, record in member._records.items()]
         return report(rows)
 
+    def stats(self, next: bool = False) -> Stats:
+        """What the last iteration that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next,
+        which takes it in the same passes; the others measure nothing."""
+        found = summed_up(self._rows)
+        if next:
+            self._asked, self._rows = True, []
+        elif not self._rows:
+            raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        return found
+
     # ---- stepping -----------------------------------------------------------------------------------------------
     def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
         """Update one parameter in place. A second step of the same name needs `end_iteration` first.
@@ -238,6 +253,8 @@ class NamedOptimizer(Member):
             and type(grad_scale) is float
             and -1e300 < grad_scale < 1e300
             and self.nonfinite == "propagate"
+            and not self._asked
+            and self.skip_above is None
             and (watch := part.bundle.watch) is not None
             and watch.admit((param,), (grad,))
             and (specs := member._specs())
@@ -249,6 +266,8 @@ class NamedOptimizer(Member):
             if self._seen is not None:
                 self._seen[name] = weakref.ref(param)
             return
+        if self.skip_above is not None:
+            raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all tensors; give them to step_all together")
         scale = admission.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
@@ -257,21 +276,31 @@ class NamedOptimizer(Member):
         elif self._passes([name], [grad]):
             self._waiting[name] = dataclasses.replace(item, grad=grad * np.asarray(scale, grad.dtype))
 
-    def step_all(self, params: Mapping[str, np.ndarray], grads: Mapping[str, np.ndarray], grad_scale: float = 1.0) -> None:
-        """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""
+    def step_all(
+        self,
+        params: Mapping[str, np.ndarray],
+        grads: Mapping[str, np.ndarray],
+        grad_scale: float = 1.0,
+        *,
+        loss: float | None = None,
+    ) -> None:
+        """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched.
+
+        loss: what skip_above looks at beside the norm of the gradients."""
         scale = admission.check_scale(self._owner, grad_scale)
-        plan = None if self._waiting else self._plan
-        if plan is None or not self._repeat(plan, params, grads, scale):
+        given = None if loss is None else np.float64(loss)
+        plan = None if self._waiting or self._asked else self._plan
+        if plan is None or not self._repeat(plan, params, grads, scale, given):
             admission.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             self._refuse_waiting("step_all")
             admission.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
-            self._plan = self._commit(items, scale)
+            self._plan = self._commit(items, scale, given)
         self.end_iteration()
 
-    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float) -> bool:
+    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float, loss: float | None) -> bool:
         """Step by the plan of an earlier call if this call is certainly like it."""
         stamp = self._stamp()
         if plan.stamp != stamp or plan.watch is None or not len(params) == len(grads) == len(plan.names):
@@ -282,7 +311,7 @@ class NamedOptimizer(Member):
             return False  # the full check says which
         if not plan.watch.admit(ps, gs):
             return False
-        if self._passes(plan.names, gs):
+        if self._passes(plan.names, gs) and not self._left_out(gs, scale, loss):
             plan.stamp = -1  # should the step fail half-way, the plan is not good
             self._execute(plan, ps, gs, scale)
             plan.stamp = stamp
@@ -297,6 +326,7 @@ class NamedOptimizer(Member):
             )
             self._commit(items, 1.0)
         self._iteration += 1
+        self._asked = False
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
             self._tell(
@@ -340,14 +370,14 @@ class NamedOptimizer(Member):
         return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
-    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators", "_seen")  # made anew when needed
+    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators", "_seen", "_asked", "_rows")  # made anew
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_waiting("a copy")
         return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={})
+        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={}, _asked=False, _rows=[])
         if self.otherwise is not None:
             self.otherwise._belongs = True  # a copy of it alone is free
         for used in self._used:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import vocabulary
+from . import stats, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, checked, signature, signature_of_numbers
 from .spec import Shape, Slot, Spec
 
@@ -286,11 +286,11 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     """The program of a spec for tensors with these slots.
 
     what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit
-    alone, of a direction u that is an array; "observe", the second update of those that take estimates. numbers: what `scalars`
-    gives, where it is known already.
+    alone, of a direction u that is an array; "observe", the second update of those that take estimates; "told", a step that also
+    gives what it did (`stats`). numbers: what `scalars` gives, where it is known already.
     """
-    numbers = spec.scalars(1, spec.counters()) if numbers is None else numbers
-    key: Any = (type(spec), spec.structure(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
+    key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
         _traced[key] = _trace(spec, slots, what, numbers)
@@ -308,7 +308,8 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
     spec, before = _shared(spec), E.current["p"]
-    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "commit")):
+    x = stats.before(E, x) if what == "told" else x
+    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "mask", "commit")):
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
                 if not isinstance(x.get(name), Symbol):
@@ -318,12 +319,13 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
             raise LanguageError(f"{E.title}.{part} must return the values that its last E.map or E.each gave, not {x!r:.80}")
         if E.current["p"] != before:
             raise LanguageError(f"{E.title}.{part} writes p; rules give the direction u, and the commit what is taken from p")
-    if what in ("step", "move"):
+    x = stats.after(E, x) if what == "told" else x
+    if what in ("step", "move", "told"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
         if x[name].number != number:
             raise LanguageError(f"{E.title}.update loses what a map gave for {name!r}; return the values that the last map gave")
-    wanted = {"change": x.change.number} if what == "change" else {}
+    wanted = {name: x[name].number for name in {"change": ["change"], "told": stats.asked(x)}.get(what, [])}
     names = {number: value.name for number, value in E.symbols.items()}
     steps = _fused(E.steps, set(wanted.values()), names)
     buffers = {name: number for name, number in E.current.items() if number != inputs[name].number}

@@ -55,7 +55,8 @@ FILES = {
 #: what in the front ends' modules is something else, in lower case
 TAKEN = {
     "optimizer", "namedoptimizer", "ruleoptimizer", "curvatureoptimizer", "rulestate", "checkpointerror", "create", "load_state",
-    "save_state", "averaged", "routing_report", "checkpoint", "estimates", "factories", "foreign", "places", "transform",
+    "save_state", "averaged", "routing_report", "skip_above", "guard", "checkpoint", "estimates", "factories", "foreign",
+    "places", "transform",
 }  # fmt: skip
 _KINDS: dict[str, type[Spec]] = {}
 _asked = False  # whether installed packages were

@@ -90,7 +90,7 @@ class Settings:
             self.kind(**{name: self._now(name, value, iteration, schedules) for name, value in given.items()}) for given in sets
         ]
         self._evaluated = (iteration if schedules else "constant", specs)
-        structures = tuple(spec.structure() for spec in specs)
+        structures = tuple(spec.likeness() for spec in specs)
         if structures != self.structures:
             self.structures, self.version = structures, self.version + 1
         return specs

@@ -70,7 +70,7 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
             out.sent[rank] += part * itemsize if dim is not None and rank != owner else 0
     bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
-        key = (type(spec), tuple(spec.slots(shape)), spec.structure())
+        key = (type(spec), tuple(spec.slots(shape)), spec.likeness())
         bundles.setdefault(key, []).append(trace(spec, spec.slots(shape)).sums(shape, dim or 0))
     for sums in bundles.values():
         out.all_reduced += [WIDE * total for total in map(sum, zip(*sums, strict=True)) if total]

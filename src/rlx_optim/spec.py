@@ -13,6 +13,8 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
+from . import modifiers
+
 Shape = tuple[int, ...]
 
 
@@ -23,6 +25,7 @@ class Field:
 
     structural: its value picks the rule or the state, so tensors that differ in it never share a pass.
     fixed: the layout of the state depends on it, so it cannot change once a tensor has state.
+    meaning: what it is, where the docstring of a class does not say it.
     """
 
     default: Any
@@ -31,6 +34,7 @@ class Field:
     annotation: str
     structural: bool = False
     fixed: bool = False
+    meaning: str = ""
 
     @property
     def callable(self) -> bool:
@@ -139,7 +143,7 @@ def flag(default: bool | None, *, fixed: bool = False, optional: bool = False) -
     return Field(default, expected, check, annotation, structural=True, fixed=fixed)
 
 
-def choice(*options: str | None) -> Any:
+def choice(*options: str | None, fixed: bool = True) -> Any:
     """One of a few names; the first is the default."""
     names = ", ".join(repr(o) for o in options if o is not None)
     annotation = f"Literal[{names}]" + (" | None" if None in options else "")
@@ -150,7 +154,7 @@ def choice(*options: str | None) -> Any:
         return value
 
     expected = "one of " + ", ".join(repr(o) for o in options)
-    return Field(options[0], expected, check, annotation, structural=True, fixed=True)
+    return Field(options[0], expected, check, annotation, structural=True, fixed=fixed)
 
 
 def function() -> Any:
@@ -262,15 +266,20 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
 TRAINED = "p"
 
 
-# ---- the commit -----------------------------------------------------------------------------------------------------
-def shrinking(p, u, shrink, step):  # type: ignore[no-untyped-def]
-    change = shrink * p + step * u
-    return change
+# ---- modifiers ------------------------------------------------------------------------------------------------------
+#: hyperparameters that every rule has beside its own: `modifiers` says what they do
+MODIFIERS: dict[str, Field] = {
+    "cautious": dataclasses.replace(
+        flag(False), meaning="step only where the direction agrees with the gradient, and as much further there."
+    ),
+    "decay": dataclasses.replace(
+        choice("decoupled", "cautious", "hyperball", fixed=False),
+        meaning="how weight_decay acts: everywhere, only where the step shrinks p as well, or not at all: p keeps its norm.",
+    ),
+}
 
 
-def stepping(u, step):  # type: ignore[no-untyped-def]
-    change = step * u
-    return change
+UNDECAYED = "it decays nothing beside the step (weight_decay joins the gradient or the direction, or there is none)"
 
 
 # ---- the optimizer --------------------------------------------------------------------------------------------------
@@ -278,6 +287,9 @@ class Spec(abc.ABC):
     """A frozen set of hyperparameters and the update they parametrise. Subclasses are the files in `rules/`, and others'."""
 
     fields: ClassVar[dict[str, Field]] = {}
+    cautious: bool
+    decay: str
+    lr: Any
     #: the name of its classes in the front ends; the class's own unless said
     title: ClassVar[str] = "Spec"
     #: by which it is made and saved: in lower case; the title unless said
@@ -301,6 +313,10 @@ class Spec(abc.ABC):
     evaluated: ClassVar[str | None] = None
     #: the numbers that its `commit` reads
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
+    #: what a cautious step is scaled by, from how many coordinates are kept and lost; None where `update` masks by itself
+    caution: ClassVar[Callable[..., Any] | None] = staticmethod(modifiers.by_share)
+    #: why a modifier is not for this rule: by "cautious=True", "decay='cautious'", "decay='hyperball'"
+    unfit: ClassVar[Mapping[str, str]] = {}
     #: the optimizer for tensors this one does not take; None where it takes all
     otherwise_default: ClassVar[Otherwise | None] = None
 
@@ -309,10 +325,12 @@ class Spec(abc.ABC):
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         if words := own.keys() & vars(Spec).keys():
             raise TypeError(f"{cls.__name__}: {min(words)} is a word of Spec and cannot be a hyperparameter")
+        if words := own.keys() & MODIFIERS:
+            raise TypeError(f"{cls.__name__}: every rule has {min(words)} already (docs/modifiers.md); give it another name")
         cls.title = vars(cls).get("title", cls.__name__)
         cls.name = vars(cls).get("name", cls.title.lower())
         cls.aliases = vars(cls).get("aliases", ())
-        cls.fields = {**cls.fields, **own}
+        cls.fields = {**{name: field for name, field in cls.fields.items() if name not in MODIFIERS}, **own, **MODIFIERS}
         for name in own:
             delattr(cls, name)
 
@@ -329,6 +347,7 @@ class Spec(abc.ABC):
                 raise TypeError(f"{owner}: {name} is required ({field.expected})")
             self.__dict__[name] = field.validated(owner, name, value)
         self.check()
+        self.check_modifiers()
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -351,9 +370,31 @@ class Spec(abc.ABC):
     def refuse(self, message: str) -> ValueError:
         return ValueError(f"{self.title}: {message}")
 
+    def check_modifiers(self, traced: bool = False) -> None:
+        """Refuse a modifier that is unsound for this rule. traced: numbers are not known yet, and the commit looks."""
+        asked = {"cautious=True": self.cautious} | {f"decay={way!r}": self.decay == way for way in ("cautious", "hyperball")}
+        reasons = {**self.unfit}
+        if type(self).commit is not Spec.commit:
+            reasons |= dict.fromkeys(list(asked)[1:], "it has a commit of its own, which says what happens beside the step")
+        elif self.decay == "cautious" and not traced and not self.decays():
+            reasons["decay='cautious'"] = UNDECAYED
+        for modifier in (each for each, on in asked.items() if on and each in reasons):
+            raise self.refuse(f"{modifier} is not for this rule: {reasons[modifier]}")
+
+    def stuck(self, name: str, where: str) -> ValueError:
+        """What is said of a tensor of zeros that is to keep its norm. where: how it is given another decay."""
+        return self.refuse(
+            f"{name!r} is all zeros, and decay='hyperball' keeps the norm of a tensor: it would stay so; start it from something "
+            f"else, or decay it otherwise: {where}"
+        )
+
     # What a rule's file says --------------------------------------------------------------------------------------
     def check(self) -> None:  # noqa: B027
         """Conditions on several hyperparameters at once."""
+
+    def decays(self) -> bool:
+        """Whether weight_decay is taken from p beside the step: there is a number `shrink`. Where `update` makes it, say so."""
+        return self.scalars(1, self.counters()).get("shrink") is not None
 
     def takes(self, shape: Shape) -> str | None:
         """None if this rule takes a tensor of this shape, else why not."""
@@ -388,7 +429,24 @@ class Spec(abc.ABC):
 
     def commit(self, E: Any, x: Any) -> Any:
         """How far p moves along u: `change`, which is then taken from p, once a step. step and shrink are numbers of the rule."""
-        return E.map(shrinking if x.get("shrink") is not None else stepping, x)
+        if self.decay == "cautious" and x.get("shrink") is None:
+            raise self.refuse(f"decay='cautious' is not for this rule: {UNDECAYED}")
+        return modifiers.committed(self.way(), E, x)
+
+    def way(self) -> str:
+        """How weight_decay acts: `decay`, unless a convention of the rule says otherwise."""
+        return self.decay
+
+    def mask(self, E: Any, x: Any) -> Any:
+        """What `update` gave, as it is committed: masked where `cautious`."""
+        return modifiers.masked(E, x, self.caution) if self.cautious and self.caution is not None else x
+
+    def numbers(
+        self, t: Any, counters: Mapping[str, Any], scalars: Callable[..., dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """What `scalars` gives, here or (given) in the words of an engine, and what modifiers need beside."""
+        found = (scalars or type(self).scalars)(self, t, counters)
+        return {**found, "rate": self.lr} if self.decay == "hyperball" else found
 
     def observe(self, E: Any, x: Any) -> Any:
         """The second update of those that take estimates (`observes`): the estimate comes as x.g."""
@@ -402,6 +460,10 @@ class Spec(abc.ABC):
         """What to warn about once, if a tensor is stepped with these counters."""
         return None
 
+    def likeness(self) -> tuple[Any, ...]:
+        """What tensors must share to be stepped in one pass: the structure, and how it is modified."""
+        return (self.structure(), self.cautious, self.decay)
+
     def structure(self) -> tuple[Any, ...]:
-        """What tensors must share to be stepped in one pass."""
+        """Of the hyperparameters that are its own, what picks the rule or the state."""
         return tuple(value if self.fields[name].structural else value is None for name, value in self.__dict__.items())

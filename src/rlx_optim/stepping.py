@@ -15,6 +15,7 @@ import numpy as np
 from .engine import Bundle, Engine
 from .program import Program, trace
 from .spec import Shape, Slot, Spec
+from .stats import KINDS, Row, rows_of
 
 
 class Record:
@@ -54,7 +55,7 @@ class Record:
 class Part:
     """One bundle and, in it, the cohorts whose numbers are taken once."""
 
-    __slots__ = ("bundle", "cohorts", "flat", "index", "owner", "records", "version")
+    __slots__ = ("bundle", "cohorts", "flat", "index", "owner", "records", "told", "version")
 
     def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
         self.bundle, self.records, self.cohorts = bundle, records, cohorts
@@ -62,24 +63,27 @@ class Part:
         self.index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
         self.owner: Any = None  # the front end's own
         self.version = 0
+        self.told: Mapping[str, Any] = {}  # what its last step did, where that was asked
         self.flat = False  # the caller's arrays are, and say their shape beside them
 
 
-def bundle_up(records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None) -> list[Part]:
+def bundle_up(
+    records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
+) -> list[Part]:
     """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
-    shape and count. Empty tensors are left out."""
+    shape and count. Empty tensors are left out. asked: their steps say what they did (`Part.told`)."""
     alike: dict[Any, list[tuple[int, Record]]] = {}
     for place, record in records:
         if record.size:
             spec = specs[record.group]
-            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.structure()
+            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.likeness()
             alike.setdefault((tuple(record.slots), key), []).append((place, record))
     parts = []
     for members in alike.values():
         first = members[0][1]
         limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
         for lo in range(0, len(members), limit):
-            parts.append(_part(members[lo : lo + limit], specs[first.group], watch))
+            parts.append(_part(members[lo : lo + limit], specs[first.group], watch, asked))
     if len(parts) > 1:
         check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
@@ -96,7 +100,7 @@ def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]
             )
 
 
-def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
+def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any, asked: bool) -> Part:
     records = [record for _, record in members]
     cohorts: dict[Any, list[Record]] = {}
     for record in records:
@@ -104,10 +108,10 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any) -> Part:
     slots = records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
-    program = None if spec.matrix else trace(spec, slots)
+    program = None if spec.matrix else trace(spec, slots, "told" if asked else "step")
     if program is not None:
         program.check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
-    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members])
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members], asked=asked)
     return Part(bundle, records, list(cohorts.values()))
 
 
@@ -116,7 +120,7 @@ def scalars(record: Record, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> d
     key = record.cohort()
     found = numbers.get(key)
     if found is None:
-        found = spec.scalars(record.t + 1, record.counters)
+        found = spec.numbers(record.t + 1, record.counters)
         found = numbers[key] = {**record.counters, **found} if spec.matrix else found
     return found
 
@@ -143,10 +147,16 @@ def run_part(
             bundle.runner(bundle.numbers, scale)
         else:
             counts = engine.run(bundle)
+            part.told = {kind: counts[kind] for kind in KINDS if kind in counts} if bundle.asked else {}
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
     for cohort, now in zip(cohorts, each, strict=True):
         count(cohort, counts if spec.matrix else now)
+
+
+def rows(parts: Iterable[Part], names: Mapping[Record, str]) -> list[Row]:
+    """What the last step of these parts did, tensor by tensor."""
+    return [row for part in parts for row in rows_of(part.told, [names[r] for r in part.records], [r.size for r in part.records])]
 
 
 def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
             "iteration": snapshot.iteration,
             "skipped": snapshot.skipped,
             "nonfinite": snapshot.nonfinite,
+            "skip_above": snapshot.skip_above,
             "optimizers": [_encoded_member(member) for member in snapshot.members],
             "parameters": {name: _encoded_parameter(snapshot, name, p) for name, p in snapshot.parameters.items()},
         },
@@ -156,6 +157,7 @@ def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
         get(manifest, "front_end", str, "the manifest"),
         get(manifest, "written_by", str, "the manifest"),
         natural_ns(manifest),
+        manifest.get("skip_above"),  # older files have none
     )
     check(snapshot)
     for name, p in parameters.items():

@@ -34,7 +34,15 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
                 {**specs[record.group].counters(), **record.counters},
                 opt._engine_choice[2], piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
             )  # fmt: skip
-    return Snapshot([_member(each, family) for each in family], parameters, opt.iteration, opt.skipped, opt.nonfinite, "named")
+    return Snapshot(
+        [_member(each, family) for each in family],
+        parameters,
+        opt.iteration,
+        opt.skipped,
+        opt.nonfinite,
+        "named",
+        skip_above=opt.skip_above,
+    )
 
 
 def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
@@ -179,7 +187,7 @@ def _made(
     one = object.__new__(kind)  # not through its own __init__, which has opinions about `otherwise`
     NamedOptimizer.__init__(
         one, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
-        nonfinite=snapshot.nonfinite, otherwise=otherwise,
+        nonfinite=snapshot.nonfinite, skip_above=snapshot.skip_above, otherwise=otherwise,
     )  # fmt: skip
     return one
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import random
+from ..guard import checked
 from ..optimizer import NONFINITE
 from ..registry import spec_class
 from ..spec import TRAINED, Shape, Slot, Spec
@@ -103,6 +104,7 @@ class Snapshot:
     front_end: str = "named"
     written_by: str = ""
     saved_ns: int = 0
+    skip_above: float | None = None
 
     def spec(self, parameter: Parameter) -> Spec:
         return self.members[parameter.member].specs[parameter.group]
@@ -125,6 +127,10 @@ def check(snapshot: Snapshot) -> None:
         raise CheckpointError("the manifest names no optimizer")
     if snapshot.nonfinite not in NONFINITE:
         raise CheckpointError(f"the manifest: 'nonfinite' cannot be {snapshot.nonfinite!r:.80}")
+    try:
+        checked("the manifest", snapshot.skip_above)
+    except (TypeError, ValueError) as problem:
+        raise CheckpointError(str(problem)) from None
     for index, member in enumerate(snapshot.members):
         _check_member(member)
         for group in member.groups:

@@ -28,7 +28,9 @@ FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment
 def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
     """The other optimizer, with a record for every parameter the first one knows."""
     engine, precision, stored = opt._engine_choice
-    new = named.create(name, **{"engine": engine, "precision": precision, "nonfinite": opt.nonfinite, **settings})
+    new = named.create(
+        name, **{"engine": engine, "precision": precision, "nonfinite": opt.nonfinite, "skip_above": opt.skip_above, **settings}
+    )
     new._skipped = opt._skipped
     for member in new._family():
         member._store(stored)

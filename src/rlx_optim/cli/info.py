@@ -53,7 +53,7 @@ def described(name: str) -> dict[str, Any]:
     said = words(kind.__doc__)
     fields = {
         field: {
-            "meaning": said.get(field, ""),
+            "meaning": said.get(field, f.meaning),
             "required": f.default is REQUIRED,
             "default": None if f.default is REQUIRED else f.default,
             "expected": f.expected,

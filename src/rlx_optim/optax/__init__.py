@@ -16,12 +16,13 @@ from .. import explain, registry
 try:
     from .checkpoint import load_state, save_state
     from .factories import create, known, made, name_of, routing_report
+    from .guard import skip_above
     from .transform import RuleState, averaged
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
 
 
-__all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state"]
+__all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state", "skip_above"]
 __all__ += [name_of(kind) for kind in registry.OURS]
 
 

@@ -10,10 +10,11 @@ from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create
 from .factories import routing_report as routing_report
+from .guard import skip_above as skip_above
 from .transform import RuleState as RuleState
 from .transform import averaged as averaged
 
-__all__ = ['RuleState', 'averaged', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'stableadamw', 'ademamix', 'adan', 'adopt', 'laprop', 'lamb', 'lars', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy', 'normuon', 'scion', 'schedulefreeadamw', 'schedulefreesgd']
+__all__ = ['RuleState', 'averaged', 'create', 'load_state', 'routing_report', 'save_state', 'skip_above', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'stableadamw', 'ademamix', 'adan', 'adopt', 'laprop', 'lamb', 'lars', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy', 'normuon', 'scion', 'schedulefreeadamw', 'schedulefreesgd']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -23,6 +24,8 @@ def sgd(
     dampening: optax.ScalarOrSchedule = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adam(
@@ -34,6 +37,8 @@ def adam(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     amsgrad: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adamw(
@@ -45,6 +50,8 @@ def adamw(
     weight_decay: optax.ScalarOrSchedule = 0.0001,
     amsgrad: bool = False,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def nadamw(
@@ -57,6 +64,8 @@ def nadamw(
     momentum_decay: optax.ScalarOrSchedule = 0.004,
     convention: Literal['dozat', 'algoperf', 'torch'] = 'dozat',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def radam(
@@ -69,6 +78,8 @@ def radam(
     decoupled_weight_decay: bool = False,
     convention: Literal['torch', 'paper'] = 'paper',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def qhadamw(
@@ -81,6 +92,8 @@ def qhadamw(
     eps: optax.ScalarOrSchedule = 1e-08,
     weight_decay: optax.ScalarOrSchedule = 0.01,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def stableadamw(
@@ -93,6 +106,8 @@ def stableadamw(
     clip: optax.ScalarOrSchedule | None = 1.0,
     convention: Literal['author', 'first'] = 'author',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def ademamix(
@@ -107,6 +122,8 @@ def ademamix(
     alpha_warmup: optax.ScalarOrSchedule | None = None,
     beta3_warmup: optax.ScalarOrSchedule | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adan(
@@ -120,6 +137,8 @@ def adan(
     no_prox: bool = False,
     max_grad_norm: optax.ScalarOrSchedule | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adopt(
@@ -132,6 +151,8 @@ def adopt(
     decouple: bool = False,
     clip_exp: optax.ScalarOrSchedule = 0.25,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def laprop(
@@ -143,6 +164,8 @@ def laprop(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     convention: Literal['author', 'timm'] = 'author',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lamb(
@@ -155,6 +178,8 @@ def lamb(
     bias_correction: bool = True,
     trust_clip: optax.ScalarOrSchedule | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lars(
@@ -167,6 +192,8 @@ def lars(
     nesterov: bool = False,
     convention: Literal['optax', 'timm'] = 'optax',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adafactor(
@@ -180,6 +207,8 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     convention: Literal['paper', 'torch', 'rlx'] = 'paper',
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lion(
@@ -189,6 +218,8 @@ def lion(
     *,
     weight_decay: optax.ScalarOrSchedule = 0.001,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def soap(
@@ -207,6 +238,8 @@ def soap(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def kron_psgd(
@@ -227,6 +260,8 @@ def kron_psgd(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def muon(
@@ -243,6 +278,8 @@ def muon(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def sophia(
@@ -257,6 +294,8 @@ def sophia(
     update_interval: int | jax.Array = 10,
     seed: int | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def mars(
@@ -273,6 +312,8 @@ def mars(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def prodigy(
@@ -290,6 +331,8 @@ def prodigy(
     estim_lr_coef: optax.ScalarOrSchedule = 1.0,
     growth_rate: optax.ScalarOrSchedule | None = None,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def normuon(
@@ -305,6 +348,8 @@ def normuon(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def scion(
@@ -323,6 +368,8 @@ def scion(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = None,
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreeadamw(
@@ -336,6 +383,8 @@ def schedulefreeadamw(
     r: optax.ScalarOrSchedule = 0.0,
     weight_lr_power: optax.ScalarOrSchedule = 2.0,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreesgd(
@@ -347,4 +396,6 @@ def schedulefreesgd(
     r: optax.ScalarOrSchedule = 0.0,
     weight_lr_power: optax.ScalarOrSchedule = 2.0,
     mask: Any | Callable[[Any], Any] | None = None,
+    cautious: bool = False,
+    decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
 ) -> optax.GradientTransformationExtraArgs: ...

@@ -15,7 +15,7 @@ import optax
 from .. import explain, registry
 from ..named import create as create_named
 from ..optimizer import NamedOptimizer
-from ..spec import REQUIRED, Field, Foreign, Spec, same
+from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
 from .places import Member, is_static
 from .transform import Transform, transformation
@@ -69,6 +69,7 @@ def keywords(kind: type[Spec]) -> Mapping[str, tuple[Any, Foreign | None]]:
     if kind.matrix or kind.otherwise_default:
         beside |= {"otherwise": "default" if kind.otherwise_default else None, "route": None, "stacked": None}
     found |= {name: (default, None) for name, default in beside.items()}
+    found |= {name: found.pop(name) for name in MODIFIERS}  # the last
     return {name: (kind.optax.defaults.get(name, default), field) for name, (default, field) in found.items()}
 
 

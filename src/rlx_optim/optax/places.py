@@ -35,6 +35,11 @@ class Member:
         }
         return unchecked(self.kind, now if dtype is None else {k: converted(v, dtype) for k, v in now.items()})
 
+    @property
+    def undecayed(self) -> dict[str, Any]:
+        """What is otherwise for a leaf that does not decay: what would keep its norm does not either."""
+        return {"weight_decay": 0.0, **({"decay": "decoupled"} if self.values.get("decay") == "hyperball" else {})}
+
     @functools.cached_property
     def steady(self) -> Spec:
         """For shapes and structure, which no schedule changes."""
@@ -66,8 +71,10 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
         if is_traced(value) and is_static(kind, name):
             raise TypeError(f"{kind.title}: {name} cannot be traced; with inject_hyperparams, name it in static_args")
         spec.__dict__[name] = value if is_traced(value) else field.validated(kind.title, name, value)
-    if not any(map(is_traced, spec.__dict__.values())):
+    traced = any(map(is_traced, spec.__dict__.values()))
+    if not traced:
         spec.check()
+    spec.check_modifiers(traced)
     return spec
 
 

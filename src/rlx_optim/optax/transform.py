@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .. import registry
@@ -142,6 +143,7 @@ class Transform:
         slots: dict[str, list[Any]] = {name: [] for name in self.names}
         factors = []
         for place, leaf in zip(places, leaves, strict=True):
+            _refuse_zeros(place, leaf)
             fresh = {name: start(slot, place, arithmetic(leaf)) for name, slot in place.slots.items()}
             for name in self.names:
                 slots[name].append(fresh.get(name, optax.MaskedNode()))
@@ -178,8 +180,10 @@ class Transform:
             mine = {k.removeprefix(prefix): v.astype(dtype) for k, v in state.counters.items() if k.startswith(prefix)}
             kinds = {}
             for decays in dict.fromkeys(places[i].decays for i in indices):
-                spec = member.spec(state.count, dtype, **({} if decays else {"weight_decay": 0.0}))
-                kinds[decays] = {**mine, **traceable(member.kind.scalars)(spec, state.count + 1, mine)}
+                spec = member.spec(state.count, dtype, **({} if decays else member.undecayed))
+                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable(member.kind.scalars))}
+            if len(kinds) > 1 and "decay" in member.undecayed:
+                raise spec.refuse("it sums over all leaves, and decay='hyperball' cannot be masked in some; leave mask out")
             numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
             leaves = [
                 (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
@@ -223,6 +227,18 @@ def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest") if kind.branches and asked is None else contextlib.nullcontext()
 
 
+def _refuse_zeros(place: Place, leaf: Any) -> None:
+    """What is to keep its norm must have one; where it can be seen: not while `init` is traced."""
+    if (
+        place.member.steady.decay == "hyperball"
+        and place.decays
+        and not isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    ):
+        for name, tensor in zip(place.names, np.asarray(leaf).reshape(len(place.names), -1), strict=True):
+            if tensor.size and not tensor.any():
+                raise place.member.steady.stuck(name, "mask=… with False there")
+
+
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------
 Leaf = tuple[Place, dict[str, Any]]  # p, g and the slots by name
 
@@ -253,7 +269,7 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     out |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
     E = engine_in(dtype)
     x = Values(out, names=place.names, **numbers, t=t, seed=spec.values().get("seed"))
-    x = traceable(type(spec).update)(spec, E, x)
+    x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
     committed: Values = traceable(type(spec).commit)(spec, E, x)
     return committed
 
@@ -263,7 +279,7 @@ def gathers(place: Place) -> bool:
     spec = place.member.steady
     if spec.matrix:
         return False
-    return trace(spec, place.slots, "change", traceable(type(spec).scalars)(spec, 1, spec.counters())).gathers is not None
+    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable(type(spec).scalars))).gathers is not None
 
 
 def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p 
 import math
 import operator
 
+from ..modifiers import by_count
 from ..spec import Foreign, Optax, Slot, Spec, Torch, choice, flag, like, real, reals
 from ..vocabulary import maximum, minimum, rsqrt, sqrt
 
@@ -159,11 +160,17 @@ class Adafactor(Spec):
     scale_parameter: bool = flag(True)
     convention: str = choice("paper", "torch", "rlx")
 
+    caution = staticmethod(by_count)  # n/(kept + 1), as the authors' c_adafactor.py
+    unfit = {"decay='hyperball'": "its step is clipped by its own rms and is a share of the tensor's already (scale_parameter)"}
+
     def check(self):
         if self.convention != "paper" and self.beta1 is not None:
             raise self.refuse(f"beta1 has no place in convention {self.convention!r}; got beta1={self.beta1!r}")
         if self.convention != "paper" and not self.scale_parameter:
             raise self.refuse(f"scale_parameter=False has no place in convention {self.convention!r}")
+
+    def decays(self):
+        return True
 
     def structure(self):
         return (self.convention, self.beta1 is None)

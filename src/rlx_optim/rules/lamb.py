@@ -68,6 +68,8 @@ class Lamb(Spec):
     bias_correction: bool = flag(True)
     trust_clip: float | None = real(None, open_low=True, infinite=True, optional=True)
 
+    unfit = {"decay='hyperball'": "the trust ratio makes its step a share of the tensor's norm already"}
+
     def structure(self):
         return ()
 

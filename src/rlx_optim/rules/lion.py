@@ -17,6 +17,7 @@ When, and what it costs. Large batches and tight memory: use 3 to 10 times less 
 AdamW. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
+from ..modifiers import by_count
 from ..spec import Optax, Spec, betas, like, real
 from ..vocabulary import sign
 
@@ -40,6 +41,8 @@ class Lion(Spec):
     lr: float = real(1e-4)
     betas: tuple[float, float] = betas(0.9, 0.99)
     weight_decay: float = real(0.0)
+
+    caution = staticmethod(by_count)  # n/(kept + 1), as the authors' c_lion.py; timm takes their AdamW's
 
     def slots(self, shape):
         """m: the average of gradients."""

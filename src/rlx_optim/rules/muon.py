@@ -33,6 +33,7 @@ state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations 
 
 import math
 
+from .. import modifiers
 from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, reals
 
 
@@ -97,6 +98,7 @@ class Muon(Spec):
 
     matrix = True
     everywhere = False
+    caution = None  # the authors' c_muon.py masks the momentum before Newton–Schulz; pytorch_optimizer masks X after it
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
     def takes(self, shape):
@@ -119,6 +121,7 @@ class Muon(Spec):
 
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)
+        x = modifiers.masked(E, x) if self.cautious else x
         if self.convention == "rlx" and x.u.ndim != 3:
             return x
         U = x.u.reshape(*x.u.shape[:2], -1)

@@ -31,8 +31,8 @@ and one more pass over the matrix.
 import math
 
 from .. import linalg
-from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real, shrinking
-from ..vocabulary import maximum, sqrt, where
+from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real
+from ..vocabulary import maximum, sqrt
 from .muon import heavy_ball, nesterov
 
 
@@ -56,11 +56,6 @@ def levelled(o, v, joins, least):
 def restored(u, length, now, joins_length, least_length):
     u = u * (length / (maximum(now, least_length) + joins_length))
     return u
-
-
-def agreeing(p, u, shrink, step):
-    change = where(u * p >= 0, shrink * p, 0.0) + step * u
-    return change
 
 
 #: of each convention: whether with nesterov, the coefficients and what joins the norm before them, what joins the root of v and
@@ -145,5 +140,6 @@ class NorMuon(Spec):
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
         return x.set(u=x.u.reshape(x.p.shape), v=x.v.reshape(x.v.shape[0], -1), step=x.step * scale, shrink=shrink)
 
-    def commit(self, E, x):
-        return E.map(agreeing if self.convention == "speedrun" else shrinking, x)
+    def way(self):
+        """The speedrun's decay is the cautious one."""
+        return "cautious" if self.convention == "speedrun" and self.decay == "decoupled" else self.decay

@@ -111,6 +111,11 @@ class Prodigy(Spec):
     d_coef: float = real(1.0, open_low=True)
     growth_rate: float | None = real(None, 1.0, infinite=True, optional=True)
 
+    unfit = {"decay='hyperball'": "it measures how far to go, and on a ball lr alone says it"}
+
+    def decays(self):
+        return self.decouple
+
     def structure(self):
         return ()
 

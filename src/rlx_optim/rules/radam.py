@@ -56,6 +56,9 @@ class RAdam(Spec):
     decoupled_weight_decay: bool = flag(False)
     convention: str = choice("torch", "paper")
 
+    def decays(self):
+        return self.decoupled_weight_decay
+
     def scalars(self, t, counters):
         (beta1, beta2), torch = self.betas, self.convention == "torch"
         c1, c2 = less_power(beta1, t), less_power(beta2, t)

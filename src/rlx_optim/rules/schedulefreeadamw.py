@@ -63,6 +63,7 @@ class ScheduleFreeAdamW(Spec):
 
     committed = ("step", "pull", "keep", "grow")
     evaluated = "lead"
+    unfit = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
 
     def slots(self, shape):
         """lead: x − p, which leads from p to the average.

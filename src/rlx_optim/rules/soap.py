@@ -116,8 +116,9 @@ class SOAP(Spec):
         n, moves = maximum(t - 1, 1), where(t > 1, 1.0, 0.0)  # the first call moves nothing
         shrink = moves * self.lr * self.weight_decay
         step = moves * self.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
-        # decay after the step: (1 − shrink)·(p − step·u) = p − (shrink·p + (1 − shrink)·step·u)
-        return numbers | {"beta": beta, "alpha": 1 - beta, "shrink": shrink, "step": (1 - shrink) * step}
+        # decay after the step: (1 − shrink)·(p − step·u) = p − (shrink·p + (1 − shrink)·step·u); a cautious one is of p as it was
+        left = 1 - shrink if self.decay == "decoupled" else 1.0
+        return numbers | {"beta": beta, "alpha": 1 - beta, "shrink": shrink, "step": left * step}
 
     def work(self, shape):
         size, every = math.prod(shape), self.precondition_frequency

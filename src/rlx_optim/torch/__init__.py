@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import explain, registry
 from ..named import create as create_named
-from ..spec import REQUIRED, Spec
+from ..spec import MODIFIERS, REQUIRED, Spec
 
 try:
     from .clip import clip_grad_norm_
@@ -27,7 +27,7 @@ except ModuleNotFoundError as problem:
 __all__ = ["RuleOptimizer", "clip_grad_norm_", "create"] + [kind.title for kind in registry.OURS]
 
 COMMON = {
-    "maximize": False, "engine": "auto", "nonfinite": "propagate", "capturable": False, "amp_scaling": False,
+    "maximize": False, "engine": "auto", "nonfinite": "propagate", "skip_above": None, "capturable": False, "amp_scaling": False,
     "fused": None, "foreach": None, "differentiable": False,
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
 
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     defaults = {field: f.default for field, f in kind.fields.items()} | dict(kind.torch.defaults)
-    places = list(defaults)
+    places = [field for field in defaults if field not in MODIFIERS]
     shared = places[: places.index(kind.torch.shared) + 1] if kind.torch.shared else places
     fields = [parameter(field, default, either if field in shared else keyword) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if kind.matrix or kind.otherwise_default else {}

@@ -85,7 +85,7 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
             home,
         )
     iteration = max((p.step for p in parameters.values()), default=0)
-    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch")
+    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above)
 
 
 def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
@@ -191,6 +191,7 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
     rules = [opt.rule, *([] if other is None else [other.rule["rule"]]), *said, *(group["rule"] for group in opt.param_groups)]
     opt._rules = {rule: spec_class(rule) for rule in rules}
     opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
+    opt.skip_above = opt.skip_above if snapshot.skip_above is None else snapshot.skip_above
     opt._forget()
     opt._current_specs()
 

@@ -14,6 +14,7 @@ import torch
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
 from ..spec import Spec
+from ..stats import KINDS
 from ..stepping import Part, Record
 from .lanes import Seat, TritonLane, written
 
@@ -58,11 +59,11 @@ class GraphLane(TritonLane):
         return 0
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: Any) -> None:
-        if self.engine.sender.capturing() and (tuple(chosen) != self.present or structures != self.structures):
+        if self.engine.sender.capturing() and not self.prepared(tuple(chosen), structures):
             raise RuntimeError(
                 "a CUDA graph is being captured and this step is not prepared: take a step with the same parameters before"
             )
-        if tuple(chosen) != self.present or structures != self.structures:
+        if not self.prepared(tuple(chosen), structures):
             self.indices = {}
         super().step(chosen, specs, structures, grads, scale)
 
@@ -82,7 +83,8 @@ class GraphLane(TritonLane):
             bundle.numbers, counts = self.numbers_of(part, place)
             bundle.buffers |= {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
             try:
-                self.engine.run(bundle)
+                found = self.engine.run(bundle)
+                part.told = {kind: found[kind] for kind in KINDS if kind in found} if bundle.asked else {}
             finally:
                 bundle.buffers |= {"p": (), "g": ()}
             for name, index, new in counts:
@@ -111,7 +113,7 @@ class GraphLane(TritonLane):
             }
             before = {name: values[index] for name, (index, values) in mine.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
-            now = {**before, **bind_all(type(spec).scalars, NUMBERS)(spec, t, before)}
+            now = {**before, **spec.numbers(t, before, bind_all(type(spec).scalars, NUMBERS))}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
             every.append(now)
         if len(groups) == 1:

@@ -33,10 +33,11 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "counters", "held", "param", "places", "records", "shape", "state")
+    __slots__ = ("batch", "counters", "fresh", "held", "param", "places", "records", "shape", "state")
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
         self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
+        self.fresh = True  # no gradient has come for it yet
         self.counters = {counter: state[counter] for counter in counters}
         self.hold()
         inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)
@@ -122,6 +123,7 @@ class Lane(abc.ABC):
         self.structures: Any = None
         self.parts: list[Part] = []
         self.numbers: dict[Any, dict[str, Any]] = {}
+        self.asked = self.telling = False  # whether the next step is to say what it does, and whether the parts do
 
     def share_counts(self) -> None:
         """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
@@ -168,12 +170,16 @@ class Lane(abc.ABC):
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
         """Step the chosen seats, whose gradients these are."""
         key = tuple(chosen)
-        if key != self.present or structures != self.structures:
-            self.present, self.structures = key, structures
+        if not self.prepared(key, structures):
+            self.present, self.structures, self.telling = key, structures, self.asked
             records = [record for i in chosen for record in self.seats[i].records]
-            self.parts = bundle_up(enumerate(records), specs, self.engine, self.fresh_watch(len(records)))
+            self.parts = bundle_up(enumerate(records), specs, self.engine, self.fresh_watch(len(records)), self.asked)
         self.numbers.clear()
         self.run([self.seats[i] for i in chosen], specs, grads, scale)
+
+    def prepared(self, chosen: tuple[int, ...], structures: Any) -> bool:
+        """Whether the parts are for such a step."""
+        return chosen == self.present and structures == self.structures and self.asked == self.telling
 
     def fresh_watch(self, n: int) -> Any:
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..admission import listed
+from ..guard import checked
 from ..optimizer import NONFINITE, NamedOptimizer
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
@@ -47,6 +48,7 @@ class RuleOptimizer(Stepper):
         maximize: bool = False,
         engine: str = "auto",
         nonfinite: str = "propagate",
+        skip_above: float | None = None,
         capturable: bool = False,
         amp_scaling: bool = False,
         fused: bool | None = None,
@@ -71,9 +73,10 @@ class RuleOptimizer(Stepper):
             raise ValueError(
                 f"{self._owner}: differentiable=True is not done here: autograd does not record a step; use torch.optim"
             )
-        self._asked = " and ".join(name for name, on in (("fused", fused), ("foreach", foreach)) if on is not None)
+        self._ignored = " and ".join(name for name, on in (("fused", fused), ("foreach", foreach)) if on is not None)
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
+        self.skip_above, self._guard = checked(self._owner, skip_above), None
         self._split, self._split_used = dict(split or {}), set[str]()
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
         self._others: dict[str, dict[str, Any]] = {}  # by rule, beside the class's own: the settings it was given first
@@ -306,7 +309,7 @@ class RuleOptimizer(Stepper):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_guard", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -383,7 +386,7 @@ class RuleOptimizer(Stepper):
     def engine_report(self) -> dict[str, str]:
         """Which engine steps what, and why: {"12 parameters on cpu, float32 arithmetic": "cpu: … (why)"}."""
         out = {}
-        asked = self._asked and f"; {self._asked}= makes no difference, engine= does"
+        asked = self._ignored and f"; {self._ignored}= makes no difference, engine= does"
         self._ready()
         for lane in self._lanes or []:
             first = lane.seats[0]

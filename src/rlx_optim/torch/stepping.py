@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
+from ..guard import Guard
 from ..program import trace
 from ..routing import bare
 from ..spec import TRAINED, Spec
-from ..stepping import check_together
+from ..stats import Row, Stats, summed_up
+from ..stepping import Record, check_together, rows
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
@@ -57,6 +59,8 @@ class Stepper(torch.optim.Optimizer):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
+    skip_above: float | None = None  # standard deviations
+    _guard: Guard | None = None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], int]  # into how many matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
@@ -64,18 +68,34 @@ class Stepper(torch.optim.Optimizer):
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
     _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
+    _asked = False  # whether the next step is to say what it does
+    _rows: Sequence[Row] = ()  # what the last did that was asked
+
     capturable: bool
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device
 
     @property
     def skipped(self) -> int:
-        """How many steps were left out because a gradient was not finite."""
+        """How many steps were left out by nonfinite="skip" or skip_above."""
         return self._skipped + (0 if self._skips is None else int(self._skips))
 
     @skipped.setter
     def skipped(self, count: int) -> None:
         self._skipped, self._skips = count, None
+
+    def stats(self, next: bool = False) -> Stats:
+        """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
+        takes it in the same passes; the others measure nothing. Tensors on the device: nothing waits for them."""
+        if not next and not self._rows:
+            raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        found, self._asked = self._rows, self._asked or next
+        device = torch.as_tensor(found[0][2]["grad_norm"]).device if found else None
+        there = [
+            (name, size, {kind: torch.as_tensor(value).to(device, non_blocking=True) for kind, value in each.items()})
+            for name, size, each in found
+        ]
+        return summed_up(there)
 
     @property
     def _owner(self) -> str:
@@ -140,15 +160,16 @@ class Stepper(torch.optim.Optimizer):
 
     # ---- stepping ------------------------------------------------------------------------------------------------------
     @eager
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Everything is checked before anything is written."""
-        loss = None
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+        """One step of every parameter that has a gradient. Everything is checked before anything is written.
+
+        loss: what skip_above looks at beside the norm of the gradients; a closure gives it."""
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step(None)
-        return loss
+            self._step(None, loss)
+        return None if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that a clip was waiting on are gone, and it with them."""
@@ -157,7 +178,7 @@ class Stepper(torch.optim.Optimizer):
         for grad in (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None):
             release(grad)
 
-    def _step(self, only: torch.Tensor | None) -> None:
+    def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
         if self._evaluating is not False and self._evaluates():
             raise RuntimeError(
                 f"{self._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
@@ -166,12 +187,18 @@ class Stepper(torch.optim.Optimizer):
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
         plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip is None
+        plainly = plainly and not self._asked and self.skip_above is None
         if plainly and problem is None and self._once_more(specs):
             return
         self._again = None
         ready = self._ready(only)
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
+        if self.skip_above is not None and (only is not None or any(lane.spread for lane, _ in ready)):
+            raise RuntimeError(
+                f"{self._owner}: skip_above is about the gradients of all parameters at once, in one process; it is neither for "
+                "attach nor for parameters that are spread over ranks"
+            )
         if self._council is not None:
             work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
             if stopped or not self._passes(self._arrived(work), bad):
@@ -183,20 +210,36 @@ class Stepper(torch.optim.Optimizer):
                 return
             work = self._work(ready)
             if self.capturable:
-                self._decide(work, found)
-            elif not self._passes(self._arrived(work)):
+                self._decide(work, found, scale, loss)
+            elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss):
                 return
             folded = self._under_one_clip(work)
         clip = self._applied(work, folded)
-        structures = [spec.structure() for spec in specs]
+        structures = [spec.likeness() for spec in specs]
         factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
-        taken: Work = []
+        asked, taken = self._asked and only is None, []
+        for lane, _, _ in work:
+            lane.asked = asked
+            if asked and lane.spread:
+                raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
             for lane, chosen, grads in round_:
                 lane.step(chosen, specs, structures, grads, lane.sign * factor)
                 lane.count(chosen)
             taken += round_
+        if asked:
+            self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
+
+    def _record_names(self) -> dict[Record, str]:
+        """What each record is called in `stats`: as its parameter, or by its place, "group.place"."""
+        names: dict[Record, str] = {}
+        for i, group in enumerate(self.param_groups):
+            for k, param in enumerate(group["params"]):
+                lane, place = self._places[param]
+                called = group["param_names"][k] if group.get("param_names") else f"{i}.{k}"
+                names |= dict.fromkeys(lane.seats[place].records, called)
+        return names
 
     def _agreeable_specs(self) -> tuple[list[Spec], Exception | None]:
         """The specs as they are now. Where ranks step together, a bad one is told to all before it is raised."""
@@ -225,12 +268,36 @@ class Stepper(torch.optim.Optimizer):
         self._clip = self._clip if waiting else None
         return 1.0
 
-    def _decide(self, work: list[tuple[Any, list[int], list[torch.Tensor]]], found: torch.Tensor | None) -> None:
-        """Whether the step is taken, decided on the device: by GradScaler, or by us where nonfinite is "skip"."""
-        flags = [] if found is None else [found]
+    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
+        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
+        device = work[0][0].device
+        norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+        norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
+        norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
+        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
+        if self._guard is None:
+            self._guard = Guard(torch, device=device)
+        assert self.skip_above is not None
+        bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
+        return bad
+
+    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
+        """Whether skip_above leaves out this step; the host asks."""
+        if self.skip_above is None or not work or not bool(self._outlier(work, scale, loss)):
+            return False
+        self._skipped += 1
+        return True
+
+    def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
+        """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
+        flags, ours = [] if found is None else [found], []
         if self.nonfinite == "skip" and work:
-            flags += [not_finite(grads) for _, _, grads in work]
-            bad = torch.stack([flag.to(flags[-1].device).reshape(()) for flag in flags[-len(work) :]]).max()
+            ours += [not_finite(grads) for _, _, grads in work]
+        if self.skip_above is not None and work:
+            ours.append(self._outlier(work, scale, loss).to(torch.int32))
+        if ours:
+            flags += ours
+            bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
             self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
         for lane, _, _ in work:
             lane.groups = self._views()
@@ -242,7 +309,7 @@ class Stepper(torch.optim.Optimizer):
         if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
             return False
         grads = again.gradients()
-        if grads is None or any(lane.structures != [spec.structure() for spec in specs] for lane, _ in again.lanes):
+        if grads is None or any(lane.structures != [spec.likeness() for spec in specs] for lane, _ in again.lanes):
             return False
         again.step(grads, specs)
         return True
@@ -264,8 +331,21 @@ class Stepper(torch.optim.Optimizer):
         bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
         return work, bad, self._under_one_clip(work)
 
+    def _refuse_zeros(self, lane: Lane, seat: Seat) -> None:
+        """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""
+        first = seat.records[0]
+        spec: Any = self._specs[first.group][1]
+        if spec.decay != "hyperball" or first.t or not first.size or is_spread(seat.param):
+            return
+        for record, piece in zip(seat.records, lane.pieces(seat.param.detach(), seat), strict=True):
+            if not bool(piece.any()):
+                raise spec.stuck(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
+
     def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
         self._check_seat(lane, seat)
+        if seat.fresh:
+            self._refuse_zeros(lane, seat)
+            seat.fresh = False
         grad: Any = seat.param.grad
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -316,7 +396,7 @@ class Stepper(torch.optim.Optimizer):
             before, spec = self._specs[i]
             if spec is None or tensors or values != before:
                 now = self._spec_of(group)
-                if spec is not None and (now.structure() != spec.structure() or values[-1] != before[-1]):
+                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != before[-1]):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)

@@ -222,7 +222,7 @@ class Plan:
                 step.refresh()
         self.version = -1 if watch is None else watch.version
 
-    def run(self, numbers: Mapping[str, Any], scale: float) -> None:
+    def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         watch = self.bundle.watch
         if watch is None or watch.version != self.version:
             self.refresh()
@@ -235,7 +235,7 @@ class Plan:
             else:
                 kernel.set_numbers(values)
             kernel.run()
-            return
+            return {}
         found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
         found |= {n: np.array(each, np.float64) for n, each in self.kept}
         for step in self.steps:
@@ -247,6 +247,7 @@ class Plan:
         for n, each in self.renewed:
             for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
                 buffer[()] = value
+        return {name: found[n] for name, n in self.program.given.items()}
 
 
 class Cpu(ArrayEngine):
@@ -283,8 +284,8 @@ class Cpu(ArrayEngine):
         if bundle.plan is None:
             plan = bundle.plan = Plan(bundle, self)
             bundle.runner = plan.run
-        bundle.plan.run(bundle.numbers, bundle.scale)
-        return {}
+        told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
+        return told
 
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ... import random
-from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
@@ -89,10 +89,9 @@ class Triton(Torch):
             bundle.plan = Plan(bundle, self.device)
         with torch.no_grad():
             if bundle.program is not None:
-                self._execute(bundle)
-                return {}
+                return self._execute(bundle)
             start = self.values(bundle)
-            x = self.moved(bundle.spec, bundle.spec.update(self, start), move)
+            x = self.updated(bundle, start, move)
             for name in bundle.written():
                 if x[name] is not start[name]:  # what is not by address has been computed apart
                     apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
@@ -103,7 +102,7 @@ class Triton(Torch):
         return super().moved(spec, x) if move else x.set(p=dense(x.u))
 
     # programs ----------------------------------------------------------------------------------------------------------
-    def _execute(self, bundle: Any) -> None:
+    def _execute(self, bundle: Any) -> dict[str, Any]:
         program, plan, scale = bundle.program, bundle.plan, bundle.scale
         where, flag = self.placed(bundle), getattr(bundle.watch, "flag", None)
         found: dict[int, Any] = {}
@@ -122,6 +121,7 @@ class Triton(Torch):
                 now, before = super()._there(found[n]).expand(len(bundle.shapes)), found[program.inputs[name]]
                 now = now if flag is None else torch.where(flag.reshape(()) == 0, now, before)
                 torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
+        return {name: found[n] for name, n in program.given.items()}
 
     def _apply(
         self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
@@ -344,6 +344,15 @@ class Triton(Torch):
             if name not in out:
                 x[name].written()
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
+
+    def each(self, function: Rule, x: Values) -> Values:
+        """Numbers beside piles are flat, one per tensor, as those of a captured step are."""
+        if x.get("_plan") is None:
+            return super().each(function, x)
+        takes, gives = signature_of_numbers(function)
+        flat = {name: x[name].reshape(-1) if torch.is_tensor(x[name]) and x[name].ndim else x[name] for name in takes}
+        found = super().each(function, Values(flat))
+        return x.set(**{name: found[name] for name in gives})
 
     @staticmethod
     def _is_stack(value: Any, plan: Any) -> bool:

@@ -88,7 +88,7 @@ class Move(Spec):
         return {}
 
     def structure(self) -> tuple[Any, ...]:
-        return (type(self.whose), self.whose.structure())
+        return (type(self.whose), self.whose.likeness())
 
     def scalars(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
         return dict.fromkeys(self.whose.committed, 0.0) | dict(counters)
@@ -291,6 +291,11 @@ def add(
     """Give a parameter a seat in the lane that suits its home, made if need be."""
     device, dtype, maximize = key
     kind, what = kind_of(make, spec, home)
+    if kind is OwnerLane and spec.decay == "hyperball":
+        raise spec.refuse(
+            f"decay='hyperball' needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); use "
+            "decay='decoupled' or 'cautious' there"
+        )
     place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
     if place not in lanes:
         if kind is ReducedLane:
