@@ -76,8 +76,11 @@ def arguments(front_end: str, kind: type[Spec]) -> str:
     for each in signatures(front_end)[name_in(front_end, kind)]:
         given = "required" if each.default is None else f"`{default(each, kind)}`"
         meaning = prose(said[each.name], kind.fields).replace(">=", "≥").replace("<=", "≤").replace("<", "&lt;")
-        rows.append([f"`{each.name}`", f"`{each.type}`", given, meaning])
-    return stacked(table(["argument", "type", "default", "what it is, and must be"], rows))
+        kind_of = each.type.replace("|", "&#124;")  # which would end the cell
+        rows.append([f"`{each.name}`", f"<code>{kind_of}</code>", given, meaning])
+    return stacked(table(["argument", "type", "default", "what it is, and must be"], rows)).replace(
+        "stacked", "stacked arguments", 1
+    )
 
 
 def reference(front_end: str) -> str:

@@ -113,6 +113,8 @@ def type_of(snapshot: Snapshot) -> str:
         if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
             raise CheckpointError(f"{name!r} is maximized, which the named API does not do")
         refuse_evaluation(name, p)
+        if not p.tensors:
+            types["float64" if p.dtype == "float64" else "float32"] = f"{name!r} is {p.dtype}"
         for slot, each in p.tensors.items():
             types[each.dtype.name] = f"{slot} of {name!r} is {each.dtype}"
     if len(types) > 1:
