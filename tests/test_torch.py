@@ -638,7 +638,7 @@ def test_state_is_there_from_the_start(name, dtype):
         state = opt.state[p]
         assert {k: tuple(v.shape) for k, v in state.items()} == {"step": (), **expected}
         assert float(state["step"]) == 0
-        assert state["step"].dtype == torch.float32
+        assert state["step"].dtype == torch.float64
         assert all(v.dtype == wide for v in state.values() if v.ndim)
         assert not any(v.requires_grad for v in state.values())
     keys = {p: list(opt.state[p]) for p in params.values()}
