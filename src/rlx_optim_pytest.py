@@ -64,6 +64,7 @@ class One(pytest.Item):
         return self.path, None, f"{self.subject.target}: {self.name}"
 
 
+@pytest.hookimpl(tryfirst=True)  # so that -k sees them
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     for target in config.getoption("--optim"):
         parent = Target.from_parent(session, name=target, nodeid=target)

@@ -101,7 +101,7 @@ class IgnoresDecay(Right):
         super().one(p, state, group | {"weight_decay": 0.0}, place)
 
 
-@wrong("deterministic", "resume", "resume-pickle", "resume-file", "resume-order", "resume-bfloat16", "resume-float64", "copies", "dcp", "gradients-unkept")
+@wrong("deterministic", "resume", "resume-pickle", "resume-file", "resume-order", "resume-bfloat16", "resume-float64", "copies", "dcp", "join", "float64", "gradients-unkept")
 class Restless(Right):
     def one(self, p, state, group, place):
         super().one(p, state, group | {"lr": float(group["lr"]) * (1 + 1e-6 * (next(COUNT) % 7))}, place)
@@ -130,7 +130,7 @@ class NeedsElements(Right):
         return super().gradient(p, state, group)
 
 
-@wrong("zero-gradients", "bfloat16", "zero-stays")
+@wrong("zero-gradients", "bfloat16", "zero-stays", "dcp")
 class ZeroOverZero(Right):
     def gradient(self, p, state, group):
         g = super().gradient(p, state, group)
@@ -370,7 +370,7 @@ class RemembersAll(Right):
 
 
 # ---- learning rates --------------------------------------------------------------------------------------------------------------------
-@wrong("lr-read", "lr-tensor", "schedulers")
+@wrong("lr-read", "lr-tensor", "dcp")
 class FirstRate(Right):
     def one(self, p, state, group, place):
         rates = vars(self).setdefault("rates", {})
@@ -398,7 +398,7 @@ class HalfMaximize(Right):
 @wrong("rng-free")
 class Draws(Right):
     def direction(self, g, state, group):
-        return super().direction(g, state, group) + 0 * torch.rand(1)
+        return super().direction(g, state, group) + 0 * torch.rand(())
 
 
 @wrong("memory")
@@ -450,15 +450,15 @@ class Odd(Right):
         return super().gradient(p, state, group) * (1 + 0.1 * before.value)
 
 
-wrong("resume-pickle", "resume-file", "copies")(Odd)
+wrong("resume-pickle", "resume-file", "copies", "dcp")(Odd)
 
 
-@wrong("resume-file")
+@wrong("resume-file", "dcp")
 class OddObjects(Odd):
     number = Kept
 
 
-@wrong("resume-order")
+@wrong("resume-order", "dcp")
 class ByOrder(Right):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict | {"state": dict(enumerate(state_dict["state"].values()))})
@@ -543,7 +543,7 @@ class NoHooks(Right):
         self._optimizer_load_state_dict_post_hooks = kept
 
 
-@wrong("signatures")
+@wrong("signatures", "dcp")
 class OtherNames(Right):
     def load_state_dict(self, saved):
         super().load_state_dict(saved)

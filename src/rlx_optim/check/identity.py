@@ -103,7 +103,7 @@ def variant(start: Arrays, steps: int, gradient: Any, settings: dict[str, Any], 
                 "early": lambda x, c: (np.sqrt(x) + small) / np.sqrt(c),
             }[eps](v[n], second)
             taken = {"decoupled": lr * shrink, "apart": shrink}.get(decay, 0.0) * p
-            params[n] = p - taken - lr * m[n] / root
+            params[n] = p - taken - lr * m[n] / first / root
     return params
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 STATUS = ("passed", "failed", "skipped", "error")
 KINDS = ("torch", "optax")
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[tuple[str, tuple[str, ...]], Check] = {}  # by name and kinds, in the order in which they run
 
 
 class Skip(Exception):
@@ -97,8 +97,8 @@ def check(
     """Enter a function into the table."""
 
     def enter(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        assert name not in CHECKS or CHECKS[name].run.__qualname__ == run.__qualname__, name
-        CHECKS[name] = Check(name, reason, KINDS if kind == "both" else (kind,), run, quick, taste, ranks)
+        kinds = KINDS if kind == "both" else (kind,)
+        CHECKS[name, kinds] = Check(name, reason, kinds, run, quick, taste, ranks)
         return run
 
     return enter
