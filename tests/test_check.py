@@ -56,7 +56,9 @@ def test_what_is_wrong_is_caught(check):
     assert result.note
 
 
-@pytest.mark.parametrize("check", slowly(wrong_optax.WRONG, ["empty-tree", "inject-hyperparams", "gradients-unwritten", "stable-state"]))
+@pytest.mark.parametrize(
+    "check", slowly(wrong_optax.WRONG, ["empty-tree", "inject-hyperparams", "gradients-unwritten", "stable-state"])
+)
 def test_what_is_wrong_in_optax_is_caught(check):
     (result,) = check_optimizer(f"wrong_optax:{wrong_optax.WRONG[check][0]}", only=[check]).results
     assert result.status in ("failed", "error"), result
@@ -183,5 +185,5 @@ def test_the_plugin(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
-    assert "scaled and unscaled again it ends elsewhere" in done.stdout
+    assert "GradScaler skips" in done.stdout
     assert "it has no keyword capturable" in done.stdout

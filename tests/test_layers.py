@@ -56,8 +56,9 @@ MAY = {
     "curvature": {"engine", "program", "spec", "optimizer", "admission", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
+    "check": {"named", "registry"},
     "cli": {
-        "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
+        "check", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
         "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "__init__",
     },
 }  # fmt: skip
@@ -68,6 +69,7 @@ HEAVY_IN = {
     "optax": {"jax", "optax"},
     "torch": {"torch"},
     "race": {"torch"},
+    "check": {"torch", "jax", "optax"},
     "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
 }
 

@@ -23,9 +23,7 @@ class Right(Optimizer):
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         if not all(0 <= b < 1 for b in betas):
             raise ValueError(f"betas must be in [0, 1), got {betas}")
-        super().__init__(
-            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=foreach)
-        )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=foreach))
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -101,7 +99,20 @@ class IgnoresDecay(Right):
         super().one(p, state, group | {"weight_decay": 0.0}, place)
 
 
-@wrong("deterministic", "resume", "resume-pickle", "resume-file", "resume-order", "resume-bfloat16", "resume-float64", "copies", "dcp", "join", "float64", "gradients-unkept")
+@wrong(
+    "deterministic",
+    "resume",
+    "resume-pickle",
+    "resume-file",
+    "resume-order",
+    "resume-bfloat16",
+    "resume-float64",
+    "copies",
+    "dcp",
+    "join",
+    "float64",
+    "gradients-unkept",
+)
 class Restless(Right):
     def one(self, p, state, group, place):
         super().one(p, state, group | {"lr": float(group["lr"]) * (1 + 1e-6 * (next(COUNT) % 7))}, place)
@@ -119,7 +130,9 @@ wrong("order", "groups", "independence")(ByPlace)
 @wrong("independence")
 class GlobalNorm(Right):
     def gradient(self, p, state, group):
-        norm = sum(float(q.grad.abs().nan_to_num().sum()) for group in self.param_groups for q in group["params"] if q.grad is not None)
+        norm = sum(
+            float(q.grad.abs().nan_to_num().sum()) for group in self.param_groups for q in group["params"] if q.grad is not None
+        )
         return super().gradient(p, state, group) / (1 + norm)
 
 
@@ -333,7 +346,9 @@ class CountsAnyway(Right):
 @wrong("freeze")
 class NeverThaws(Right):
     def step(self, closure=None):
-        self.frozen = getattr(self, "frozen", set()) | {id(p) for g in self.param_groups for p in g["params"] if p.grad is None and self.state[p]}
+        self.frozen = getattr(self, "frozen", set()) | {
+            id(p) for g in self.param_groups for p in g["params"] if p.grad is None and self.state[p]
+        }
         return super().step(closure)
 
     def one(self, p, state, group, place):
@@ -358,7 +373,9 @@ class NoNewcomers(Right):
 @wrong("leave")
 class RemembersAll(Right):
     def step(self, closure=None):
-        kept = vars(self).setdefault("kept", {}).setdefault(len(self.param_groups), [list(g["params"]) for g in self.param_groups])
+        kept = (
+            vars(self).setdefault("kept", {}).setdefault(len(self.param_groups), [list(g["params"]) for g in self.param_groups])
+        )
         now = [g["params"] for g in self.param_groups]
         for group, params in zip(self.param_groups, kept, strict=True):
             group["params"] = params
@@ -434,6 +451,8 @@ class Number:
 
     def __eq__(self, other):
         return self.value == other.value
+
+    __hash__ = None
 
 
 class Kept(Number):

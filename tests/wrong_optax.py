@@ -11,7 +11,9 @@ COUNT = itertools.count()
 WRONG = {}
 
 
-def made(learning_rate=1e-2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, *, change=None, begin=None, finish=None, number=jnp.int32):
+def made(
+    learning_rate=1e-2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, *, change=None, begin=None, finish=None, number=jnp.int32
+):
     """AdamW, written plainly. change(u, g, p, place, n), finish(update, g), begin(p): what a wrong one does otherwise."""
 
     def init(params):
@@ -29,7 +31,9 @@ def made(learning_rate=1e-2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, *, ch
             leaves, tree = jax.tree.flatten(u)
             both = list(zip(leaves, jax.tree.leaves(wide), jax.tree.leaves(params), strict=True))
             u = jax.tree.unflatten(tree, [change(u, g, p, i, both) for i, (u, g, p) in enumerate(both)])
-        given = jax.tree.map(lambda u, p, g: -(rate * (u + weight_decay * jnp.asarray(p, u.dtype))).astype(jnp.asarray(g).dtype), u, params, grads)
+        given = jax.tree.map(
+            lambda u, p, g: -(rate * (u + weight_decay * jnp.asarray(p, u.dtype))).astype(jnp.asarray(g).dtype), u, params, grads
+        )
         return given if finish is None else jax.tree.map(finish, given, grads), (count, m, v)
 
     return optax.GradientTransformation(init, update)
@@ -62,7 +66,7 @@ wrong("scales", change=lambda u, g, p, i, all: u + 0 * jnp.exp(g * 1e-9))
 wrong("jit", change=lambda u, g, p, i, all: u * (1.01 if traced(u) else 1))
 wrong("one-trace", "multi-steps", number=lambda n: n)
 wrong("vmap", change=lambda u, g, p, i, all: u * (1.01 if type(u).__name__ == "BatchTracer" else 1))
-wrong("stable-state", begin=lambda p: jnp.zeros_like(p))
+wrong("stable-state", begin=jnp.zeros_like)
 wrong("bfloat16", finish=lambda u, g: u * (0 if g.dtype == jnp.bfloat16 else 1))
 
 
@@ -141,7 +145,10 @@ def wrong_float64(learning_rate=1e-2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.
 
 WRONG |= {
     "keywords": ("wrong_keywords", set()),
-    "deterministic": ("wrong_deterministic", {"resume", "jit", "scan", "masked", "multi-transform", "inject-hyperparams", "schedule", "multi-steps"}),
+    "deterministic": (
+        "wrong_deterministic",
+        {"resume", "jit", "scan", "masked", "multi-transform", "inject-hyperparams", "schedule", "multi-steps"},
+    ),
     "resume": ("wrong_deterministic", {"deterministic"}),
     "scan": ("wrong_scan", {"jit", "one-trace"}),
     "empty-tree": ("wrong_empty_tree", set()),

@@ -3,8 +3,8 @@
     report = check_optimizer("torch.optim:AdamW", quick=True)
     print(report.ok, report.counts())
 
-`rlx-optim check PACKAGE:CLASS` and `pytest --optim PACKAGE:CLASS` are the same checks. torch, JAX and optax are imported when something
-of theirs is checked.
+`rlx-optim check PACKAGE:CLASS` and `pytest --optim PACKAGE:CLASS` are the same checks. torch, JAX and optax are imported when
+something of theirs is checked.
 """
 
 from __future__ import annotations

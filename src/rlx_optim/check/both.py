@@ -16,7 +16,7 @@ RATES = (0.3, 0.1, 0.03, 0.01, 1e-3)
 ORTHOGONAL = ("muon", "scion", "dion", "orthogonal")
 
 
-# ---- hyperparameters ------------------------------------------------------------------------------------------------------
+# ---- hyperparameters --------------------------------------------------------------------------------------------------------
 @check("keywords", "a keyword that does nothing is a bug that no loss curve shows")
 def keywords(s: Subject) -> Any:
     want = s.trial()
@@ -49,7 +49,7 @@ def _moves(s: Subject, name: str, context: dict[str, Any], want: Arrays, tried: 
     for value in s.alternatives(name)[:tried]:
         got = s.trial(**{**context, name: value})
         if got is not None:
-            most = max(most or 0.0, max(float(np.abs(got[k].astype(np.float64) - want[k]).max()) for k in want))
+            most = max(most or 0.0, *(float(np.abs(got[k].astype(np.float64) - want[k]).max()) for k in want))
             if most > LEAST:
                 return most
     return None if most is None else 0.0
@@ -63,7 +63,7 @@ def _beside(s: Subject, name: str, other: str) -> float:
     return 0.0
 
 
-# ---- what must not matter -------------------------------------------------------------------------------------------------
+# ---- what must not matter ---------------------------------------------------------------------------------------------------
 @check("deterministic", "the same steps must give the same bits, or no bug can be found again")
 def deterministic(s: Subject) -> Any:
     first = s.walked()
@@ -84,7 +84,9 @@ def order(s: Subject) -> Any:
     return s.near(s.walk(back, plain, 6), s.walk(start, plain, 6), start, "parameters in another order end elsewhere")
 
 
-@check("independence", "a tensor's step should not depend on which others are there, unless a global norm is the idea", taste=True)
+@check(
+    "independence", "a tensor's step should not depend on which others are there, unless a global norm is the idea", taste=True
+)
 def independence(s: Subject) -> Any:
     if s.entangled > s.bar:
         raise Wrong(f"tensors stepped alone end elsewhere: {s.entangled:.1e} of the distance travelled", s.entangled)
@@ -110,7 +112,7 @@ def shapes(s: Subject) -> Any:
     return f"{len(odd)} shapes"
 
 
-# ---- gradients that are not nice ---------------------------------------------------------------------------------------------
+# ---- gradients that are not nice --------------------------------------------------------------------------------------------
 @check("zero-gradients", "a layer without gradient is normal: 0/0 must not make it NaN")
 def zero_gradients(s: Subject) -> Any:
     start, plain = drawn(s.shapes), replayed(s.shapes)
@@ -158,8 +160,10 @@ def scales(s: Subject) -> Any:
     return "1e-20 to 1e12"
 
 
-# ---- does it optimize -----------------------------------------------------------------------------------------------------------
-def descended(s: Subject, start: Arrays, loss: Callable[[Arrays], float], gradient: Callable[[Arrays], Arrays], share: float) -> float:
+# ---- does it optimize -------------------------------------------------------------------------------------------------------
+def descended(
+    s: Subject, start: Arrays, loss: Callable[[Arrays], float], gradient: Callable[[Arrays], Arrays], share: float
+) -> float:
     """The share of the loss that is left, at the best of a few learning rates; Wrong where it is more than `share`."""
     began, best = loss(start), math.inf
     for rate in RATES if s.rate else (None,):
@@ -213,7 +217,7 @@ def regression(s: Subject) -> Any:
     return descended(s, start, lambda p: float((parts(p)[1] ** 2).mean()), gradient, 0.35)
 
 
-# ---- matrices -------------------------------------------------------------------------------------------------------------------
+# ---- matrices ---------------------------------------------------------------------------------------------------------------
 def _first_step(s: Subject, scale: float) -> np.ndarray:
     if not any(word in (s.claimed or s.target).lower() for word in ORTHOGONAL):
         raise Skip("it does not claim to orthogonalize")
@@ -238,4 +242,3 @@ def scale_free(s: Subject) -> Any:
     if apart > 0.05:
         raise Wrong(f"gradients a thousandth as large change the step by {apart:.0%}", apart)
     return apart
-

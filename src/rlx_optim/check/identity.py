@@ -17,7 +17,14 @@ STEPS = 20
 #: settings under which variants show; eps is large enough to be seen
 PROBE: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-2, "weight_decay": 0.1, "momentum": 0.8}
 #: what others call a field of ours, and the place in it
-NAMES = {"learning_rate": ("lr", None), "b1": ("betas", 0), "b2": ("betas", 1), "beta1": ("betas", 0), "beta2": ("betas", 1), "decay": ("momentum", None)}
+NAMES = {
+    "learning_rate": ("lr", None),
+    "b1": ("betas", 0),
+    "b2": ("betas", 1),
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "decay": ("momentum", None),
+}
 CLOSE, NEAR = 1e-4, 1e-2
 
 DECAYS = {
@@ -26,8 +33,16 @@ DECAYS = {
     "apart": "decoupled decay, not times lr",
     "none": "no decay",
 }
-EPS = {"outside": "eps outside the root", "inside": "eps inside the root", "early": "eps outside the root, before bias correction"}
-BIAS = {"both": "both moments corrected for bias", "none": "no bias correction", "first": "only the first moment corrected for bias"}
+EPS = {
+    "outside": "eps outside the root",
+    "inside": "eps inside the root",
+    "early": "eps outside the root, before bias correction",
+}
+BIAS = {
+    "both": "both moments corrected for bias",
+    "none": "no bias correction",
+    "first": "only the first moment corrected for bias",
+}
 USUAL = {"adamw": ("decoupled", "outside", "both"), "adam": ("coupled", "outside", "both")}
 
 
@@ -53,7 +68,9 @@ def shared(s: Subject, rule: str) -> tuple[dict[str, Any], dict[str, Any]]:
             value = s.given(keyword)
         else:
             value = PROBE[field] if place is None else PROBE[field][place]
-            if isinstance(s.given(keyword), tuple) != isinstance(value, tuple) or len(np.atleast_1d(value)) != len(np.atleast_1d(s.given(keyword))):
+            if isinstance(s.given(keyword), tuple) != isinstance(value, tuple) or len(np.atleast_1d(value)) != len(
+                np.atleast_1d(s.given(keyword))
+            ):
                 value = s.given(keyword) if place is None and isinstance(s.given(keyword), (tuple, type(None))) else value
             theirs[keyword] = value
         if field in fields and value is not None:
@@ -68,7 +85,7 @@ def _placed(pair: Any, place: int, value: Any) -> Any:
 def references(rule: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Ours under each of its conventions, with as many of the settings as it takes."""
     kind = known()[rule]
-    options = [None]
+    options: list[str | None] = [None]
     if "convention" in kind.fields:
         inside = kind.fields["convention"].annotation.partition("[")[2].rpartition("]")[0]
         options = [word.strip().strip("'\"") for word in inside.split(",")]
@@ -118,16 +135,20 @@ def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, ma
 
 def candidates(s: Subject, rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
     for label, given in references(rule, ours):
-        ends = [walked(rule, given, start, gradient, mark) for mark in ("", "other ")]
-        if (drawn_apart := gap(*ends, start)) > CLOSE:
-            raise Skip(f"it draws random numbers: two of ours end {drawn_apart:.0e} apart")
-        yield label, ends[0]
+        one, other = (walked(rule, given, start, gradient, mark) for mark in ("", "other "))
+        if (apart := gap(one, other, start)) > CLOSE:
+            raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
+        yield label, one
     if rule in USUAL:
         kind = known()[rule]
         settings = {name: ours.get(name, kind.fields[name].default) for name in ("lr", "betas", "eps", "weight_decay")}
         for choice in itertools.product(DECAYS, EPS, BIAS):
             if choice != USUAL[rule]:
-                words = [table[each] for table, each, usual in zip((DECAYS, EPS, BIAS), choice, USUAL[rule], strict=True) if each != usual]
+                words = [
+                    table[each]
+                    for table, each, usual in zip((DECAYS, EPS, BIAS), choice, USUAL[rule], strict=True)
+                    if each != usual
+                ]
                 yield f"{kind.title} but for: {'; '.join(words)}", variant(start, STEPS, gradient, settings, *choice)
 
 

@@ -14,6 +14,10 @@ from .optax_subject import OptaxSubject, arrays, bitwise
 from .table import Skip, Wrong, check
 
 
+def same_tree(a: Any, b: Any) -> bool:
+    return bool(jax.tree.structure(a) == jax.tree.structure(b))  # type: ignore[operator]
+
+
 @check("jit", "compiled and not compiled it ends in the same place", "optax")
 def jit(s: OptaxSubject) -> Any:
     tx, params = s.make(), s.start()
@@ -70,7 +74,7 @@ def stable_state(s: OptaxSubject) -> Any:
         tx, params = s.make(), s.start(dtype)
         before = jax.eval_shape(tx.init, params)
         after = jax.eval_shape(lambda p, g, tx=tx: s.update(tx, g, tx.init(p), p)[1], params, s.grads(0, dtype))
-        if jax.tree.structure(before) != jax.tree.structure(after):
+        if not same_tree(before, after):
             raise Wrong(f"the structure of the state changes with the first step ({jnp.dtype(dtype)})", "structure")
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -101,7 +105,7 @@ def empty_tree(s: OptaxSubject) -> Any:
     for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
         state = tx.init(tree)
         got, _ = s.update(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
-        if jax.tree.structure(got) != jax.tree.structure(tree):
+        if not same_tree(got, tree):
             raise Wrong(f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
     return "kept"
 
@@ -136,7 +140,9 @@ def floats(s: OptaxSubject) -> Any:
     return float(s.given(s.rate))
 
 
-@check("inject-hyperparams", "optax.inject_hyperparams holds the learning rate in the state, where it is read at every step", "optax")
+@check(
+    "inject-hyperparams", "optax.inject_hyperparams holds the learning rate in the state, where it is read at every step", "optax"
+)
 def inject(s: OptaxSubject) -> Any:
     rate, params = floats(s), s.start()
     numeric = {name for name in s.keywords if isinstance(s.given(name), float)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import warnings
@@ -19,7 +20,9 @@ STEPS = 5
 
 def model(bias: bool) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 18, bias=bias), nn.Tanh(), nn.Linear(18, 5, bias=bias), nn.Tanh(), nn.Linear(5, 7, bias=bias))
+    return nn.Sequential(
+        nn.Linear(12, 18, bias=bias), nn.Tanh(), nn.Linear(18, 5, bias=bias), nn.Tanh(), nn.Linear(5, 7, bias=bias)
+    )
 
 
 def trained(module: nn.Module, opt: Any) -> None:
@@ -32,7 +35,7 @@ def trained(module: nn.Module, opt: Any) -> None:
 
 def rank_main(rank: int, size: int, folder: str, how: str, target: str, settings: dict[str, Any], bias: bool) -> None:
     """What every process does; the first writes what came out."""
-    import torch.distributed as dist
+    dist: Any = importlib.import_module("torch.distributed")
 
     from . import found
 
@@ -40,7 +43,7 @@ def rank_main(rank: int, size: int, folder: str, how: str, target: str, settings
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     try:
-        whole = model(bias)
+        whole: Any = model(bias)
         module: Any = whole
         if how == "ddp":
             module = nn.parallel.DistributedDataParallel(whole)
@@ -63,7 +66,7 @@ def rank_main(rank: int, size: int, folder: str, how: str, target: str, settings
 
 
 def spread(s: TorchSubject, how: str) -> Any:
-    import torch.multiprocessing as processes
+    processes: Any = importlib.import_module("torch.multiprocessing")
 
     single = model(len(s.small) > 1)
     start = numbers(list(single.parameters()))
@@ -75,7 +78,13 @@ def spread(s: TorchSubject, how: str) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         processes.spawn(rank_main, (s.ranks, folder, how, s.target, s.settings, len(s.small) > 1), nprocs=s.ranks)
         ends = torch.load(Path(folder) / "ends")
-    return s.near(numbers(ends), numbers(list(single.parameters())), start, f"{s.ranks} ranks end elsewhere than one process", max(s.bar, 1e-4))
+    return s.near(
+        numbers(ends),
+        numbers(list(single.parameters())),
+        start,
+        f"{s.ranks} ranks end elsewhere than one process",
+        max(s.bar, 1e-4),
+    )
 
 
 @check("ddp", "under DistributedDataParallel ranks end where one process does", "torch", quick=False, ranks=True)
@@ -83,6 +92,12 @@ def ddp(s: TorchSubject) -> Any:
     return spread(s, "ddp")
 
 
-@check("sharded", "on DTensors of fully_shard ranks end where one process does: norms and matrices are of the whole tensor", "torch", quick=False, ranks=True)
+@check(
+    "sharded",
+    "on DTensors of fully_shard ranks end where one process does: norms and matrices are of the whole tensor",
+    "torch",
+    quick=False,
+    ranks=True,
+)
 def sharded(s: TorchSubject) -> Any:
     return spread(s, "sharded")

@@ -20,8 +20,8 @@ Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
 #: what a library says when it will not do something
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError, KeyError, AttributeError, IndexError)
-MATRICES = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
-SHAPES = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
+MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
 SMALL = {"w": (5, 4), "v": (7,)}
 NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
@@ -29,8 +29,8 @@ SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps sh
 NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_scaling")
 #: keywords that need something other than numbers, or say what becomes of a bad gradient
 UNASKED = (
-    *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed", "hessian_seed",
-    "kwargs",
+    *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
+    "hessian_seed", "kwargs",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation
 

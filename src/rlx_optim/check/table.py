@@ -32,7 +32,7 @@ class Wrong(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """reason: why it matters, in a line. taste: good people differ, so it is shown and not counted. ranks: needs that many processes."""
+    """reason: why it matters, in a line. taste: good people differ, so it is shown and not counted. ranks: needs processes."""
 
     name: str
     reason: str
@@ -87,7 +87,9 @@ class Report:
         rows = [dataclasses.asdict(each) for each in self.results]
         for row in rows:
             row["seen"] = str(row["seen"]) if isinstance(row["seen"], float) and not math.isfinite(row["seen"]) else row["seen"]
-        settings = {name: value if isinstance(value, (int, float, str, list)) else repr(value) for name, value in self.settings.items()}
+        settings = {
+            name: value if isinstance(value, (int, float, str, list)) else repr(value) for name, value in self.settings.items()
+        }
         return {"target": self.target, "settings": settings, "ok": self.ok, "counts": self.counts(), "results": rows}
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import optimizer as base
 
 from .table import Skip, Wrong, check
-from .torch_subject import TorchSubject, accepts, bitwise, copies, different, moved, numbers, state_of
+from .torch_subject import Params, TorchSubject, accepts, bitwise, copies, different, moved, numbers, state_of
 
 FAR = 2**24  # float32 counts no further
 
 
-# ---- state ------------------------------------------------------------------------------------------------------------------------
+# ---- state ------------------------------------------------------------------------------------------------------------------
 def resumed(s: TorchSubject, carry: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> Any:
     """Save half-way, carry the state over, go on beside the original: bit for bit."""
     params = s.params(dtype)
@@ -106,7 +106,12 @@ def resume_mismatch(s: TorchSubject) -> Any:
     raise Wrong("a state with more parameters is taken without a word", "taken")
 
 
-@check("resume-alias", "loading should copy: two optimizers on one state dict should not step each other's averages", "torch", taste=True)
+@check(
+    "resume-alias",
+    "loading should copy: two optimizers on one state dict should not step each other's averages",
+    "torch",
+    taste=True,
+)
 def resume_alias(s: TorchSubject) -> Any:
     params = s.params()
     opt = s.make(params)
@@ -179,13 +184,17 @@ def count(s: TorchSubject) -> Any:
     if not all(p.isfinite().all() for p in params) or moved(params, before) == 0:
         raise Wrong("after 2^24 steps parameters stand still or are not finite", "NaN")
     after = opt.state_dict()
-    counts = [float(place["step"]) for place in [*after["state"].values(), *after["param_groups"]] if isinstance(place, dict) and "step" in place]
+    counts = [
+        float(place["step"])
+        for place in [*after["state"].values(), *after["param_groups"]]
+        if isinstance(place, dict) and "step" in place
+    ]
     if counts and max(counts) < FAR + 3:
         raise Wrong(f"three steps after 2^24 the count is 2^24 + {max(counts) - FAR:g}", max(counts) - FAR)
     return "2^24 + 3"
 
 
-# ---- torch's interface ---------------------------------------------------------------------------------------------------------------
+# ---- torch's interface ------------------------------------------------------------------------------------------------------
 @check("closure", "step(closure) runs it once, with gradients on, and gives its loss", "torch")
 def closure(s: TorchSubject) -> Any:
     params = s.params()
@@ -344,23 +353,23 @@ def complex_(s: TorchSubject) -> Any:
     return s.close([torch.view_as_real(p.detach())], [q], "a complex parameter ends elsewhere than its real view", [start])
 
 
-# ---- compilers and devices ---------------------------------------------------------------------------------------------------------
+# ---- compilers and devices --------------------------------------------------------------------------------------------------
 @check("compile", "torch.compile around the step gives the same numbers", "torch", quick=False)
 def compiled(s: TorchSubject) -> Any:
     params = s.params()
     opt = s.make(params)
     if hasattr(opt, "update_hessian"):
         raise Skip("its estimates are made outside of step")
-    step = torch.compile(opt.step, backend="eager")
+    step: Any = torch.compile(opt.step, backend="eager")
     for t in range(4):
         s.grads(params, t)
         torch.manual_seed(1000 + t)
         step()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return s.close(params, s.after(4), "compiled, it ends elsewhere")
 
 
-def on_cuda(s: TorchSubject, **settings: Any) -> tuple[list[nn.Parameter], Any]:
+def on_cuda(s: TorchSubject, **settings: Any) -> tuple[Params, Any]:
     if not torch.cuda.is_available():
         raise Skip("torch sees no CUDA device")
     params = [nn.Parameter(p.detach().cuda()) for p in s.params()]

@@ -16,7 +16,7 @@ from .torch_subject import TorchSubject, bitwise, copies, different, moved, numb
 KEPT = 1e-12
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------------------
+# ---- settings ---------------------------------------------------------------------------------------------------------------
 @check("neutral", "foreach, fused, capturable and engine are about speed; the result must be the same", "torch")
 def neutral(s: TorchSubject) -> Any:
     want, worst, tried = s.after(), 0.0, []
@@ -38,11 +38,16 @@ def neutral(s: TorchSubject) -> Any:
 def bad_settings(s: TorchSubject) -> Any:
     nan = math.nan
     bad: dict[str, tuple[Any, ...]] = {
-        "lr": (-1.0, nan), "weight_decay": (-0.1,), "eps": (-1e-8,), "momentum": (-0.5,), "betas": ((1.5, 0.9), (0.9, -0.1)), "rho": (-0.1,),
+        "lr": (-1.0, nan), "weight_decay": (-0.1,), "eps": (-1e-8,), "momentum": (-0.5,), 
+        "betas": ((1.5, 0.9), (0.9, -0.1)), "rho": (-0.1,),
     }  # fmt: skip
     taken, asked = [], 0
     for name, values in bad.items():
-        shaped = not isinstance(values[0], tuple) or (isinstance(s.given(name), tuple) and len(s.given(name)) == 2) if name in s.keywords else False
+        shaped = (
+            not isinstance(values[0], tuple) or (isinstance(s.given(name), tuple) and len(s.given(name)) == 2)
+            if name in s.keywords
+            else False
+        )
         for value in values if shaped else ():
             asked += 1
             try:
@@ -59,7 +64,12 @@ def bad_settings(s: TorchSubject) -> Any:
 
 @check("infinite-settings", "lr=inf, a decay or an eps of NaN are slips too", "torch", taste=True)
 def infinite_settings(s: TorchSubject) -> Any:
-    pairs = [(n, v) for n in ("lr", "weight_decay", "eps") if isinstance(s.keywords.get(n) and s.given(n), float) for v in (math.inf, math.nan)]
+    pairs = [
+        (n, v)
+        for n in ("lr", "weight_decay", "eps")
+        if isinstance(s.keywords.get(n) and s.given(n), float)
+        for v in (math.inf, math.nan)
+    ]
     taken = []
     for name, value in pairs:
         try:
@@ -101,7 +111,7 @@ def bad_parameters(s: TorchSubject) -> Any:
     return f"{len(cases)} refused"
 
 
-# ---- where tensors lie ------------------------------------------------------------------------------------------------------------
+# ---- where tensors lie ------------------------------------------------------------------------------------------------------
 @check("groups", "how parameters are grouped must not matter while the settings are the same", "torch")
 def groups(s: TorchSubject) -> Any:
     if not s.takes_groups:
@@ -132,8 +142,12 @@ def group_settings(s: TorchSubject) -> Any:
 
 @check("strides", "a transposed parameter or gradient is the same numbers", "torch")
 def strides(s: TorchSubject) -> Any:
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().mT.contiguous().mT if tensor.ndim >= 2 else torch.stack((tensor.detach(), tensor.detach()), -1)[..., 0]
+    def turned(tensor: Any) -> torch.Tensor:
+        return (
+            tensor.detach().mT.contiguous().mT
+            if tensor.ndim >= 2
+            else torch.stack((tensor.detach(), tensor.detach()), -1)[..., 0]
+        )
 
     params = [nn.Parameter(turned(p)) for p in s.params()]
     opt = s.make(params)
@@ -171,7 +185,10 @@ def default_dtype(s: TorchSubject) -> Any:
         finally:
             torch.set_default_dtype(torch.float32)
         start = s.params()
-        worst = max(worst, s.near(numbers(got), numbers(want), numbers(start), f"under the default {dtype} it ends elsewhere", max(s.bar, 1e-3)))
+        worst = max(
+            worst,
+            s.near(numbers(got), numbers(want), numbers(start), f"under the default {dtype} it ends elsewhere", max(s.bar, 1e-3)),
+        )
     return worst
 
 
@@ -215,7 +232,12 @@ def bfloat16(s: TorchSubject) -> Any:
     return moved(params, start)
 
 
-@check("bfloat16-learns", "averages kept in bfloat16 stop moving: after large gradients small ones count for nothing", "torch", quick=False)
+@check(
+    "bfloat16-learns",
+    "averages kept in bfloat16 stop moving: after large gradients small ones count for nothing",
+    "torch",
+    quick=False,
+)
 def bfloat16_learns(s: TorchSubject) -> Any:
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -235,7 +257,13 @@ def bfloat16_learns(s: TorchSubject) -> Any:
     return apart
 
 
-@check("bfloat16-accumulates", "steps below half a unit of bfloat16 add up only with more bits or random rounding", "torch", taste=True, quick=False)
+@check(
+    "bfloat16-accumulates",
+    "steps below half a unit of bfloat16 add up only with more bits or random rounding",
+    "torch",
+    taste=True,
+    quick=False,
+)
 def bfloat16_accumulates(s: TorchSubject) -> Any:
     lr = s.lr()
     p = nn.Parameter(torch.full((4, 4), 512 * max(lr, 1e-6), dtype=torch.bfloat16))
@@ -250,7 +278,7 @@ def bfloat16_accumulates(s: TorchSubject) -> Any:
     return moved([p], [start])
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------------------------
+# ---- gradients --------------------------------------------------------------------------------------------------------------
 @check("gradients-unwritten", "others read p.grad after the step: logs, clips, other optimizers", "torch")
 def gradients_unwritten(s: TorchSubject) -> Any:
     for settings in ({}, {"maximize": True}) if "maximize" in s.keywords else ({},):
@@ -364,7 +392,7 @@ def leave(s: TorchSubject) -> Any:
     return s.close([params[i] for i in rest], [want[i] for i in rest], "the others end elsewhere", [start[i] for i in rest])
 
 
-# ---- learning rates -------------------------------------------------------------------------------------------------------------------
+# ---- learning rates ---------------------------------------------------------------------------------------------------------
 @check("lr-read", "param_groups[…]['lr'] is read at every step", "torch")
 def lr_read(s: TorchSubject) -> Any:
     s.lr()
@@ -448,7 +476,7 @@ def maximize(s: TorchSubject) -> Any:
     return s.close(up, down, "maximize=True ends elsewhere than negated gradients")
 
 
-# ---- randomness, memory -------------------------------------------------------------------------------------------------------------
+# ---- randomness, memory -----------------------------------------------------------------------------------------------------
 @check("rng-free", "a step that draws from torch's generator changes dropout and data order", "torch", taste=True)
 def rng_free(s: TorchSubject) -> Any:
     if s.draws:

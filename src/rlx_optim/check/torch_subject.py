@@ -9,14 +9,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from .subject import Arrays, Gradient, Subject, drawn, gap, replayed
 from .table import Skip, Wrong
 
-Params = list[nn.Parameter]
+Params = list[Any]  # nn.Parameter, whose grad is there
 
 
 class TorchSubject(Subject):
@@ -53,7 +52,9 @@ class TorchSubject(Subject):
         torch.manual_seed(1000 + t)  # for rules that draw
         if hasattr(opt, "update_hessian"):
             gradients = [p.grad for p in params]
-            opt.update_hessian(lambda: sum((1 + p.numel() % 3) * (p * p).sum() for p in params))  # diagonal: what is drawn cancels
+            opt.update_hessian(
+                lambda: sum((1 + p.numel() % 3) * (p * p).sum() for p in params)
+            )  # diagonal: what is drawn cancels
             for p, g in zip(params, gradients, strict=True):
                 p.grad = g
         opt.step()
@@ -122,7 +123,10 @@ class TorchSubject(Subject):
 
 
 def numbers(tensors: Sequence[torch.Tensor]) -> Arrays:
-    return {str(i): p.detach().to(torch.float64 if p.dtype == torch.float64 else torch.float32).cpu().numpy().copy() for i, p in enumerate(tensors)}
+    return {
+        str(i): p.detach().to(torch.float64 if p.dtype == torch.float64 else torch.float32).cpu().numpy().copy()
+        for i, p in enumerate(tensors)
+    }
 
 
 def bitwise(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str) -> float:
@@ -167,7 +171,10 @@ def accepts(function: Any) -> tuple[set[str], bool]:
 
 
 def moved(got: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> float:
-    return max((float((a.detach().double() - b.detach().double()).abs().max()) for a, b in zip(got, start, strict=True) if a.numel()), default=0.0)
+    return max(
+        (float((a.detach().double() - b.detach().double()).abs().max()) for a, b in zip(got, start, strict=True) if a.numel()),
+        default=0.0,
+    )
 
 
 __all__ = ["Params", "TorchSubject", "accepts", "bitwise", "copies", "different", "gap", "moved", "numbers", "state_of"]

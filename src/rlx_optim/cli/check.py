@@ -7,8 +7,8 @@
     rlx-optim check mypackage.rules:AdEMAMix --json
     rlx-optim check --language
 
-A torch class or an optax factory runs through the conformance suite (`rlx_optim.check`). A rule (by its name here, or a Spec class) is
-stepped on every engine that is here (`check_rule`).
+A torch class or an optax factory runs through the conformance suite (`rlx_optim.check`). A rule (by its name here, or a Spec
+class) is stepped on every engine that is here (`check_rule`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def command(
     target: Annotated[
         str | None, typer.Argument(help="PACKAGE:CLASS, or a name of ours.", autocompletion=list_optimizers)
     ] = None,
-    kwargs: Annotated[str, typer.Option(help='Settings beside the defaults, as JSON: \'{"lr": 0.01}\'.')] = "{}",
+    kwargs: Annotated[str, typer.Option(help="Settings beside the defaults, as JSON: '{\"lr\": 0.01}'.")] = "{}",
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long.")] = False,
     only: Annotated[str, typer.Option(help="Names of checks, or patterns like resume*, comma-separated.")] = "",
     claimed: Annotated[str, typer.Option("--as", metavar="NAME", help="The rule that it claims to be.")] = "",
