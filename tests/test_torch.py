@@ -449,24 +449,6 @@ def test_maximize_is_the_step_on_the_negated_gradient(name, engine):
     assert same(bits(up), bits(down))
 
 
-def test_closures_run_with_gradients_and_give_the_loss():
-    model = network(True)
-    opt, seen = ours.AdamW(model.parameters()), []
-
-    def closure():
-        seen.append(torch.is_grad_enabled())
-        opt.zero_grad()
-        loss = model(torch.ones(2, 12)).pow(2).sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        losses = [float(opt.step(closure).detach()) for _ in range(5)]
-    assert seen == [True] * 5
-    assert losses == sorted(losses, reverse=True)
-    assert opt.step() is None
-
-
 def test_hooks():
     params, log = parameters(), []
     opt = ours.AdamW(params.values())

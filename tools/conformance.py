@@ -31,8 +31,8 @@ LIMIT = 90  # seconds for one optimizer
 OPTAX = ["adabelief", "adafactor", "adam", "adamw", "lamb", "lion", "nadamw", "radam", "rmsprop", "sgd"]
 CONTRIB = ["muon", "prodigy"]
 COLLECTED = [
-    "ADOPT", "AdEMAMix", "AdaBelief", "AdaFactor", "AdamP", "Adan", "CAME", "Kron", "Lamb", "Lion", "MARS", "Muon", "Prodigy", "QHAdam",
-    "RAdam", "SOAP", "ScheduleFreeAdamW", "Shampoo", "StableAdamW", "Tiger",
+    "ADOPT", "AdEMAMix", "AdaBelief", "AdaFactor", "AdamP", "Adan", "CAME", "Kron", "Lamb", "Lion", "MARS", "Muon", "Prodigy",
+    "QHAdam", "RAdam", "SOAP", "ScheduleFreeAdamW", "Shampoo", "StableAdamW", "Tiger",
 ]  # fmt: skip
 
 

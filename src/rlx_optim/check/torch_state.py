@@ -215,7 +215,8 @@ def closure(s: TorchSubject) -> Any:
     want = s.params()
     plain = s.make(want)
     s.grads(want, 0)
-    plain.step()
+    if (given := plain.step()) is not None:
+        raise Wrong(f"step() without a closure gave {given!r}", str(given))
     return s.close(params, want, "a step with a closure ends elsewhere")
 
 

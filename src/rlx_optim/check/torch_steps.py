@@ -38,7 +38,7 @@ def neutral(s: TorchSubject) -> Any:
 def bad_settings(s: TorchSubject) -> Any:
     nan = math.nan
     bad: dict[str, tuple[Any, ...]] = {
-        "lr": (-1.0, nan), "weight_decay": (-0.1,), "eps": (-1e-8,), "momentum": (-0.5,), 
+        "lr": (-1.0, nan), "weight_decay": (-0.1,), "eps": (-1e-8,), "momentum": (-0.5,),
         "betas": ((1.5, 0.9), (0.9, -0.1)), "rho": (-0.1,),
     }  # fmt: skip
     taken, asked = [], 0
