@@ -10,7 +10,7 @@ from rlx_optim.named import spec_class
 
 NAMES = rlx_optim.list_optimizers()
 MATRIX = ("soap", "kronpsgd", "muon")
-REDUCING = ("lamb", "mars", "adafactor")
+REDUCING = ("lamb", "mars", "adafactor", "prodigy")
 ELEMENTWISE = tuple(name for name in NAMES if name not in MATRIX + REDUCING)
 SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2)}
 

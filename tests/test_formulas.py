@@ -162,6 +162,7 @@ CASES = [
     ("sophia", {"gamma": 0.5}, []),
     ("mars", DECAY, ["sign"]),
     ("mars", {"variant": "lion", "gamma": 0.3}, ["m̂/(√v̂", "v ←"]),
+    ("prodigy", {"d0": 0.01, "beta3": 0.9, "growth_rate": 2.0, "use_bias_correction": True, **DECAY}, []),
 ]  # fmt: skip
 PARTS = {"betas": ("b1", "b2"), "nus": ("nu1", "nu2"), "ns_coefficients": "abc", "eps": ("eps[0]", "eps[1]")}
 MATRICES = ("soap", "kronpsgd", "muon")
@@ -185,6 +186,14 @@ def test_formulas_are_the_rule(name, settings, left_out):
         if isinstance(spec.get(pair), tuple):
             E |= dict(zip(parts, spec[pair], strict=True))
     E |= dict.fromkeys(("m", "v", "h", "vmax", "prev", "R", "C"), 0.0) | {"q1": Matrix(np.eye(4)), "q2": Matrix(np.eye(6))}
+    E |= {
+        "N": 0.0,
+        "s": 0.0,
+        "d": spec.get("d0"),
+        "d_max": spec.get("d0"),
+        "p_0": start.astype(np.float64),
+        "b3": spec.get("beta3"),
+    }
     E |= {"p": kind(start.astype(np.float64)), "beta": spec["betas"][1] if name == "soap" else None}
     rectified = name == "radam" and "otherwise" in left_out
     for t in range(1, 12 if rectified else 4):
@@ -212,5 +221,5 @@ def test_formulas_are_the_rule(name, settings, left_out):
     assert np.abs(params["w"] - E["p"]).max() < 2e-5 * travelled + 2e-7
     for slot, value in opt.state("w").items():
         if value.ndim:  # counters are not in the formulas
-            computed = np.asarray(E[{"row": "R", "col": "C"}.get(slot, slot)]).reshape(value.shape)
+            computed = np.asarray(E[{"row": "R", "col": "C", "start": "p_0"}.get(slot, slot)]).reshape(value.shape)
             assert np.abs(computed - value).max() < 2e-6 * np.abs(value).max(), slot

@@ -82,7 +82,7 @@ def test_golden(file, engine, precision):
 
 
 def test_every_file_is_read():
-    assert len(FILES) == 21
+    assert len(FILES) == 23
 
 
 @pytest.mark.parametrize("tensor", ["w64x32", "w32x64", "w48x48"])

@@ -37,6 +37,7 @@ MATRICES = {"tall": (24, 7), "wide": (6, 30), "b": (5,), "c": (4, 3, 3, 2)}
 FEW = {"w": (8, 6), "b": (8,), "s": ()}
 #: for tests of what all fourteen do
 QUICK = {name: {"learning_rate": 0.02} for name in FACTORIES} | {"sgd": {"learning_rate": 0.05, "momentum": 0.9}}
+QUICK["prodigy"] = {"learning_rate": 0.02, "estim_lr0": 0.1}
 STEPS = 100
 
 
@@ -369,6 +370,7 @@ INJECTED = {
     "muon": ("beta", "eps", "weight_decay"),
     "sophia": ("b1", "b2", "eps", "weight_decay", "gamma", "clip_threshold", "update_interval"),
     "mars": ("b1", "b2", "eps", "weight_decay", "gamma", "clip_norm"),
+    "prodigy": ("b1", "b2", "eps", "weight_decay", "estim_lr0", "estim_lr_coef"),
 }
 
 

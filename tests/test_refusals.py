@@ -348,6 +348,7 @@ def test_zero_elements_are_legal(name, engine):
     assert opt.step_count("none") == 3
     assert (params["w"] != 1).any()
     opt.step("columns", params["columns"], w(5, 0))
+    opt.end_iteration()
     assert opt.step_count("columns") == 4
 
 

@@ -57,6 +57,7 @@ BASE = {
     "muon": {"lr": 0.02},
     "sophia": {"lr": 0.01},
     "mars": {"lr": 0.01},
+    "prodigy": {"d0": 0.01, "d_coef": 10.0},
 }
 HEAVY = {"momentum": 0.9}
 AMSGRAD = {"betas": (0.9, 0.5)}
@@ -230,6 +231,18 @@ MOVES = [
     ("mars", "betas", (0.95, 0.9)),
     ("mars", "eps", 0.01),
     ("mars", "variant", "lion"),
+    ("prodigy", "lr", 0.9),
+    ("prodigy", "betas", (0.8, 0.999)),
+    ("prodigy", "betas", (0.9, 0.99)),
+    ("prodigy", "beta3", 0.9),
+    ("prodigy", "eps", 0.1),
+    ("prodigy", "weight_decay", 0.3),
+    ("prodigy", "decouple", False, {"weight_decay": 0.3}),
+    ("prodigy", "use_bias_correction", True),
+    ("prodigy", "safeguard_warmup", True, {"lr": 0.5}),
+    ("prodigy", "d0", 0.02),
+    ("prodigy", "d_coef", 0.5),
+    ("prodigy", "growth_rate", 1.02, {}, {"steps": 60}),
 ]
 
 #: the same for fields that have no say in these settings or on this input
@@ -258,6 +271,8 @@ STAYS = [
     ("mars", "eps", 0.1, LION),
     ("mars", "betas", (0.95, 0.5), LION),
     ("mars", "clip_norm", 1e4, {"clip_norm": None}),
+    ("prodigy", "safeguard_warmup", True),  # lr is 1
+    ("prodigy", "growth_rate", math.inf),
 ]
 
 

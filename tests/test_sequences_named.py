@@ -296,6 +296,8 @@ def play(name, seed, length=12):
     """One sequence on both sides."""
     rng = np.random.default_rng([seed, NAMES.index(name)])
     settings = {"groups": [{"match": ["b", "u"], "lr": 0.003}]} if rng.random() < 0.3 else {}
+    if name == "prodigy":
+        settings["d0"] = 0.01  # with 1e-6 the first steps are no larger than rounding
     if name in ("muon", "mars") and rng.random() < 0.5:
         settings["otherwise"] = make(str(rng.choice(["lion", "sgd"])))
         settings["groups"] = [{"match": "tall", "use": "otherwise"}]

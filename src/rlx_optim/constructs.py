@@ -604,6 +604,48 @@ for _scope, _words in {"": "of a tensor", "row_": "of each row", "column_": "of 
     CONSTRUCTS.append(Construct(f"sum mean norm rms max {_words}", _made, least={"row_": 1, "column_": 2}.get(_scope, 0)))
 
 
+def gradual(g, pace):
+    size = g
+    m = pace * g
+    return size, m
+
+
+def renewed(pace, total, size, late):
+    pace = pace / 2 + size
+    total = total + late
+    return pace, total
+
+
+def by_pace(m, pace, total):
+    u = m / (pace + total)
+    return u
+
+
+@construct("a number kept for each tensor, read by a rule before and after it is given anew")
+class Kept(Small):
+    scope = ""
+
+    def slots(self, shape):
+        number = {"pace": Slot((), 0.5, drop=None), "total": Slot((), drop=None)}
+        return {**number, **like(shape, "m")}
+
+    def update(self, E, x):
+        x = E.each(renewed, E.map(gradual, x, size=f"{self.scope}rms"))
+        return E.map(by_pace, x)
+
+
+@construct("a number kept for each tensor, the same for all")
+class KeptForAll(Kept):
+    scope = "all_"
+
+
+@construct("numbers that become one for all tensors")
+class Together(Kept):
+    def update(self, E, x):
+        x = E.each(renewed, E.map(gradual, x, size="rms"), pace="all_max", total="all_mean")
+        return E.map(by_pace, x)
+
+
 def with_nan(p, g):
     top = where(g > 0, g / (g - g), p)
     low = where(g > 3, g, -1.0)

@@ -171,7 +171,7 @@ class ArrayEngine:
             else:
                 x, program = {}, bundle.program
                 found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
-                results = {name: found[number] for name, number in program.buffers.items()}
+                results = self.ends(program, found, len(bundle.shapes))
             for name, values in results.items():
                 for buffer, value in zip(bundle.buffers[name], values, strict=True):
                     self.store(buffer, value)
@@ -212,8 +212,10 @@ class ArrayEngine:
         """Every value of a program by its number: of an array a list with one per tensor, of a number one for all or one each."""
         found: dict[int, Any] = {}
         for name, number in program.inputs.items():
-            if name in arrays or name in numbers:
-                found[number] = arrays[name] if name in arrays else numbers[name]
+            if name in arrays:
+                found[number] = arrays[name] if number in program.drops else self.xp.stack(list(arrays[name]))
+            elif name in numbers:
+                found[number] = numbers[name]
         for step in program.steps:
             if isinstance(step, Pass):
                 self.apply(program, step, shapes, found)
@@ -221,10 +223,23 @@ class ArrayEngine:
                 self.number(step, found)
         return found
 
+    def ends(self, program: Program, found: Mapping[int, Any], n: int) -> dict[str, Sequence[Array]]:
+        """What p and the slots are at the end, by name: one for each of n tensors."""
+        return {
+            name: found[k] if k in program.drops else [self.spread(ArrayEngine.one_number(found[k], i), ()) for i in range(n)]
+            for name, k in program.buffers.items()
+        }
+
     def number(self, step: Each, found: dict[int, Any]) -> None:
         """A function on numbers, one per tensor."""
-        results = self.bound(step.function)(*(found[n] for n in step.takes))
-        found.update(zip(step.gives, tupled(results, step.gives), strict=True))
+        self.numbered(step, tupled(self.bound(step.function)(*(found[n] for n in step.takes)), step.gives), found)
+
+    @staticmethod
+    def numbered(step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
+        found.update(zip(step.gives, results, strict=True))
+        for n, how in step.gathers:
+            if getattr(found[n], "ndim", 0):
+                found[n] = found[n].max() if how.largest else found[n].mean()
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
         """A pass over every coordinate of every tensor."""

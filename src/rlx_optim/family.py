@@ -55,6 +55,7 @@ class Member:
     _records: dict[str, Record]
     _why: dict[str, str]  # how a name came here
     _told: set[str]
+    _waiting: dict[str, Item]  # steps that are taken when the iteration ends
     _numbers: dict[Any, dict[str, Any]]
     _iteration: int
     _skipped: int
@@ -88,7 +89,7 @@ class Member:
         shape = admission.check_pair(self._owner, name, param, grad, shape)
         admission.check_overlap(self._owner, [name], [param], [grad])
         member, record, why = self._lookup(name, shape)
-        if record.stepped == member._iteration:
+        if record.stepped == member._iteration or name in self._waiting:
             raise ValueError(
                 f"{self._owner}: {name!r} was already stepped in iteration {self._iteration}; call end_iteration() between steps"
             )
@@ -150,7 +151,7 @@ class Member:
         watch = self._engine.watch(params, grads)
         parts = self._parts(items, watch)
         plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
-        if len(items) == 1 and parts:
+        if len(items) == 1 and parts and (parts[0].bundle.program is None or parts[0].bundle.program.gathers is None):
             items[0].record.part = parts[0]
             parts[0].flat = params[0].shape != items[0].record.shape
         self._clock += 1  # first: should the step fail half-way, no earlier plan is good

@@ -11,7 +11,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 
-__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'Lamb', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS']
+__all__ = ['SGD', 'Adam', 'AdamW', 'NAdamW', 'RAdam', 'QHAdamW', 'Lamb', 'Adafactor', 'Lion', 'SOAP', 'KronPSGD', 'Muon', 'Sophia', 'MARS', 'Prodigy']
 
 class SGD(NamedOptimizer):
     lr: float | Callable[[int], float]
@@ -333,6 +333,38 @@ class MARS(NamedOptimizer):
         variant: Literal['adamw', 'lion'] = 'adamw',
         *,
         otherwise: NamedOptimizer | None = ...,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = 'auto',
+        precision: Literal['float32', 'float64'] = 'float32',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+    ) -> None: ...
+
+class Prodigy(NamedOptimizer):
+    lr: float | Callable[[int], float]
+    betas: tuple[float, float] | Callable[[int], tuple[float, float]]
+    beta3: float | None | Callable[[int], float | None]
+    eps: float | Callable[[int], float]
+    weight_decay: float | Callable[[int], float]
+    decouple: bool | Callable[[int], bool]
+    use_bias_correction: bool | Callable[[int], bool]
+    safeguard_warmup: bool | Callable[[int], bool]
+    d0: float | Callable[[int], float]
+    d_coef: float | Callable[[int], float]
+    growth_rate: float | None | Callable[[int], float | None]
+    def __init__(
+        self,
+        lr: float | Callable[[int], float] = 1.0,
+        betas: tuple[float, float] | Callable[[int], tuple[float, float]] = (0.9, 0.999),
+        beta3: float | None | Callable[[int], float | None] = None,
+        eps: float | Callable[[int], float] = 1e-08,
+        weight_decay: float | Callable[[int], float] = 0.0,
+        decouple: bool | Callable[[int], bool] = True,
+        use_bias_correction: bool | Callable[[int], bool] = False,
+        safeguard_warmup: bool | Callable[[int], bool] = False,
+        d0: float | Callable[[int], float] = 1e-06,
+        d_coef: float | Callable[[int], float] = 1.0,
+        growth_rate: float | None | Callable[[int], float | None] = None,
+        *,
         groups: Sequence[Mapping[str, Any]] | None = None,
         engine: Any = 'auto',
         precision: Literal['float32', 'float64'] = 'float32',

@@ -11,6 +11,7 @@ costs next to nothing afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from . import admission
 from .engine import Bundle, Engine
 from .engines import check_engine
-from .family import Member, Plan
+from .family import Item, Member, Plan
 from .program import trace
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
@@ -79,6 +80,7 @@ class NamedOptimizer(Member):
         self._plan: Plan | None = None
         self._numbers: dict[Any, dict[str, Any]] = {}
         self._told: set[str] = set()
+        self._waiting: dict[str, Item] = {}  # for those that sum over all tensors
         self._estimators: dict[str, Bundle] = {}  # for those that take estimates
         self._converted = ""
 
@@ -202,7 +204,11 @@ class NamedOptimizer(Member):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
     def step(self, name: str, param: np.ndarray, grad: np.ndarray, shape: Any = None, grad_scale: float = 1.0) -> None:
-        """Update one parameter in place. A second step of the same name needs `end_iteration` first."""
+        """Update one parameter in place. A second step of the same name needs `end_iteration` first.
+
+        A rule that sums over all tensors of an optimizer (Prodigy) cannot move one before it has seen the others: its parameters
+        are kept with a copy of their gradients, and updated by `end_iteration`.
+        """
         member, record = self, self._records.get(name)
         if record is None and (self.otherwise is not None or self._used):
             member, record = next(((m, m._records[name]) for m in self._family() if name in m._records), (self, None))
@@ -226,17 +232,19 @@ class NamedOptimizer(Member):
         scale = admission.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
-        if not spec.matrix and (program := trace(spec, spec.slots(item.record.shape))).gathers is not None:
-            raise spec.refuse(f"{program.gathers} is over all tensors; give them to step_all together")
-        self._commit([item], scale)
+        if spec.matrix or trace(spec, spec.slots(item.record.shape)).gathers is None:
+            self._commit([item], scale)
+        elif self._passes([name], [grad]):
+            self._waiting[name] = dataclasses.replace(item, grad=grad * np.asarray(scale, grad.dtype))
 
     def step_all(self, params: Mapping[str, np.ndarray], grads: Mapping[str, np.ndarray], grad_scale: float = 1.0) -> None:
         """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched."""
         scale = admission.check_scale(self._owner, grad_scale)
-        plan = self._plan
+        plan = None if self._waiting else self._plan
         if plan is None or not self._repeat(plan, params, grads, scale):
             admission.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
+            self._refuse_waiting("step_all")
             admission.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
@@ -262,6 +270,12 @@ class NamedOptimizer(Member):
 
     def end_iteration(self) -> None:
         """Close the iteration: schedules move on, and every parameter may be stepped again."""
+        if self._waiting:
+            items, self._waiting = list(self._waiting.values()), {}
+            admission.check_overlap(
+                self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
+            )
+            self._commit(items, 1.0)
         self._iteration += 1
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
@@ -272,6 +286,13 @@ class NamedOptimizer(Member):
         for other in (self.otherwise, *self._used):
             if other is not None:
                 other.end_iteration()
+
+    def _refuse_waiting(self, what: str) -> None:
+        if self._waiting:
+            waiting = admission.listed(self._waiting)
+            raise ValueError(
+                f"{self._owner}: {waiting} of this iteration waits for the others; call end_iteration() before {what}"
+            )
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     def save(
@@ -284,6 +305,7 @@ class NamedOptimizer(Member):
         """
         from .checkpoint import files, optimizers  # they import this module
 
+        self._refuse_waiting("save")
         return files.save(lambda: optimizers.snapshot_of(self), self._iteration, path, every, keep, allow_nan)
 
     def convert_to(self, name: str, **settings: Any) -> NamedOptimizer:
@@ -301,6 +323,7 @@ class NamedOptimizer(Member):
     _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators")  # made anew when needed
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_waiting("a copy")
         return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from . import vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, checked, signature, signature_of_numbers
 from .spec import Shape, Slot, Spec
 
+GATHERED = ("all_max", "all_mean")  # what numbers, one per tensor, can be reduced by: it leaves alone what is the same for all
 Drop = tuple[int, ...]  # which of the parameter's last two axes an array lacks
 
 
@@ -46,11 +47,12 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """A function on numbers, one per tensor."""
+    """A function on numbers, one per tensor. gathers: (result, how) of those that become one for all tensors."""
 
     function: Rule
     takes: tuple[int, ...]
     gives: tuple[int, ...]
+    gathers: tuple[tuple[int, Reduction], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +79,8 @@ class Program:
     @functools.cached_property
     def gathers(self) -> str | None:
         """The first of its results that is reduced over all tensors of the optimizer, as `name="how"`."""
-        found = ((result, how.name) for step in self.passes for result, _, how in step.reduces if how.everything)
+        found = [(result, how.name) for step in self.passes for result, _, how in step.reduces if how.everything]
+        found += [(n, how.name) for step in self.steps if isinstance(step, Each) for n, how in step.gathers]
         return next((f'{self.names[result]}="{name}"' for result, name in found), None)
 
     def check(self, title: str, names: Iterable[str], shapes: Iterable[Shape]) -> None:
@@ -257,15 +260,25 @@ class Recorder:
         self.steps.append(Pass(rule, into, out, domain, read, numbers, tuple(stores), tuple(reduces)))
         return x.set(**given)
 
-    def each(self, function: Rule, x: Values) -> Values:
+    def each(self, function: Rule, x: Values, **reduce: str) -> Values:
         takes, gives = signature_of_numbers(function)
+        for name, kind in reduce.items():
+            if name not in gives or kind not in GATHERED:
+                raise LanguageError(
+                    f"{function.__qualname__}: {name}={kind!r}; of the numbers it gives ({', '.join(gives)}) there may be one "
+                    f"for all tensors, by {' or '.join(GATHERED)}"
+                )
         values = [self.argument(function, name, x) for name in takes]
         if wrong := [v.name for v in values if v.is_array]:
             raise LanguageError(
                 f"{function.__qualname__} takes {wrong[0]!r}, which is an array; a function of coordinates is run by E.map"
             )
+        if wrong := [name for name in gives if name in self.current and self.symbols[self.current[name]].is_array]:
+            raise LanguageError(f"{function.__qualname__} gives {wrong[0]!r}, which is an array; arrays are given by E.map")
         results = {name: self.symbol(name, None) for name in gives}
-        self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values())))
+        self.current |= {name: value.number for name, value in results.items() if name in self.current}
+        gathers = tuple((results[name].number, REDUCTIONS[kind]) for name, kind in reduce.items())
+        self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values()), gathers))
         return x.set(**results)
 
 

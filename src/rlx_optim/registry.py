@@ -40,6 +40,7 @@ FILES = {
     "muon": "Muon",
     "sophia": "Sophia",
     "mars": "MARS",
+    "prodigy": "Prodigy",
 }
 #: what in the front ends' modules is something else, in lower case
 TAKEN = {

@@ -232,7 +232,8 @@ class Optax:
 class Slot:
     """One buffer of state: its shape, what it starts as, and which of the parameter's last two axes it lacks.
 
-    `drop` says how the buffer lines up with the parameter in a rule: (-1,) is one number per row, (-2,) one per column.
+    `drop` says how the buffer lines up with the parameter in a rule: (-1,) is one number per row, (-2,) one per column; None
+    is one number for the whole tensor (shape ()), which rules and `E.each` read and `E.each` gives anew.
     A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
     `meaning` says what is kept, in words that rules share: "first moment", "second moment", "largest second moment", "row",
     "column", "curvature", "last gradient", "factor", "basis". Its first words give the name in torch's state dicts
@@ -242,7 +243,7 @@ class Slot:
     shape: Shape
     fill: float = 0.0
     eye: bool = False
-    drop: tuple[int, ...] = ()
+    drop: tuple[int, ...] | None = ()
     factor: bool = False
     meaning: str = ""
 

@@ -150,11 +150,14 @@ def run_part(
 
 
 def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:
-    """Count a step of records that share its numbers."""
+    """Count a step of a cohort: records that share its numbers, and their counters."""
+    changed: dict[str, Any] | None = None
     for record in records:
         record.t += 1
-        if record.counters:
-            record.counters |= {name: now[name] for name in record.counters if name in now}
+        if changed is None:
+            changed = {name: now[name] for name, value in record.counters.items() if name in now and now[name] != value}
+        if changed:
+            record.counters |= changed
 
 
 def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
 def kept(shape: Shape, spec: Spec, ranks: int) -> int:
     """How many numbers of state the first rank has beside its shard; an axis that a slot lacks is not cut."""
     cut = (extent(shape[0], ranks, 0)[1], *shape[1:])
-    lacking = [-len(shape) in slot.drop for slot in spec.slots(shape).values()]
+    lacking = [slot.drop is None or -len(shape) in slot.drop for slot in spec.slots(shape).values()]
     slots = zip(lacking, spec.slots(shape).values(), spec.slots(cut).values(), strict=True)
     return sum(math.prod((whole if lacks else part).shape) for lacks, whole, part in slots)
 

@@ -307,7 +307,7 @@ class Torch(ArrayEngine):
     def number(self, step: Each, found: dict[int, Any]) -> None:
         """On the device, in float64, where nothing waits for them."""
         given = [self._there(found[n]) for n in step.takes]
-        found.update(zip(step.gives, tupled(_of_numbers(step.function)(*given), step.gives), strict=True))
+        self.numbered(step, tupled(_of_numbers(step.function)(*given), step.gives), found)
 
     def _there(self, value: Any) -> Any:
         return torch.as_tensor(value, dtype=torch.float64, device=self.device)

@@ -12,7 +12,7 @@ from .factories import create as create
 from .factories import routing_report as routing_report
 from .transform import RuleState as RuleState
 
-__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars']
+__all__ = ['RuleState', 'create', 'load_state', 'routing_report', 'save_state', 'sgd', 'adam', 'adamw', 'nadamw', 'radam', 'qhadamw', 'lamb', 'adafactor', 'lion', 'soap', 'kron_psgd', 'muon', 'sophia', 'mars', 'prodigy']
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
@@ -194,4 +194,21 @@ def mars(
     otherwise: NamedOptimizer | optax.GradientTransformation | Literal['default'] | None = 'default',
     route: Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None] | None = None,
     stacked: Mapping[str, int] | None = None,
+) -> optax.GradientTransformationExtraArgs: ...
+
+def prodigy(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    *,
+    beta3: optax.ScalarOrSchedule | None = None,
+    eps: optax.ScalarOrSchedule = 1e-08,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    decouple: bool = True,
+    use_bias_correction: bool = False,
+    safeguard_warmup: bool = False,
+    estim_lr0: optax.ScalarOrSchedule = 1e-06,
+    estim_lr_coef: optax.ScalarOrSchedule = 1.0,
+    growth_rate: optax.ScalarOrSchedule | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs: ...

@@ -146,18 +146,23 @@ class Transform:
         updates: list[Any] = [jnp.zeros_like(p) for p in ps]
         counters = dict(state.counters)
         bundles: dict[Any, list[int]] = {}
+        mixed = not all(place.decays for place in places)
         for i, place in enumerate(places):
             if ps[i].size:
-                key = (id(place.member), place.decays, tuple(place.slots), str(arithmetic(ps[i])))
+                apart = place.decays or (mixed and gathers(place))
+                key = (id(place.member), apart, tuple(place.slots), str(arithmetic(ps[i])))
                 bundles.setdefault((*key, i) if place.member.kind.matrix else key, []).append(i)
         programs: list[tuple[Spec, Program, list[str]]] = []
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
-            spec = member.spec(state.count, dtype, **({} if place.decays else {"weight_decay": 0.0}))
             prefix = self.counters(member)
             mine = {k.removeprefix(prefix): v.astype(dtype) for k, v in state.counters.items() if k.startswith(prefix)}
-            numbers = {**mine, **traceable(member.kind.scalars)(spec, state.count + 1, mine)}
+            kinds = {}
+            for decays in dict.fromkeys(places[i].decays for i in indices):
+                spec = member.spec(state.count, dtype, **({} if decays else {"weight_decay": 0.0}))
+                kinds[decays] = {**mine, **traceable(member.kind.scalars)(spec, state.count + 1, mine)}
+            numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
             leaves = [
                 (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
                 for i in indices
@@ -201,8 +206,9 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
             shape = place.slots[name].shape if name in place.slots else place.inner
             array = given[name].astype(dtype)
             tensors.extend(list(array.reshape(-1, *shape)) if place.axes else [array])
-    found = engine_in(dtype).executed(program, shapes, arrays, numbers)
-    ends = {name: found[program.buffers[name]] if name in program.buffers else arrays[name] for name in slots}
+    E = engine_in(dtype)
+    found = E.executed(program, shapes, arrays, numbers)
+    ends = {name: arrays[name] for name in slots} | E.ends(program, found, len(shapes))
     return Values(ends, **numbers, change=found[program.given["change"]])
 
 
@@ -216,6 +222,23 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     x = traceable(type(spec).update)(spec, E, x)
     committed: Values = traceable(type(spec).commit)(spec, E, x)
     return committed
+
+
+def gathers(place: Place) -> bool:
+    """Whether what steps this leaf must see all others with it."""
+    spec = place.member.steady
+    if spec.matrix:
+        return False
+    return trace(spec, place.slots, "change", traceable(type(spec).scalars)(spec, 1, spec.counters())).gathers is not None
+
+
+def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:
+    """One number per tensor, where those with decay and those without differ."""
+    decays = jnp.asarray([place.decays for place in places for _ in place.names])
+    return {
+        name: value if value is kinds[False][name] else jnp.where(decays, value, kinds[False][name])
+        for name, value in kinds[True].items()
+    }
 
 
 def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:

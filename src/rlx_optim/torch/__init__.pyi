@@ -290,3 +290,26 @@ class MARS(RuleOptimizer):
         route: Route = None,
         split: Mapping[str, int] | None = None,
     ) -> None: ...
+
+class Prodigy(RuleOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-06,
+        d_coef: float = 1.0,
+        growth_rate: float | None = None,
+        *,
+        maximize: bool = False,
+        engine: Literal['auto', 'cpu', 'torch', 'triton'] = 'auto',
+        nonfinite: Literal['propagate', 'raise', 'skip'] = 'propagate',
+        capturable: bool = False,
+        amp_scaling: bool = False,
+    ) -> None: ...

@@ -242,7 +242,7 @@ def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
 
 def _shape_there(slot: Slot, shape: Shape) -> Shape:
     """torch keeps the axes that row and column means lack, with length 1."""
-    lacking: dict[tuple[int, ...], Shape] = {(-1,): (*shape[:-1], 1), (-2,): (*shape[:-2], 1, *shape[-1:])}
+    lacking: dict[tuple[int, ...] | None, Shape] = {(-1,): (*shape[:-1], 1), (-2,): (*shape[:-2], 1, *shape[-1:])}
     return lacking.get(slot.drop, slot.shape)
 
 

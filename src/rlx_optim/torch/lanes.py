@@ -53,14 +53,6 @@ class Seat:
         same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
         return same and list(map(described, self.held)) == self.places
 
-    def count(self) -> None:
-        """Write down what its records count beside steps."""
-        first = self.records[0]
-        if not first.size:
-            first.t += 1  # nothing to compute, but the step counts
-        for name, value in first.counters.items():
-            self.counters[name].numpy()[()] = value  # torch does not see this, and it is much quicker
-
 
 def inner_shape(shape: Shape, batch: int) -> Shape:
     """The shape of one of `batch` equal pieces: whole leading axes (experts), or a share of the first (fused matrices)."""
@@ -132,22 +124,30 @@ class Lane(abc.ABC):
         self.numbers: dict[Any, dict[str, Any]] = {}
 
     def share_counts(self) -> None:
-        """Put the step counts of all seats into one memory, so that counting is one addition and one version tells whether others
-        have changed a count (we write through NumPy, which torch does not see)."""
+        """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
+        and one version tells whether others have changed a count (we write through NumPy, which torch does not see)."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
             counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device="cpu")
             for seat, count in zip(self.seats, counts, strict=True):
                 seat.state["step"] = count
                 seat.hold()
             self.counts, self.steps = counts, counts.numpy()
-        self.others = [seat.state[name] for seat in self.seats for name in seat.counters]
-        self.counting = [i for i, seat in enumerate(self.seats) if seat.counters or not seat.records[0].size]
+            self.others: list[tuple[str, list[Seat], torch.Tensor, list[float]]] = []
+            for name in dict.fromkeys(name for seat in self.seats for name in seat.counters):
+                who = [seat for seat in self.seats if name in seat.counters]
+                values = [float(seat.state[name]) for seat in who]
+                shared = torch.tensor(values, dtype=torch.float64, device="cpu")
+                for seat, value in zip(who, shared, strict=True):
+                    seat.state[name] = seat.counters[name] = value
+                    seat.hold()
+                self.others.append((name, who, shared, values))
+        self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
         self.version = self.versions()
 
     def versions(self) -> int:
         """Moves when others change a count."""
         version: int = self.counts._version
-        return version + sum([count._version for count in self.others]) if self.others else version
+        return version + sum([shared._version for _, _, shared, _ in self.others])
 
     def count(self, chosen: Sequence[int]) -> None:
         """Write down that these seats have stepped."""
@@ -155,9 +155,12 @@ class Lane(abc.ABC):
             self.steps += 1
         else:
             self.steps[chosen] += 1
-        for i in self.counting:
-            if len(chosen) == len(self.seats) or i in chosen:
-                self.seats[i].count()
+        for i in self.empty.intersection(chosen):
+            self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
+        for name, who, shared, before in self.others:
+            now = [seat.records[0].counters[name] for seat in who]
+            if now != before:
+                before[:] = shared.numpy()[:] = now
 
     def pieces(self, tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
         return [tensor] if seat.batch == 1 else list(tensor.reshape(seat.batch, *seat.records[0].shape))

@@ -191,9 +191,13 @@ class Plan:
         self.steps: list[Prepared | Each] = []
         for step in program.steps:
             self.steps.append(Prepared(self, step, engine) if isinstance(step, Pass) else step)
-        self.inputs = [(name, n) for name, n in program.inputs.items() if n not in program.drops]
+        self.inputs = [(name, n) for name, n in program.inputs.items() if n not in program.drops and name not in bundle.slots]
+        self.kept = [
+            (n, bundle.buffers[name]) for name, n in program.inputs.items() if n not in program.drops and name in bundle.slots
+        ]
+        self.renewed = [(n, bundle.buffers[name]) for name, n in program.buffers.items() if n not in program.drops]
         only = self.steps[0] if len(self.steps) == 1 else None
-        self.only = only if isinstance(only, Prepared) and not only.over_tensors and not only.columns else None
+        self.only = only if isinstance(only, Prepared) and not (only.over_tensors or only.columns or self.kept) else None
         by_number = {n: name for name, n in self.inputs}
         self.names = [] if self.only is None else [by_number[n] for n in self.only.numbers]
 
@@ -232,12 +236,16 @@ class Plan:
             kernel.run()
             return
         found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
+        found |= {n: np.array(each, np.float64) for n, each in self.kept}
         for step in self.steps:
             if isinstance(step, Prepared):
                 step.run(found, scale, self.engine)
             else:
                 with np.errstate(all="ignore"):
                     self.engine.number(step, found)
+        for n, each in self.renewed:
+            for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
+                buffer[()] = value
 
 
 class Cpu(ArrayEngine):

@@ -52,6 +52,8 @@ class Triton(Torch):
         plan, watch, arrays = bundle.plan, bundle.watch, {}
         for name, each in bundle.buffers.items():
             slot = bundle.slots.get(name)
+            if slot is not None and slot.drop is None:
+                continue  # a number a tensor, and no array
             if slot is None and watch is not None:
                 address, dtypes = plan.mine(name, watch, bundle.index)
             elif slot is None:
@@ -107,11 +109,18 @@ class Triton(Torch):
         for name, n in program.inputs.items():
             if name in where or name in bundle.numbers:
                 found[n] = where[name] if name in where else bundle.numbers[name]
+            elif name in bundle.buffers:
+                found[n] = torch.stack(list(bundle.buffers[name])).double()
         for position, step in enumerate(program.steps):
             if isinstance(step, Pass):
                 self._apply(plan, position, program, step, where, found, scale, flag)
             else:
                 self.number(step, found)
+        for name, n in program.buffers.items():
+            if n not in program.drops:
+                now, before = super()._there(found[n]).expand(len(bundle.shapes)), found[program.inputs[name]]
+                now = now if flag is None else torch.where(flag.reshape(()) == 0, now, before)
+                torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
 
     def _apply(
         self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any

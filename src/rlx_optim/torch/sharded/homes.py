@@ -31,7 +31,7 @@ class Shards:
         layout = self.layout
         if self.whole or not layout.shards:
             return layout.replicas
-        lacking = {len(layout.shape) + axis for axis in slot.drop}
+        lacking = lacking_axes(slot, layout.shape)
         return [Replicate() if not p.is_replicate() and p.dim in lacking else p for p in layout.placements]  # type: ignore[attr-defined]
 
     def room(self, slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
@@ -39,7 +39,8 @@ class Shards:
         placements = self.placements(slot, shape)
         if self.whole or not layout.shards:
             return layout.wrapped(fresh(slot, param, batch), shape, placements)
-        local = [1 if i - len(layout.shape) in slot.drop else n for i, n in enumerate(layout.local_shape)]
+        lacking = lacking_axes(slot, layout.shape)
+        local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         buffer = torch.full(local, slot.fill, dtype=ARITHMETIC[param.dtype], device=here(param).device)
         return layout.wrapped(buffer, shape, placements)
 
@@ -60,6 +61,11 @@ class Shards:
 
     def fits(self, buffer: Any, shape: Shape) -> bool:
         return isinstance(buffer, DTensor) and tuple(buffer.shape) == shape
+
+
+def lacking_axes(slot: Slot, shape: Shape) -> set[int]:
+    """The axes of a parameter that a slot has not."""
+    return set(range(len(shape))) if slot.drop is None else {len(shape) + axis for axis in slot.drop}
 
 
 class Owned:
