@@ -14,7 +14,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import pkgutil
 import signal
 import sys
 import types
@@ -30,10 +29,8 @@ LIMIT = 90  # seconds for one optimizer
 #: what many people use; all of them would be hundreds
 OPTAX = ["adabelief", "adafactor", "adam", "adamw", "lamb", "lion", "nadamw", "radam", "rmsprop", "sgd"]
 CONTRIB = ["muon", "prodigy"]
-COLLECTED = [
-    "ADOPT", "AdEMAMix", "AdaBelief", "AdaFactor", "AdamP", "Adan", "CAME", "Kron", "Lamb", "Lion", "MARS", "Muon", "Prodigy",
-    "QHAdam", "RAdam", "SOAP", "ScheduleFreeAdamW", "Shampoo", "StableAdamW", "Tiger",
-]  # fmt: skip
+COLLECTED = ["Lion", "SOAP", "AdamP", "Lamb", "ADOPT", "AdaBelief", "AdEMAMix", "Muon", "MARS"]
+TIMM = ["lion", "lamb", "adopt", "mars", "adamw", "adamp", "adabelief", "nadamw", "muon"]
 
 
 def classes(module: Any) -> Iterator[str]:
@@ -55,10 +52,9 @@ def timm() -> Iterator[str]:
     for name, path in (("timm", folder), ("timm.optim", f"{folder}/optim")):
         shell: Any = sys.modules.setdefault(name, types.ModuleType(name))
         shell.__path__ = [path]
-    for file in pkgutil.iter_modules([f"{folder}/optim"]):
-        if not file.name.startswith("_") and file.name != "optim_factory":
-            module = importlib.import_module(f"timm.optim.{file.name}")
-            yield from (f"{module.__name__}:{n}" for n in classes(module) if getattr(module, n).__module__ == module.__name__)
+    for file in TIMM:
+        module = importlib.import_module(f"timm.optim.{file}")
+        yield from (f"{module.__name__}:{n}" for n in classes(module) if getattr(module, n).__module__ == module.__name__)
 
 
 def targets(library: str) -> Iterator[str]:

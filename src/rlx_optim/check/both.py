@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .subject import MATRICES, REFUSALS, UNASKED, Arrays, Subject, drawn, finite, replayed
+from .subject import MATRICES, UNASKED, Arrays, Subject, drawn, finite, replayed
 from .table import Skip, Wrong, check
 
+LIVELY = {"weight_decay": 0.1, "momentum": 0.9}  # on which other keywords hang, where it is 0 by default
 LEAST = 1e-9  # what moves a parameter of size 1 less does nothing
 RATES = (0.3, 0.1, 0.03, 0.01, 1e-3)
 ORTHOGONAL = ("muon", "scion", "dion", "orthogonal")
@@ -29,7 +30,8 @@ def keywords(s: Subject) -> Any:
         moved = _moves(s, name, {}, want)
         if moved == 0.0:
             words = sorted(s.keywords, key=lambda other: not isinstance(s.given(other), (str, bool)))  # switches first
-            moved = next((far for other in words if other not in (name, *UNASKED) and (far := _beside(s, name, other))), 0.0)
+            others = [other for other in words if other not in (name, *UNASKED)]
+            moved = next((far for lively in (LIVELY, {}) for other in others if (far := _beside(s, name, other, lively))), 0.0)
         if moved is None:
             untried.append(name)
         elif moved > 0:
@@ -55,10 +57,13 @@ def _moves(s: Subject, name: str, context: dict[str, Any], want: Arrays, tried: 
     return None if most is None else 0.0
 
 
-def _beside(s: Subject, name: str, other: str) -> float:
-    for value in s.alternatives(other)[:2]:
-        want = s.trial(**{other: value})
-        if want is not None and (moved := _moves(s, name, {other: value}, want, 4)):
+def _beside(s: Subject, name: str, other: str, lively: dict[str, Any]) -> float:
+    """The same beside another that is changed too."""
+    switched = {k: v for k, v in lively.items() if k in s.keywords and k not in (name, other) and not s.given(k)}
+    for value in s.alternatives(other)[:2] if switched or not lively else []:
+        context = {**switched, other: value}
+        want = s.trial(**context)
+        if want is not None and (moved := _moves(s, name, context, want, 4)):
             return moved
     return 0.0
 
@@ -170,7 +175,7 @@ def descended(
         settings = {} if rate is None else {str(s.rate): rate}
         try:
             ended = loss(s.walk(start, lambda t, p: gradient(p), 200, **{**s.without_decay(), **settings}))
-        except REFUSALS:
+        except Exception:
             continue
         best = min(best, ended / began) if math.isfinite(ended) else best
         if best <= share:

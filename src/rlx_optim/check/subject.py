@@ -18,8 +18,6 @@ from .table import Skip, Wrong
 
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
-#: what a library says when it will not do something
-REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError, KeyError, AttributeError, IndexError)
 MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
 SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
 SMALL = {"w": (5, 4), "v": (7,)}
@@ -27,10 +25,10 @@ NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
 #: keywords that say how a step is computed, not what it gives
 NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_scaling")
-#: keywords that need something other than numbers, or say what becomes of a bad gradient
+#: keywords that need something other than numbers, or a schedule, or say what becomes of a bad gradient
 UNASKED = (
     *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
-    "hessian_seed", "kwargs",
+    "hessian_seed", "corrected_weight_decay", "kwargs",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation
 
@@ -114,7 +112,7 @@ class Subject:
         try:
             self.walk(drawn({"v": (7,)}), replayed({"v": (7,)}), 1)
             return SHAPES
-        except REFUSALS:
+        except Exception:
             return MATRICES
 
     @functools.cached_property
@@ -163,7 +161,9 @@ class Subject:
         """A clean refusal is no failure."""
         try:
             yield
-        except REFUSALS as problem:
+        except (Skip, Wrong):
+            raise
+        except Exception as problem:
             message = (str(problem).strip() or type(problem).__name__).splitlines()[0][:120]
             raise Skip(f"{what} is refused: {message}") from None
 
@@ -202,7 +202,7 @@ class Subject:
         elif isinstance(now, float):
             tried = (now * 0.5, now * 2.0, *NUMBERS)
         elif now is None:
-            tried = (True, 1, 2, *NUMBERS, *self._words(name))
+            tried = (*NUMBERS, True, 1, 2, *self._words(name))
         return [value for value in tried if type(value) is not type(now) or value != now]
 
     def _words(self, name: str) -> tuple[Any, ...]:
