@@ -30,7 +30,8 @@ class Target(pytest.Collector):
     """An optimizer."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        from rlx_optim.check import chosen, subject_of
+        from rlx_optim.check import subject_of
+        from rlx_optim.check.table import chosen
 
         option = self.config.getoption
         try:

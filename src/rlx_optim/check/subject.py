@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
 MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
 SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
-SMALL = {"w": (5, 4), "v": (7,)}
+SMALL: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (7,), "conv": (2, 3, 2, 2)}
 NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
 #: keywords that say how a step is computed, not what it gives
@@ -28,7 +28,7 @@ NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_sc
 #: keywords that need something other than numbers, or a schedule, or say what becomes of a bad gradient
 UNASKED = (
     *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
-    "hessian_seed", "corrected_weight_decay", "kwargs",
+    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation
 
@@ -202,7 +202,7 @@ class Subject:
         elif isinstance(now, float):
             tried = (now * 0.5, now * 2.0, *NUMBERS)
         elif now is None:
-            tried = (*NUMBERS, True, 1, 2, *self._words(name))
+            tried = (*NUMBERS, True, 1, 2, (0.5, 0.6), *self._words(name))
         return [value for value in tried if type(value) is not type(now) or value != now]
 
     def _words(self, name: str) -> tuple[Any, ...]:
