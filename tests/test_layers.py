@@ -60,9 +60,11 @@ MAY = {
     "curvature": {"engine", "program", "spec", "optimizer", "admission", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec", "explain"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
+    "check": {"named", "registry"},
     "cli": {
-        "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli", "checkpoint", "torch",
-        "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain", "__init__",
+        "check", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
+        "checkpoint", "torch", "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain",
+        "__init__",
     },
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
@@ -72,6 +74,7 @@ HEAVY_IN = {
     "optax": {"jax", "optax"},
     "torch": {"torch"},
     "race": {"torch"},
+    "check": {"torch", "jax", "optax"},
     "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
 }
 

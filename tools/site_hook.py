@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docsite import arguments, bench, katex, modifiers, optimizers, parity, plots
+from docsite import arguments, bench, conformance, katex, modifiers, optimizers, parity, plots
 
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
@@ -29,6 +29,11 @@ TABLES = {
     "parity peers": lambda: parity.by_optimizer("peer"),
     "parity remarks": parity.remarks,
     "parity source": parity.source,
+    "conformance libraries": conformance.by_library,
+    "conformance checks": conformance.by_check,
+    "conformance optimizers": conformance.by_optimizer,
+    "conformance unchecked": conformance.unchecked,
+    "conformance source": conformance.source,
 }
 MARK = re.compile(r"<!-- table: ([\w ]+) -->")
 

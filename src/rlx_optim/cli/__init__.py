@@ -39,7 +39,7 @@ COMMANDS = {
     "info": "Explain one optimizer: idea, formulas, defaults, when to use it, what it costs.",
     "memory": "Count the bytes of state that an optimizer needs for a model.",
     "parity": "Compare every optimizer on every installed engine with the reference, and with its peers.",
-    "check": "Step a rule on every engine here and try every habit of a good one.",
+    "check": "Check any optimizer: a torch class, an optax factory, a rule on every engine here.",
     "doctor": "Say which engines are live and why others are not, and check them.",
     "bench": "Time our steps and those of every installed peer, interleaved, beside a memory copy.",
     "inspect": "Show what is in a checkpoint and verify it, or say what differs between two.",

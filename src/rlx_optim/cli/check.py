@@ -1,44 +1,46 @@
-"""`rlx-optim check`: is a rule fit to be used, and do the engines here speak the language of rules?
+"""`rlx-optim check`: is an optimizer fit to be used, and do the engines here speak the language of rules?
 
+    rlx-optim check torch.optim:AdamW
+    rlx-optim check mypackage:Lion --kwargs '{"lr": 1e-4}' --quick --html lion.html
+    rlx-optim check optax:adamw --only jit,scan
     rlx-optim check adamw
     rlx-optim check mypackage.rules:AdaBelief --json
     rlx-optim check --language
 
-A rule is stepped on every engine that is here: over shapes, groups, resumed, with bad gradients, every hyperparameter changed.
+A torch class or an optax factory runs through the conformance suite (`rlx_optim.check`). A rule (by its name here, or a Spec
+class) is stepped on every engine that is here (`check_rule`).
 """
 
 from __future__ import annotations
 
-import importlib
+import json
 import math
-import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
+from ..check.page import page, summary
+from ..check.table import Report
 from ..checking import check_rule
 from ..conformance import BAR, ENGINES, conformance, present
 from ..constructs import BROKE, CONSTRUCTS
 from ..named import list_optimizers
 from ..registry import aliases, spec_class
 from ..spec import Spec
-from . import Problem, one, show_table, write_json
+from . import Problem, check_place, one, progress, show_table, write_json
 
 
-def found(name: str) -> type[Spec]:
-    """A rule by its name here, or by module:Class."""
+def target_of(name: str) -> Any:
+    """A rule by its name here, or what PACKAGE:CLASS names."""
     if ":" not in name:
         return spec_class(one("optimizer", name, list_optimizers(), aliases()))
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
-        rule: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as problem:
+        return found(name)
+    except (ImportError, AttributeError, ValueError) as problem:
         raise Problem(f"{name}: {problem}") from None
-    if not (isinstance(rule, type) and issubclass(rule, Spec)):
-        raise Problem(f"{name} is no Spec class but {rule!r}")
-    return rule
 
 
 def language(as_json: bool) -> bool:
@@ -67,16 +69,85 @@ def _cell(row: Any) -> str:
     return "WRONG" if not row.ok else "refused" if math.isnan(row.seen) else f"{row.seen:.0e}" if row.seen else "0"
 
 
+def list_all(as_json: bool) -> None:
+    """Show every check."""
+    for kind in FILES:
+        if (why := missing(kind)) is None:
+            checks_of(kind)
+        else:
+            print(f"{kind}: {why}", file=sys.stderr)
+    rows = [
+        {"name": c.name, "kinds": c.kinds, "quick": c.quick, "taste": c.taste, "ranks": c.ranks, "reason": c.reason}
+        for c in CHECKS.values()
+    ]
+    if as_json:
+        return write_json(rows)
+    for c in CHECKS.values():
+        marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
+        print(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
+
+
+def show(report: Report) -> None:
+    """A line a check: the number it saw, and what is wrong."""
+    wide = max(len(each.name) for each in report.results)
+    for each in report.results:
+        word = {"passed": "ok", "failed": "WRONG", "error": "ERROR", "skipped": "skip"}[each.status]
+        word = "taste" if each.taste and each.status in ("failed", "error") else word
+        print(f"  {word:5} {each.name:{wide}}  {each.shown[:40] if each.note else each.shown}".rstrip())
+        if each.note:
+            print(f"        {each.note}")
+        if each.status in ("failed", "error"):
+            print(f"        why it matters: {each.reason}")
+    print(f"{report.target}: {summary(report)}")
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise Problem(f"--kwargs: {problem}: {text}") from None
+    if not isinstance(given, dict):
+        raise Problem(f'--kwargs must be an object, as {{"lr": 0.01}}, got {text}')
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
 def command(
-    rule: Annotated[str | None, typer.Argument(help="A name, or module:Class.", autocompletion=list_optimizers)] = None,
-    of_language: Annotated[bool, typer.Option("--language", help="Every construct of the language on every engine.")] = False,
+    target: Annotated[
+        str | None, typer.Argument(help="PACKAGE:CLASS, or a name of ours.", autocompletion=list_optimizers)
+    ] = None,
+    kwargs: Annotated[str, typer.Option(help="Settings beside the defaults, as JSON: '{\"lr\": 0.01}'.")] = "{}",
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long.")] = False,
+    only: Annotated[str, typer.Option(help="Names of checks, or patterns like resume*, comma-separated.")] = "",
+    claimed: Annotated[str, typer.Option("--as", metavar="NAME", help="The rule that it claims to be.")] = "",
+    ranks: Annotated[int, typer.Option(help="Also over that many processes: DDP and DTensor.", min=0)] = 0,
+    as_html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Show every check.")] = False,
+    of_language: Annotated[bool, typer.Option("--language", help="Every construct of the language on every engine.")] = False,
 ) -> None:
-    """Step a rule on every engine here and try every habit of a good one."""
-    if (rule is None) != of_language:
-        raise Problem("give a rule (adamw, or module:Class), or --language")
-    if rule is None:
+    """Check any optimizer: a torch class, an optax factory, a rule on every engine here."""
+    if (target is None) != (of_language or listing):
+        raise Problem("give an optimizer (torch.optim:AdamW, optax:adamw, adamw), or --list, or --language")
+    check_place("--html", as_html, (".html",))
+    settings = settings_of(kwargs)
+    if listing:
+        return list_all(as_json)
+    if target is None:
         raise typer.Exit(int(not language(as_json)))
-    report = check_rule(found(rule))
-    write_json(report.as_dict()) if as_json else print(report)
+    thing = target_of(target)
+    if isinstance(thing, type) and issubclass(thing, Spec):
+        if only or claimed or ranks or as_html:
+            raise Problem(f"{target} is a rule: --only, --as, --ranks and --html are for torch classes and optax factories")
+        rule = check_rule(thing, engines=["cpu"] if quick else None, **settings)
+        write_json(rule.as_dict()) if as_json else print(rule)
+        raise typer.Exit(int(not rule.ok))
+    words = [word.strip() for word in only.split(",") if word.strip()]
+    try:
+        with progress(len(CHECKS) or 1) as tick:
+            report = check_optimizer(target, settings, quick=quick, only=words, claimed=claimed or None, ranks=ranks, tick=tick)
+    except (TypeError, ValueError) as problem:
+        raise Problem(str(problem)) from None
+    if as_html is not None:
+        as_html.write_text(page(report), encoding="utf-8")
+    write_json(report.as_dict()) if as_json else show(report)
     raise typer.Exit(int(not report.ok))

@@ -25,7 +25,7 @@ from .optimizer import RuleOptimizer
 from .state import counter, furnish, piece_shape, room, shape_in_state
 from .stepping import plain
 
-COUNTABLE = 2**24  # "step" is a float32, as torch.optim's
+COUNTABLE = 2**53  # "step" is a float64
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -314,7 +314,7 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
     slots = _kept(spec, p)
     names = outside(spec, slots)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
-    state: dict[str, Any] = {"step": counter(p.step, torch.float32)} | ({"batch": p.pieces} if p.pieces > 1 else {})
+    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.pieces} if p.pieces > 1 else {})
     home = opt._home(None, param, spec, p.pieces)
     for name in p.tensors:
         key, slot = names[name], slots[name]

@@ -39,7 +39,7 @@ class GraphLane(TritonLane):
 
     def share_counts(self) -> None:
         self.engine.sender.prepare()
-        self.counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device=self.device)
+        self.counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device=self.device)
         self.counted: dict[str, tuple[list[int], torch.Tensor]] = {}
         for name in dict.fromkeys(name for seat in self.seats for name in seat.counters):
             who = [i for i, seat in enumerate(self.seats) if name in seat.counters]

@@ -129,7 +129,7 @@ class Lane(abc.ABC):
         """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
         and one version tells whether others have changed a count (we write through NumPy, which torch does not see)."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
-            counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float32, device="cpu")
+            counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device="cpu")
             for seat, count in zip(self.seats, counts, strict=True):
                 seat.state["step"] = count
                 seat.hold()

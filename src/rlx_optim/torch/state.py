@@ -41,10 +41,10 @@ def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
     return torch.full(shape, slot.fill, dtype=dtype, device=param.device)
 
 
-def counter(value: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """A number that is kept; on the CPU, whatever the default device is."""
+def counter(value: Any) -> torch.Tensor:
+    """A number that is kept; on the CPU, whatever the default device is. float32, which torch.optim counts in, ends at 2^24."""
     with _disable_current_modes():  # FakeTensorMode's among them
-        return torch.tensor(float(value), dtype=dtype, device="cpu")
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def count_of(value: Any) -> float:
@@ -60,7 +60,7 @@ def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor
 
 def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
-    state.setdefault("step", counter(0.0, torch.float32))
+    state.setdefault("step", counter(0.0))
     if batch > 1:
         state.setdefault("batch", batch)
     slots = spec.slots(piece_shape(param, batch))
@@ -73,11 +73,11 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, 
 
 def settle(state: dict[str, Any], spec: Spec) -> None:
     """Counts as they should be, where others have moved or replaced them."""
-    for name, dtype in {"step": torch.float32, **dict.fromkeys(spec.counters(), torch.float64)}.items():
+    for name in ("step", *spec.counters()):
         value = state[name]
-        sound = torch.is_tensor(value) and not value.ndim and value.dtype is dtype and value.device.type == "cpu"
+        sound = torch.is_tensor(value) and not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
         if not sound or value.is_inference():
-            state[name] = counter(value, dtype)
+            state[name] = counter(value)
 
 
 def handed_on(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def taken_over(
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
-    state: dict[str, Any] = {"step": counter(given.pop("step", 0.0), torch.float32)}
+    state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
     if batch > 1:
         state["batch"] = batch
     begins = "started" in spec.counters()  # and has no buffers before

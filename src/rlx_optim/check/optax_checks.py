@@ -1,0 +1,224 @@
+"""Checks of an optax factory: JAX's transformations, optax's wrappers, its state."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .optax_subject import OptaxSubject, arrays, bitwise
+from .table import Skip, Wrong, check
+
+
+def same_tree(a: Any, b: Any) -> bool:
+    return bool(jax.tree.structure(a) == jax.tree.structure(b))  # type: ignore[operator]
+
+
+@check("jit", "compiled and not compiled it ends in the same place", "optax")
+def jit(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    state = tx.init(params)
+    for t in range(6):
+        params, state = s.update(tx, s.grads(t), state, params)
+    return s.close(s.plain, params, "jit ends elsewhere than no jit")
+
+
+@check("one-trace", "update is traced once: a second trace of a large model costs minutes", "optax")
+def one_trace(s: OptaxSubject) -> Any:
+    tx, params, traces = s.make(), s.start(), []
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def step(g: Any, state: Any, p: Any) -> Any:
+        traces.append(1)
+        return s.update(tx, g, state, p)
+
+    for t in range(4):
+        params, state = step(s.grads(t), state, params)
+    if len(traces) > 1:
+        raise Wrong(f"four steps were traced {len(traces)} times: dtypes or shapes of the state change", len(traces))
+    return len(traces)
+
+
+@check("scan", "a training loop inside jax.lax.scan ends where the loop outside does", "optax")
+def scan(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    many = jax.tree.map(lambda *each: jnp.stack(each), *(s.grads(t) for t in range(6)))
+
+    def body(carry: Any, g: Any) -> Any:
+        return s.update(tx, g, carry[1], carry[0]), None
+
+    (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g))(params, many)
+    return s.close(got, s.plain, "scan ends elsewhere than a loop")
+
+
+@check("vmap", "over a stack of models at once it ends where each ends alone", "optax", quick=False)
+def vmap(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    two = jax.tree.map(lambda p: jnp.stack((p, p * 0.5)), params)
+    state = jax.vmap(tx.init)(two)
+    step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)))
+    for t in range(6):
+        two, state = step(jax.tree.map(lambda g: jnp.stack((g, g)), s.grads(t)), state, two)
+    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere")
+
+
+@check("stable-state", "state keeps its structure, shapes and dtypes: scan and donated buffers need that", "optax")
+def stable_state(s: OptaxSubject) -> Any:
+    count = 0
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx, params = s.make(), s.start(dtype)
+        before = jax.eval_shape(tx.init, params)
+        after = jax.eval_shape(lambda p, g, tx=tx: s.update(tx, g, tx.init(p), p)[1], params, s.grads(0, dtype))
+        if not same_tree(before, after):
+            raise Wrong(f"the structure of the state changes with the first step ({jnp.dtype(dtype)})", "structure")
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise Wrong(f"state{jax.tree_util.keystr(path)} is {a.dtype}{a.shape} and then {b.dtype}{b.shape}", str(b.dtype))
+            count += 1
+    return f"{count} leaves"
+
+
+@check("bfloat16", "bfloat16 parameters move, stay bfloat16 and stay finite", "optax")
+def bfloat16(s: OptaxSubject) -> Any:
+    rate = {} if s.rate is None else {s.rate: 0.05}
+    tx, params = s.make(**rate), s.start(jnp.bfloat16)
+    with s.refusable("bfloat16"):
+        state = tx.init(params)
+        step = jax.jit(lambda g, state, p: s.update(tx, g, state, p))
+        got = params
+        for t in range(4):
+            got, state = step(s.grads(t, jnp.bfloat16), state, got)
+    for name, p in got.items():
+        if p.dtype != jnp.bfloat16 or not bool(jnp.isfinite(p).all()) or bool((p == params[name]).all()):
+            raise Wrong(f"a bfloat16 parameter became {p.dtype}, is not finite, or did not move", str(p.dtype))
+    return "bfloat16"
+
+
+@check("empty-tree", "a tree without arrays, or with None in it, is a tree", "optax")
+def empty_tree(s: OptaxSubject) -> Any:
+    tx = s.make()
+    for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
+        state = tx.init(tree)
+        got, _ = s.update(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
+        if not same_tree(got, tree):
+            raise Wrong(f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
+    return "kept"
+
+
+@check("masked", "optax.masked steps what is asked and leaves the rest", "optax")
+def masked(s: OptaxSubject) -> Any:
+    s.independent()
+    params = s.start()
+    mask = {name: i % 2 == 0 for i, name in enumerate(params)}
+    tx = optax.masked(s.make(), mask)
+    got, _ = s.run(tx, params, tx.init(params), 0, 6)
+    chosen = {name: p for name, p in got.items() if mask[name]}
+    want = {name: s.plain[name] for name in chosen}
+    return s.near(
+        {n: np.asarray(p) for n, p in chosen.items()}, {n: np.asarray(p) for n, p in want.items()},
+        {n: np.asarray(p) for n, p in params.items()}, "under optax.masked it ends elsewhere",
+    )  # fmt: skip
+
+
+@check("multi-transform", "optax.multi_transform gives each label its own optimizer", "optax")
+def multi_transform(s: OptaxSubject) -> Any:
+    s.independent()
+    params = s.start()
+    labels = {name: "ab"[i % 2] for i, name in enumerate(params)}
+    tx = optax.multi_transform({"a": s.make(), "b": s.make()}, labels)
+    return s.close(s.run(tx, params, tx.init(params), 0, 6)[0], s.plain, "under optax.multi_transform it ends elsewhere")
+
+
+def floats(s: OptaxSubject) -> Any:
+    if s.rate is None or not isinstance(s.given(s.rate), (int, float)):
+        raise Skip("it has no learning_rate that is a number")
+    return float(s.given(s.rate))
+
+
+@check(
+    "inject-hyperparams", "optax.inject_hyperparams holds the learning rate in the state, where it is read at every step", "optax"
+)
+def inject(s: OptaxSubject) -> Any:
+    rate, params = floats(s), s.start()
+    numeric = {name for name in s.keywords if isinstance(s.given(name), float)}
+    others = [name for name in s.keywords if name not in numeric]
+    tx = optax.inject_hyperparams(s.made, static_args=tuple(others))(**{**s.settings, str(s.rate): rate})
+    state = tx.init(params)
+    got, _ = s.run(tx, params, state, 0, 6)  # numbers that were float64 on the host are float32 now: more than a rounding
+    seen = s.near(arrays(got), arrays(s.plain), arrays(params), "under inject_hyperparams it ends elsewhere", max(s.bar, 1e-3))
+    state.hyperparams[s.rate] = jnp.asarray(0.0)
+    for name in s.without_decay():
+        if name in state.hyperparams:
+            state.hyperparams[name] = jnp.asarray(0.0)
+    rest, _ = s.run(tx, params, state, 0, 1)
+    far = max(float(jnp.abs(rest[n] - params[n]).max()) for n in params)
+    if far > 1e-12:
+        raise Wrong(f"parameters moved by {far:.1e} with an injected learning rate of 0", far)
+    return seen
+
+
+@check("schedule", "a constant schedule is that number, and step 0 is its first", "optax")
+def schedule(s: OptaxSubject) -> Any:
+    rate, params = floats(s), s.start()
+    with s.refusable("a schedule as learning rate"):
+        tx = s.make(**{str(s.rate): lambda step: rate})
+        got, _ = s.run(tx, params, tx.init(params), 0, 6)
+    return s.close(got, s.plain, "a constant schedule ends elsewhere than its number")
+
+
+@check("multi-steps", "optax.MultiSteps over two halves of a gradient is one step on the whole", "optax")
+def multi_steps(s: OptaxSubject) -> Any:
+    tx, params = optax.MultiSteps(s.make(), 2), s.start()
+    state = tx.init(params)
+
+    @jax.jit
+    def step(g: Any, state: Any, p: Any) -> Any:
+        return s.update(tx, g, state, p)
+
+    for t in range(12):
+        params, state = step(jax.tree.map(lambda g, t=t: g * (0.5, 1.5)[t % 2], s.grads(t // 2)), state, params)
+    return s.close(params, s.plain, "under MultiSteps it ends elsewhere")
+
+
+@check("resume", "state that went through pickle goes on bit for bit", "optax")
+def resume(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    state = tx.init(params)
+    params, state = s.run(tx, params, state, 0, 3)
+    leaves, tree = jax.tree.flatten(state)
+    carried = jax.tree.unflatten(tree, [jnp.asarray(x) for x in pickle.loads(pickle.dumps(jax.device_get(leaves)))])
+    again = s.make()
+    return bitwise(s.run(again, params, carried, 3, 6)[0], s.plain, "resumed, it goes on elsewhere")
+
+
+@check("gradients-unwritten", "arrays that are given stay as they were, NumPy's too", "optax")
+def gradients_unwritten(s: OptaxSubject) -> Any:
+    tx, params = s.make(), {n: np.asarray(p).copy() for n, p in s.start().items()}
+    grads = {n: np.asarray(g).copy() for n, g in s.grads(0).items()}
+    before = jax.tree.map(np.copy, (params, grads))
+    s.update(tx, grads, tx.init(params), params)
+    return bitwise((params, grads), before, "update wrote to what it was given")
+
+
+@check("float64", "float64 parameters are stepped in float64", "optax", quick=False)
+def float64(s: OptaxSubject) -> Any:
+    shift, ends = 1e-11, []
+    with jax.enable_x64(True):
+        for extra in (0.0, shift):
+            params = {name: p + extra for name, p in s.start(jnp.float64).items()}
+            tx = s.make(**s.without_decay())
+            state = tx.init(params)
+            for t in range(3):
+                params, state = s.update(tx, s.grads(t, jnp.float64), state, params)
+            if any(p.dtype != jnp.float64 for p in params.values()):
+                raise Wrong("parameters changed their dtype", str(next(iter(params.values())).dtype))
+            ends.append({name: np.asarray(p) for name, p in params.items()})
+    kept = max(float(np.abs((ends[1][n] - ends[0][n]) - shift).max()) for n in ends[0]) / shift
+    if kept > 0.5:
+        raise Wrong("a shift of 1e-11 in the parameters is lost: they pass through float32", kept)
+    return kept

@@ -1,0 +1,216 @@
+"""What is checked: an optimizer of any library, as a walk of NumPy arrays over given gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import re
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .table import Skip, Wrong
+
+Arrays = dict[str, np.ndarray]
+Gradient = Callable[[int, Arrays], Arrays]
+MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
+SMALL: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (7,), "conv": (2, 3, 2, 2)}
+NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
+SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
+#: keywords that say how a step is computed, not what it gives
+NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_scaling")
+#: keywords that need something other than numbers, or a schedule, or say what becomes of a bad gradient
+UNASKED = (
+    *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
+    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs",
+)  # fmt: skip
+BAR = 1e-5  # of the distance travelled: two orders of one computation
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(scale * rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
+
+
+def replayed(shapes: Mapping[str, tuple[int, ...]], scale: float = 1.0) -> Gradient:
+    """Gradients that depend on the step alone; each tensor has its own, whatever the others."""
+
+    def gradient(t: int, params: Arrays) -> Arrays:
+        size = scale * SCALES[t % len(SCALES)]
+        return {n: size * drawn({n: s}, 100 + 17 * t + sum(map(ord, n)))[n] for n, s in shapes.items()}
+
+    return gradient
+
+
+def gap(got: Arrays, want: Arrays, start: Arrays) -> float:
+    """The largest difference over the distance travelled, the worst of all tensors; one unit in the last place is free."""
+    worst = 0.0
+    for name, value in want.items():
+        if not value.size:
+            continue
+        free = np.spacing(np.abs(value).astype(np.float32)).astype(np.float64)
+        apart = (np.abs(got[name].astype(np.float64) - value) - free).max()
+        moved = np.abs(value.astype(np.float64) - start[name]).max()
+        worst = max(worst, float(max(apart, 0.0) / max(moved, 1e-12))) if np.isfinite(apart) else float("inf")
+    return worst
+
+
+def finite(arrays: Arrays) -> bool:
+    return all(np.isfinite(a.astype(np.float64)).all() for a in arrays.values())
+
+
+class Subject:
+    """An optimizer under check. Libraries differ in `walk` and `keywords`; what is probed is kept."""
+
+    kind: str
+    claimed: str | None = None  # the rule that it is said to be
+    ranks = 2
+
+    def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
+        self.target, self.made, self.settings = target, made, dict(settings)
+        self.asked: set[str] = set()  # checks of taste that the user asked for by a word of their own
+        signature = inspect.signature(made)
+        self.keywords = {
+            name: p
+            for name, p in signature.parameters.items()
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in ("self", "params")
+        }
+        self.rate = next((name for name in ("lr", "learning_rate") if name in self.keywords), None)
+        for name, p in self.keywords.items():
+            if p.default is p.empty and name == self.rate:
+                self.settings.setdefault(name, 0.01)
+            elif p.default is p.empty and name not in self.settings:
+                raise ValueError(f"{target} needs {name}: give it with --kwargs '{{\"{name}\": …}}'")
+
+    # ---- what libraries do their own way ---------------------------------------------------------------------------------
+    def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
+        """Parameters after some steps."""
+        raise NotImplementedError
+
+    draws = False  # whether a step draws from the library's generator
+
+    def renew(self) -> None:
+        """Forget what is kept from walk to walk."""
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leave the library as it was."""
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            yield
+
+    # ---- what is found out about it --------------------------------------------------------------------------------------
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes it is stepped on: matrices alone where it takes nothing else."""
+        try:
+            self.walk(drawn({"v": (7,)}), replayed({"v": (7,)}), 1)
+            return SHAPES
+        except Exception:
+            return MATRICES
+
+    @functools.cached_property
+    def small(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in SMALL.items() if len(shape) == 2 or self.shapes is SHAPES}
+
+    def walked(self, steps: int = 6, **settings: Any) -> Arrays:
+        """Over all shapes."""
+        return self.walk(drawn(self.shapes), replayed(self.shapes), steps, **settings)
+
+    @functools.cached_property
+    def bar(self) -> float:
+        """What is taken for rounding: a multiple of what a unit in the last place of a gradient makes."""
+        start, plain = drawn(self.shapes), replayed(self.shapes)
+        want = self.walk(start, plain, 6)
+        noise = 0.0
+        for sign in (1, -1):
+            got = self.walk(start, lambda t, p: {n: g * np.float32(1 + sign * 1.2e-7) for n, g in plain(t, p).items()}, 6)  # noqa: B023
+            noise = max(noise, gap(got, want, start))
+        return max(BAR, 8 * noise)
+
+    @functools.cached_property
+    def entangled(self) -> float:
+        """How much a tensor's step depends on those beside it, in units of its own."""
+        start, plain = drawn(self.shapes), replayed(self.shapes)
+        together = self.walk(start, plain, 6)
+        alone: Arrays = {}
+        for name, shape in self.shapes.items():
+            alone |= self.walk({name: start[name]}, replayed({name: shape}), 6)
+        return gap(alone, together, start)
+
+    def independent(self) -> None:
+        """Skip where tensors are measured together."""
+        if self.entangled > self.bar:
+            raise Skip(f"its tensors depend on each other, by {self.entangled:.0e}")
+
+    def near(self, got: Arrays, want: Arrays, start: Arrays, what: str, bar: float | None = None) -> float:
+        """How far apart two walks end; Wrong where it is more than rounding."""
+        apart = gap(got, want, start)
+        if apart > (self.bar if bar is None else bar):
+            raise Wrong(f"{what}: {apart:.1e} of the distance travelled", apart)
+        return apart
+
+    @contextlib.contextmanager
+    def refusable(self, what: str) -> Iterator[None]:
+        """A clean refusal is no failure."""
+        try:
+            yield
+        except (Skip, Wrong):
+            raise
+        except Exception as problem:
+            message = (str(problem).strip() or type(problem).__name__).splitlines()[0][:120]
+            raise Skip(f"{what} is refused: {message}") from None
+
+    # ---- hyperparameters -------------------------------------------------------------------------------------------------
+    def given(self, name: str) -> Any:
+        return self.settings.get(name, self.keywords[name].default)
+
+    def has(self, *names: str) -> str | None:
+        """The first of these keywords that it has."""
+        return next((name for name in names if name in self.keywords), None)
+
+    def without_decay(self) -> dict[str, Any]:
+        name = self.has("weight_decay")
+        return {} if name is None else {name: 0.0}
+
+    def trial(self, **settings: Any) -> Arrays | None:
+        """Twelve steps; None where these settings are refused."""
+        try:
+            got = self.walk(drawn(self.small), replayed(self.small), 12, **settings)
+        except Exception:
+            return None
+        return got if finite(got) else None
+
+    def alternatives(self, name: str) -> list[Any]:
+        """Other values that may be in range; refusals are found out by trying."""
+        now = self.given(name)
+        tried: tuple[Any, ...] = NUMBERS
+        if isinstance(now, bool):
+            tried = (not now,)
+        elif isinstance(now, str):
+            tried = self._words(name)
+        elif isinstance(now, int):
+            tried = (1, 2, 3, now + 1, *NUMBERS)
+        elif isinstance(now, (tuple, list)):
+            tried = tuple((*now[:i], x, *now[i + 1 :]) for i, x in itertools.product(range(len(now)), NUMBERS))
+        elif isinstance(now, float):
+            tried = (now * 0.5, now * 2.0, *NUMBERS)
+        elif now is None:
+            tried = (*NUMBERS, True, 1, 2, (0.5, 0.6), *self._words(name))
+        return [value for value in tried if type(value) is not type(now) or value != now]
+
+    def _words(self, name: str) -> tuple[Any, ...]:
+        """What a keyword of words takes, by its annotation or by what the refusal of another says."""
+        annotation = self.keywords[name].annotation
+        found = [word for part in (annotation, *typing.get_args(annotation)) for word in typing.get_args(part)]
+        try:
+            self.walk(drawn(self.small), replayed(self.small), 1, **{name: "no such word"})
+        except Exception as problem:
+            found += re.findall(r"['\"](\w+)['\"]", str(problem))
+        return tuple(dict.fromkeys(word for word in found if isinstance(word, str)))

@@ -1,0 +1,435 @@
+"""Checks of a torch class: its state, torch's interface, compilers and devices."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as base
+
+from .table import Skip, Wrong, check
+from .torch_subject import Params, TorchSubject, accepts, bitwise, copies, different, moved, numbers, state_of
+
+FAR = 2**24  # float32 counts no further
+
+
+# ---- state ------------------------------------------------------------------------------------------------------------------
+def resumed(s: TorchSubject, carry: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> Any:
+    """Save half-way, carry the state over, go on beside the original: bit for bit."""
+    params = s.params(dtype)
+    with s.refusable(str(dtype)):
+        opt = s.make(params)
+    s.run(opt, params, 0, 4)
+    others = copies(params)
+    again = s.make(others)
+    saved = opt.state_dict()
+    again.load_state_dict(carry(saved))
+    if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
+        raise Wrong(f"what was loaded is not what was saved: {where}", where)
+    s.run(opt, params, 4, 8)
+    s.run(again, others, 4, 8)
+    return bitwise(others, params, "resumed, it goes on elsewhere")
+
+
+@check("resume", "a run that is resumed goes on bit for bit", "torch")
+def resume(s: TorchSubject) -> Any:
+    return resumed(s, copy.deepcopy)
+
+
+@check("resume-pickle", "a state dict survives pickle", "torch")
+def resume_pickle(s: TorchSubject) -> Any:
+    return resumed(s, lambda saved: pickle.loads(pickle.dumps(saved)))
+
+
+@check("resume-file", "torch.save and torch.load(weights_only=True), which is the default, are how checkpoints are kept", "torch")
+def resume_file(s: TorchSubject) -> Any:
+    def carry(saved: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    return resumed(s, carry)
+
+
+@check("resume-order", "the order of keys in a state dict means nothing", "torch")
+def resume_order(s: TorchSubject) -> Any:
+    def turned(thing: Any) -> Any:
+        if isinstance(thing, dict):
+            return {key: turned(value) for key, value in reversed(thing.items())}
+        return [turned(value) for value in thing] if isinstance(thing, list) else thing
+
+    return resumed(s, lambda saved: turned(copy.deepcopy(saved)))
+
+
+@check("resume-bfloat16", "loading must not cast float32 state to the parameter's dtype", "torch")
+def resume_bfloat16(s: TorchSubject) -> Any:
+    return resumed(s, copy.deepcopy, torch.bfloat16)
+
+
+@check("resume-float64", "a float64 run is resumed in float64", "torch")
+def resume_float64(s: TorchSubject) -> Any:
+    return resumed(s, copy.deepcopy, torch.float64)
+
+
+@check("resume-settings", "lr and every other number of a group come back with the state", "torch")
+def resume_settings(s: TorchSubject) -> Any:
+    lr = s.lr()
+    params = s.params()
+    opt = s.make(params, lr=lr)
+    s.run(opt, params, 0, 2)
+    for group in opt.param_groups:
+        group["lr"] = lr / 7
+    again = s.make(s.params(), lr=lr)
+    again.load_state_dict(state_of(opt))
+    got = float(again.param_groups[0]["lr"])
+    if got != lr / 7:
+        raise Wrong(f"lr is {got:g} after loading a state with {lr / 7:g}", got)
+    return 0.0
+
+
+@check("resume-mismatch", "a state for other parameters is refused", "torch")
+def resume_mismatch(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.run(opt, params, 0, 1)
+    fewer = s.make(s.params()[:-1])
+    try:
+        fewer.load_state_dict(state_of(opt))
+    except Exception:
+        return "refused"
+    raise Wrong("a state with more parameters is taken without a word", "taken")
+
+
+@check(
+    "resume-alias",
+    "loading should copy: two optimizers on one state dict should not step each other's averages",
+    "torch",
+    taste=True,
+)
+def resume_alias(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.run(opt, params, 0, 2)
+    saved, kept = opt.state_dict(), state_of(opt)
+    others = copies(params)
+    again = s.make(others)
+    again.load_state_dict(saved)
+    s.run(again, others, 2, 4)
+    if where := different(kept["state"], opt.state_dict()["state"]):
+        raise Wrong(f"steps of one change the other's state: {where}", where)
+    return 0.0
+
+
+@check("copies", "deepcopy and pickle of the optimizer itself go on alike", "torch")
+def copied(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.run(opt, params, 0, 3)
+    pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
+    s.run(opt, params, 3, 6)
+    for how, (others, again) in pairs.items():
+        s.run(again, others, 3, 6)
+        bitwise(others, params, f"a copy by {how} goes on elsewhere")
+    return 0.0
+
+
+@check("dcp", "torch.distributed.checkpoint's state dicts resume bit for bit", "torch")
+def dcp(s: TorchSubject) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model = net(s)
+        opt = s.make(model.parameters())
+        s.run(opt, list(model.parameters()), 0, 3)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
+        twin = copy.deepcopy(model)
+        again = s.make(twin.parameters())
+        set_optimizer_state_dict(twin, again, saved, options=options)
+        s.run(opt, list(model.parameters()), 3, 6)
+        s.run(again, list(twin.parameters()), 3, 6)
+        bitwise(list(twin.parameters()), list(model.parameters()), f"resumed through DCP (flatten={flat}) it goes on elsewhere")
+    return 0.0
+
+
+def net(s: TorchSubject) -> nn.Module:
+    torch.manual_seed(0)
+    bias = len(s.small) > 1
+    return nn.Sequential(nn.Linear(6, 8, bias=bias), nn.Tanh(), nn.Linear(8, 4, bias=bias))
+
+
+@check("count", "float32 stops counting at 16777216; what depends on the count then stands still", "torch")
+def count(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.run(opt, params, 0, 1)
+    saved, found = state_of(opt), 0
+    for place in [*saved["state"].values(), *saved["param_groups"]]:
+        value = place.get("step") if isinstance(place, dict) else None
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            place["step"], found = torch.full_like(value, FAR), found + 1
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            place["step"], found = type(value)(FAR), found + 1
+    if not found:
+        raise Skip("it keeps no count of steps that is called step")
+    opt.load_state_dict(saved)
+    before = copies(params)
+    s.run(opt, params, 1, 4)
+    if not all(p.isfinite().all() for p in params) or moved(params, before) == 0:
+        raise Wrong("after 2^24 steps parameters stand still or are not finite", "NaN")
+    after = opt.state_dict()
+    counts = [
+        float(place["step"])
+        for place in [*after["state"].values(), *after["param_groups"]]
+        if isinstance(place, dict) and "step" in place
+    ]
+    if counts and max(counts) < FAR + 3:
+        raise Wrong(f"three steps after 2^24 the count is 2^24 + {max(counts) - FAR:g}", max(counts) - FAR)
+    return "2^24 + 3"
+
+
+# ---- torch's interface ------------------------------------------------------------------------------------------------------
+@check("closure", "step(closure) runs it once, with gradients on, and gives its loss", "torch")
+def closure(s: TorchSubject) -> Any:
+    params = s.params()
+    opt, calls = s.make(params), []
+
+    def loss() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        s.grads(params, 0)
+        return torch.tensor(1.5)
+
+    with torch.no_grad():
+        given = opt.step(loss)
+    if calls != [True]:
+        raise Wrong(f"the closure ran {len(calls)} times, with gradients {'on' if all(calls) else 'off'}", len(calls))
+    if given is None or float(given) != 1.5:
+        raise Wrong(f"step(closure) gave {given!r}, not the loss", str(given))
+    torch.manual_seed(1000)
+    want = s.params()
+    plain = s.make(want)
+    s.grads(want, 0)
+    if (given := plain.step()) is not None:
+        raise Wrong(f"step() without a closure gave {given!r}", str(given))
+    return s.close(params, want, "a step with a closure ends elsewhere")
+
+
+@check("hooks", "hooks before and after steps, saving and loading run, once, and can be removed", "torch")
+def hooks(s: TorchSubject) -> Any:
+    params = s.params()
+    opt, log = s.make(params), list[str]()
+
+    def note(word: str) -> Any:
+        return lambda *given: log.append(word)
+
+    handles = [
+        base.register_optimizer_step_pre_hook(note("all before")), base.register_optimizer_step_post_hook(note("all after")),
+        opt.register_step_pre_hook(note("before")), opt.register_step_post_hook(note("after")),
+    ]  # fmt: skip
+    try:
+        s.grads(params, 0)
+        opt.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if log != ["all before", "before", "after", "all after"]:
+        raise Wrong(f"the hooks of a step ran as {log}", len(log))
+    opt.register_state_dict_pre_hook(note("save"))
+    opt.register_state_dict_post_hook(lambda o, saved: log.append("saved"))
+    saved = copy.deepcopy(opt.state_dict())
+    again = s.make(s.params())
+    again.register_load_state_dict_pre_hook(lambda o, given: log.append("load"))
+    again.register_load_state_dict_post_hook(note("loaded"))
+    again.load_state_dict(saved)
+    if log[4:] != ["save", "saved", "load", "loaded"]:
+        raise Wrong(f"the hooks of saving and loading ran as {log[4:]}", len(log) - 4)
+    return f"{len(log)} ran"
+
+
+@check("signatures", "trainers call step, zero_grad, state_dict and load_state_dict by keyword", "torch")
+def signatures(s: TorchSubject) -> Any:
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+    for name in methods:
+        (wanted, _), (mine, anything) = (accepts(getattr(kind, name)) for kind in (torch.optim.Optimizer, s.made))
+        if not anything and (missing := wanted - mine):
+            raise Wrong(f"{name} lacks {', '.join(sorted(missing))}", name)
+    return f"{len(methods)} methods"
+
+
+@check("zero-grad", "zero_grad gives None, or zeros where asked", "torch")
+def zero_grad(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.grads(params, 0)
+    opt.zero_grad(set_to_none=False)
+    if not all(p.grad is not None and not p.grad.any() for p in params):
+        raise Wrong("zero_grad(set_to_none=False) does not leave zeros", "no zeros")
+    opt.zero_grad()
+    if any(p.grad is not None for p in params):
+        raise Wrong("zero_grad() leaves gradients", "kept")
+    return "None, and zeros"
+
+
+@check("autograd", "parameters stay leaves, and state has no history", "torch")
+def autograd(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    s.run(opt, params, 0, 3)
+    if not all(p.is_leaf and p.requires_grad for p in params):
+        raise Wrong("a parameter is no longer a leaf that requires gradients", "no leaf")
+    for state in opt.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and (value.requires_grad or value.grad_fn is not None):
+                raise Wrong(f"state {name!r} carries autograd's history", name)
+    return "no history"
+
+
+@check("grad-scaler", "GradScaler skips a step with an infinite gradient, and otherwise changes nothing", "torch")
+def grad_scaler(s: TorchSubject) -> Any:
+    params, scaler = s.params(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = s.make(params)
+    scaler.scale(torch.ones(()))
+    for t in range(4):
+        torch.manual_seed(1000 + t)
+        s.grads(params, t)
+        for p in params:
+            p.grad *= 8
+        scaler.step(opt)
+        scaler.update(8.0)
+    want = s.params()
+    plain = s.make(want)
+    for t in range(4):
+        torch.manual_seed(1000 + t)
+        s.grads(want, t)
+        plain.step()
+    seen = s.close(params, want, "scaled and unscaled again it ends elsewhere")
+    before, state = copies(params), state_of(opt)
+    s.grads(params, 9)
+    params[0].grad.view(-1)[0] = torch.inf
+    scaler.step(opt)
+    scaler.update()
+    bitwise(params, before, "parameters moved in a step that GradScaler skips")
+    if where := different(state["state"], opt.state_dict()["state"]):
+        raise Wrong(f"state moved in a step that GradScaler skips: {where}", where)
+    return seen
+
+
+@check("sparse", "a sparse gradient is refused, or means what its dense form means", "torch")
+def sparse(s: TorchSubject) -> Any:
+    p, q = s.params(shapes={"w": (6, 4)})[0], s.params(shapes={"w": (6, 4)})[0]
+    place, value = torch.tensor([[1, 1, 4]]), torch.ones(3, 4)
+    thin = torch.sparse_coo_tensor(place, value, (6, 4))
+    first, second = s.make([p]), s.make([q])
+    with s.refusable("a sparse gradient"):
+        for _ in range(2):
+            p.grad = thin.clone()
+            first.step()
+    for _ in range(2):
+        q.grad = thin.to_dense()
+        second.step()
+    start = numbers(s.params(shapes={"w": (6, 4)}))  # duplicates are added one by one: a few roundings
+    return s.near(numbers([p]), numbers([q]), start, "a sparse gradient ends elsewhere than its dense form", max(s.bar, 1e-3))
+
+
+@check("complex", "complex parameters are refused, or stepped as pairs of real numbers", "torch", taste=True)
+def complex_(s: TorchSubject) -> Any:
+    p = nn.Parameter(torch.view_as_complex(torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))))
+    start = torch.view_as_real(p.detach()).clone()
+    q = nn.Parameter(start.clone())
+    with s.refusable("a complex parameter"):
+        first = s.make([p])
+        for t in range(3):
+            p.grad = torch.view_as_complex(torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(t)))
+            first.step()
+    second = s.make([q])
+    for t in range(3):
+        q.grad = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(t))
+        second.step()
+    return s.close([torch.view_as_real(p.detach())], [q], "a complex parameter ends elsewhere than its real view", [start])
+
+
+# ---- compilers and devices --------------------------------------------------------------------------------------------------
+@check("compile", "torch.compile around the step gives the same numbers", "torch", quick=False)
+def compiled(s: TorchSubject) -> Any:
+    params = s.params()
+    opt = s.make(params)
+    if hasattr(opt, "update_hessian"):
+        raise Skip("its estimates are made outside of step")
+    step: Any = torch.compile(opt.step, backend="eager")
+    for t in range(4):
+        s.grads(params, t)
+        torch.manual_seed(1000 + t)
+        step()
+    torch.compiler.reset()
+    return s.close(params, s.after(4), "compiled, it ends elsewhere")
+
+
+def on_cuda(s: TorchSubject, **settings: Any) -> tuple[Params, Any]:
+    if not torch.cuda.is_available():
+        raise Skip("torch sees no CUDA device")
+    params = [nn.Parameter(p.detach().cuda()) for p in s.params()]
+    with s.refusable("a CUDA parameter"):
+        return params, s.make(params, **settings)
+
+
+def fed(s: TorchSubject, params: Any, t: int) -> None:
+    twins = s.params()
+    s.grads(twins, t)
+    for p, twin in zip(params, twins, strict=True):
+        p.grad = twin.grad.to(p.device) if p.grad is None else p.grad.copy_(twin.grad)
+
+
+@check("cuda", "on CUDA it ends where it ends on the CPU", "torch")
+def cuda(s: TorchSubject) -> Any:
+    params, opt = on_cuda(s)
+    for t in range(6):
+        fed(s, params, t)
+        s.step(opt, params, t)
+    return s.near(numbers(params), numbers(s.after()), numbers(s.params()), "CUDA ends elsewhere than the CPU", max(s.bar, 1e-3))
+
+
+@check("cuda-sync", "a step that waits for the device stops the queue of kernels", "torch")
+def cuda_sync(s: TorchSubject) -> Any:
+    params, opt = on_cuda(s)
+    for t in range(3):
+        fed(s, params, t)
+        s.step(opt, params, t)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    except RuntimeError as problem:
+        raise Wrong(f"a step waits for the device: {str(problem).splitlines()[0]}", "waits") from None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "no wait"
+
+
+@check("cuda-graph", "with capturable=True a step can be captured, and replays the same", "torch")
+def cuda_graph(s: TorchSubject) -> Any:
+    s.needs("capturable")
+    params, opt = on_cuda(s, capturable=True)
+    plain, other = on_cuda(s, capturable=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for t in range(3):
+            fed(s, params, t)
+            s.step(opt, params, t)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.step()
+    for t in range(3, 6):
+        fed(s, params, t)
+        graph.replay()
+    for t in range(6):
+        fed(s, plain, t)
+        s.step(other, plain, t)
+    start = [p.detach().cuda() for p in s.params()]
+    return s.close(params, plain, "a captured step replays elsewhere", start)

@@ -1,0 +1,180 @@
+"""A class of torch.optim.Optimizer, made and stepped; imported where torch is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .subject import Arrays, Gradient, Subject, drawn, gap, replayed
+from .table import Skip, Wrong
+
+Params = list[Any]  # nn.Parameter, whose grad is there
+
+
+class TorchSubject(Subject):
+    kind = "torch"
+
+    def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
+        super().__init__(target, made, settings)
+        try:
+            with self.undisturbed():
+                self.walk(drawn({"w": (4, 3)}), replayed({"w": (4, 3)}), 2)
+        except Exception as problem:
+            message = (str(problem).strip() or "(no message)").splitlines()[0]
+            raise ValueError(f"{target} takes no step on a 4×3 parameter: {type(problem).__name__}: {message}") from problem
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        dtype, random = torch.get_default_dtype(), torch.get_rng_state()
+        try:
+            with super().undisturbed():
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(random)
+
+    # ---- making and stepping -----------------------------------------------------------------------------------------------
+    def make(self, params: Any, **settings: Any) -> Any:
+        opt = self.made(params, **{**self.settings, **settings})
+        if settings.get("weight_decay") == 0.0:  # of every rule, where it hands some parameters to another
+            for group in opt.param_groups:
+                group.update(weight_decay=0.0) if "weight_decay" in group else None
+        return opt
+
+    def step(self, opt: Any, params: Sequence[torch.Tensor], t: int) -> None:
+        torch.manual_seed(1000 + t)  # for rules that draw
+        if hasattr(opt, "update_hessian"):
+            gradients = [p.grad for p in params]
+            opt.update_hessian(
+                lambda: sum((1 + p.numel() % 3) * (p * p).sum() for p in params)
+            )  # diagonal: what is drawn cancels
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g
+        opt.step()
+
+    def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
+        params = {name: nn.Parameter(torch.tensor(p)) for name, p in start.items()}
+        torch.manual_seed(0)
+        opt = self.make(list(params.values()), **settings)
+        for t in range(steps):
+            found = gradient(t, {name: p.detach().numpy() for name, p in params.items()})
+            for name, p in params.items():
+                p.grad = torch.tensor(found[name], dtype=p.dtype)
+            self.step(opt, list(params.values()), t)
+        return {name: p.detach().numpy().copy() for name, p in params.items()}
+
+    # ---- lists of parameters -----------------------------------------------------------------------------------------------
+    def params(self, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Params:
+        return [nn.Parameter(torch.tensor(p).to(dtype)) for p in drawn(self.shapes if shapes is None else shapes).values()]
+
+    def grads(self, params: Sequence[torch.Tensor], t: int, scale: float = 1.0) -> None:
+        for i, p in enumerate(params):
+            generator = torch.Generator().manual_seed(1000 * t + i)
+            p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=torch.float32)).to(p.dtype)
+
+    def run(self, opt: Any, params: Sequence[torch.Tensor], begin: int, end: int) -> None:
+        for t in range(begin, end):
+            self.grads(params, t)
+            self.step(opt, params, t)
+
+    def after(self, steps: int = 6, dtype: torch.dtype = torch.float32, **settings: Any) -> Params:
+        """Parameters after some steps of the plain way."""
+        params = self.params(dtype)
+        self.run(self.make(params, **settings), params, 0, steps)
+        return params
+
+    def close(self, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str, start: Any = None) -> float:
+        before = self.params() if start is None else start
+        return self.near(numbers(got), numbers(want), numbers(before), what)
+
+    @functools.cached_property
+    def draws(self) -> bool:  # type: ignore[override]
+        params = self.params()
+        opt = self.make(params)
+        self.grads(params, 0)
+        before = torch.get_rng_state()
+        opt.step()
+        return not torch.equal(before, torch.get_rng_state())
+
+    @functools.cached_property
+    def takes_groups(self) -> bool:
+        try:
+            self.make([{"params": [p]} for p in self.params()])
+        except Exception:
+            return False
+        return True
+
+    def needs(self, keyword: str) -> None:
+        if keyword not in self.keywords:
+            raise Skip(f"it has no keyword {keyword}")
+
+    def lr(self) -> float:
+        """The learning rate it has, or 0.01 where that is None or not a number."""
+        self.needs("lr")
+        value = self.given("lr")
+        return float(value) if isinstance(value, (int, float)) else 0.01
+
+
+def numbers(tensors: Sequence[torch.Tensor]) -> Arrays:
+    return {
+        str(i): p.detach().to(torch.float64 if p.dtype == torch.float64 else torch.float32).cpu().numpy().copy()
+        for i, p in enumerate(tensors)
+    }
+
+
+def bitwise(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str) -> float:
+    """0.0 where all bits are the same; Wrong otherwise."""
+    for a, b in zip(got, want, strict=True):
+        if a.dtype != b.dtype or not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
+            raise Wrong(what, float((a.double() - b.double()).abs().max()) if a.numel() else str(a.dtype))
+    return 0.0
+
+
+def copies(params: Sequence[torch.Tensor]) -> Params:
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def different(a: Any, b: Any, path: str = "state") -> str | None:
+    """Where two state dicts differ first, bit for bit; None where they do not."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        return None if same else f"{path} ({a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)})"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f"{path}: keys {sorted(map(str, a.keys() ^ b.keys()))}"
+        return next((found for k in a if (found := different(a[k], b[k], f"{path}/{k}"))), None)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return f"{path}: {len(a)} and {len(b)} entries"
+        return next((found for i, (x, y) in enumerate(zip(a, b, strict=True)) if (found := different(x, y, f"{path}/{i}"))), None)
+    try:
+        return None if type(a) is type(b) and (a == b or a != a) else f"{path}: {a!r} and {b!r}"
+    except Exception:
+        return None  # objects that cannot be compared
+
+
+def state_of(opt: Any) -> Any:
+    return copy.deepcopy(opt.state_dict())
+
+
+def accepts(function: Any) -> tuple[set[str], bool]:
+    """The names of a function's arguments, and whether it takes any."""
+    found = inspect.signature(inspect.unwrap(function)).parameters
+    return set(found), any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
+def moved(got: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> float:
+    return max(
+        (float((a.detach().double() - b.detach().double()).abs().max()) for a, b in zip(got, start, strict=True) if a.numel()),
+        default=0.0,
+    )
+
+
+__all__ = ["Params", "TorchSubject", "accepts", "bitwise", "copies", "different", "gap", "moved", "numbers", "state_of"]

@@ -1,0 +1,189 @@
+"""The conformance suite: what is right passes, what is wrong on purpose is caught by its check, and ours are right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wrong
+import wrong_optax
+from helpers import TORCH as OURS
+
+from rlx_optim.check import check_optimizer, checks_of, subject_of
+from rlx_optim.check.page import page
+from rlx_optim.check.table import Check, Skip, Wrong, ran
+from rlx_optim.cli import main
+from rlx_optim.registry import OURS as RULES
+
+TORCH = {check.name: check for check in checks_of("torch")}
+OPTAX = {check.name: check for check in checks_of("optax")}
+FACTORIES = [kind.optax.factory or kind.name for kind in RULES]
+ODD = ("bfloat16-accumulates",)  # nobody's bfloat16 parameter has more bits
+
+
+@pytest.fixture(autouse=True)
+def quiet(one_thread):
+    pass
+
+
+def failing(report):
+    return {each.name for each in report.results if each.status in ("failed", "error")}
+
+
+# ---- optimizers that are wrong on purpose ------------------------------------------------------------------------------------------
+def test_there_is_a_wrong_one_for_every_check():
+    assert set(wrong.WRONG) == set(TORCH)
+    assert set(wrong_optax.WRONG) | set(TORCH) >= set(OPTAX)
+
+
+def caught(check, **how):
+    name, _, settings, claimed, gpu, ranks = wrong.WRONG[check]
+    if gpu and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return check_optimizer(f"wrong:{name}", settings, claimed=claimed, ranks=ranks, **how)
+
+
+def slowly(names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("check", slowly(TORCH, [name for name, each in TORCH.items() if each.quick and name != "keywords"]))
+def test_what_is_wrong_is_caught(check):
+    (result,) = caught(check, only=[check]).results
+    assert result.status in ("failed", "error"), result
+    assert result.note
+
+
+@pytest.mark.parametrize(
+    "check", slowly(wrong_optax.WRONG, ["empty-tree", "inject-hyperparams", "gradients-unwritten", "stable-state"])
+)
+def test_what_is_wrong_in_optax_is_caught(check):
+    (result,) = check_optimizer(f"wrong_optax:{wrong_optax.WRONG[check][0]}", only=[check]).results
+    assert result.status in ("failed", "error"), result
+    assert result.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [name for name, each in TORCH.items() if each.quick])
+def test_what_is_wrong_is_caught_by_its_check_alone(check):
+    found = failing(caught(check, quick=True))
+    assert check in found
+    assert found <= {check, *wrong.WRONG[check][1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "ranks", "odd"), [("wrong:Right", 2, ODD), ("wrong_optax:right", 0, ())])
+def test_what_is_right_passes(target, ranks, odd):
+    report = check_optimizer(target, ranks=ranks)
+    assert failing(report) == set(odd), page(report)
+    assert report.ok
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", slowly(OURS, ("AdamW", "Lamb", "Muon")))
+def test_ours_are_right(name):
+    report = check_optimizer(f"rlx_optim.torch:{name}", quick=True)
+    assert failing(report) == set(), [each for each in report.results if each.name in failing(report)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", list(OURS))
+def test_ours_are_right_in_what_takes_long_too(name):
+    only = [check.name for check in TORCH.values() if not check.quick]
+    report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=only, ranks=2)
+    assert failing(report) <= set(ODD), [each for each in report.results if each.name in failing(report)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FACTORIES)
+def test_ours_are_right_as_transformations(name):
+    report = check_optimizer(f"rlx_optim.optax:{name}")
+    assert failing(report) == set(), [each for each in report.results if each.name in failing(report)]
+
+
+# ---- nothing passes unseen -------------------------------------------------------------------------------------------------------------
+def test_no_check_passes_without_having_seen_something():
+    subject = subject_of("wrong:Right")
+
+    def said(run):
+        return ran(Check("one", "why", ("torch",), run), subject)
+
+    def skipped(s):
+        raise Skip("not here")
+
+    def failed(s):
+        raise Wrong("off", 0.5)
+
+    assert (said(lambda s: 0.0).status, said(lambda s: 0.0).seen) == ("passed", 0.0)
+    assert (said(lambda s: None).status, said(lambda s: 1 / 0).status) == ("error", "error")
+    assert (said(skipped).status, said(skipped).note) == ("skipped", "not here")
+    assert (said(failed).status, said(failed).seen, said(failed).ok) == ("failed", 0.5, False)
+
+
+def test_which_adam_is_this():
+    for target, claimed, words in [
+        ("wrong:EpsInside", "adamw", "AdamW but for: eps inside the root"),
+        ("torch.optim:Adam", "adamw", "AdamW but for: decay joins the gradient"),
+        ("torch.optim:AdamW", None, "AdamW: "),
+        ("torch.optim:RAdam", None, "RAdam, convention 'torch': "),
+    ]:
+        (result,) = check_optimizer(target, only=["which"], claimed=claimed).results
+        assert words in f"{result.note} {result.seen}", result
+        assert result.taste == (claimed is None)
+
+
+# ---- the command and the plugin ----------------------------------------------------------------------------------------------------------
+def test_the_command(capsys, tmp_path):
+    assert main(["check", "torch.optim:SGD", "--only", "closure,resume*", "--html", str(tmp_path / "a.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "ok    closure" in shown
+    assert "resume-bfloat16" in shown
+    assert "none of them wrong" in shown
+    text = (tmp_path / "a.html").read_text()
+    assert "torch.optim:SGD" in text
+    assert "http" not in text  # self-contained
+    assert main(["check", "torch.optim:SGD", "--only", "bad-settings", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"]["failed"] == 1
+    assert "lr=nan" in told["results"][0]["note"]
+    assert main(["check", "torch.optim:SGD", "--only", "bad-settings", "--kwargs", '{"momentum": 0.9}', "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["settings"] == {"momentum": 0.9}
+    assert main(["check", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name} " in shown for name in [*TORCH, *OPTAX])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give an optimizer"),
+        (["torch.optim:NoSuch"], "has no attribute 'NoSuch'"),
+        (["nosuch:Thing"], "No module named 'nosuch'"),
+        (["torch.optim:SGD", "--only", "nosuch"], "no check for torch is called nosuch; known are keywords"),
+        (["torch.optim:LBFGS"], "takes no step"),
+        (["torch.optim:SGD", "--kwargs", "[1]"], "--kwargs must be an object"),
+        (["torch.optim:SGD", "--kwargs", "{"], "--kwargs: "),
+        (["math:pi"], "neither a torch.optim.Optimizer class nor an optax factory"),
+        (["adamw", "--only", "resume"], "adamw is a rule"),
+    ],
+)
+def test_the_command_refuses(capsys, arguments, message):
+    assert main(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_plugin(tmp_path):
+    line = [sys.executable, "-m", "pytest", "-p", "rlx_optim_pytest", "-p", "no:cacheprovider", "--optim", "wrong:IgnoresScale"]
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [*line, "--optim-quick", "-rs", "-k", "scaler or closure or cuda-graph or infinite"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
+    assert "GradScaler skips" in done.stdout
+    assert "it has no keyword capturable" in done.stdout
