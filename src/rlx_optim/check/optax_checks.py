@@ -85,8 +85,7 @@ def stable_state(s: OptaxSubject) -> Any:
 
 @check("bfloat16", "bfloat16 parameters move, stay bfloat16 and stay finite", "optax")
 def bfloat16(s: OptaxSubject) -> Any:
-    rate = {} if s.rate is None else {s.rate: 0.05}
-    tx, params = s.make(**rate), s.start(jnp.bfloat16)
+    tx, params = s.make(), jax.tree.map(jnp.zeros_like, s.start(jnp.bfloat16))  # from where any step shows
     with s.refusable("bfloat16"):
         state = tx.init(params)
         step = jax.jit(lambda g, state, p: s.update(tx, g, state, p))
