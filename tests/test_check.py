@@ -82,10 +82,10 @@ def test_what_is_right_passes(target, ranks, odd):
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", slowly(OURS, ("AdamW", "Lamb", "Muon")))
+@pytest.mark.parametrize("name", slowly(OURS, ("AdamW", "Muon")))
 def test_ours_are_right(name):
     report = check_optimizer(f"rlx_optim.torch:{name}", quick=True)
-    assert failing(report) == set(), [each for each in report.results if each.name in failing(report)]
+    assert report.ok, [each for each in report.results if not each.ok]
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_ours_are_right(name):
 def test_ours_are_right_in_what_takes_long_too(name):
     only = [check.name for check in TORCH.values() if not check.quick]
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=only, ranks=2)
-    assert failing(report) <= set(ODD), [each for each in report.results if each.name in failing(report)]
+    assert report.ok, [each for each in report.results if not each.ok]
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_ours_are_right_in_what_takes_long_too(name):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_ours_are_right_as_transformations(name):
     report = check_optimizer(f"rlx_optim.optax:{name}")
-    assert failing(report) == set(), [each for each in report.results if each.name in failing(report)]
+    assert report.ok, [each for each in report.results if not each.ok]
 
 
 # ---- nothing passes unseen -------------------------------------------------------------------------------------------------------------

@@ -212,9 +212,10 @@ def float64(s: TorchSubject) -> Any:
 
 @check("bfloat16", "bfloat16 parameters move, stay bfloat16 and stay finite", "torch")
 def bfloat16(s: TorchSubject) -> Any:
-    start, params = s.params(torch.bfloat16), s.params(torch.bfloat16)
+    start = [torch.zeros_like(p) for p in s.params(torch.bfloat16)]  # from where any step shows
+    params = copies(start)
     with s.refusable("bfloat16"):
-        opt = s.make(params, **({"lr": max(s.lr(), 0.05)} if "lr" in s.keywords else {}))
+        opt = s.make(params)
     s.run(opt, params, 0, 6)
     for p, q in zip(params, start, strict=True):
         if p.dtype != torch.bfloat16 or not p.isfinite().all() or torch.equal(p, q):
