@@ -111,6 +111,8 @@ def test_defaults_are_those_of_the_table():
                      eps=1e-7, convention="keller"),
         "sophia": dict(lr=1e-3, betas=(0.965, 0.99), gamma=0.01, clip=1.0, eps=1e-12, weight_decay=0.1),
         "mars": dict(lr=3e-3, betas=(0.95, 0.99), eps=1e-8, weight_decay=0, gamma=0.025, clip_norm=1.0, variant="adamw"),
+        "prodigy": dict(lr=1.0, betas=(0.9, 0.999), beta3=None, eps=1e-8, weight_decay=0, decouple=True, use_bias_correction=False,
+                        safeguard_warmup=False, d0=1e-6, d_coef=1.0, growth_rate=None),
         "normuon": dict(lr=0.02, weight_decay=0, momentum=0.95, beta2=0.95, nesterov=None, ns_steps=5, convention="authors"),
         "scion": dict(lr=1e-3, momentum=1.0, norm="auto", scale=1.0, unconstrained=False, weight_decay=1.0, normalized=None,
                       max_scale=False, transpose=False, ns_steps=5),

@@ -28,7 +28,7 @@ When, and what it costs. In place of AdamW where training is unstable or b2 is h
 """
 
 from ..spec import Foreign, Optax, Spec, Torch, betas, flag, like, real
-from ..vocabulary import clamp, maximum, sqrt, where
+from ..vocabulary import clamp, exp, log, maximum, minimum, sqrt, where
 
 
 def adopt(p, g, m, v, decay, ceiling, beta1, alpha1, beta2, alpha2, eps):
@@ -72,6 +72,9 @@ class ADOPT(Spec):
     def corrections(self, t, counters):
         return 1.0, 1.0
 
+    def decays(self):
+        return self.decouple
+
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
         first = t == 1
@@ -79,7 +82,7 @@ class ADOPT(Spec):
             "shrink": where(first, 0.0, self.lr * self.weight_decay * self.decouple),
             "step": where(first, 0.0, self.lr),
             "decay": self.weight_decay * (not self.decouple),
-            "ceiling": (t - 1.0) ** self.clip_exp,
+            "ceiling": exp(minimum(self.clip_exp * log(maximum(t - 1.0, 1.0)), 80.0)),  # 80: nothing is clipped
             "beta1": where(first, 1.0, beta1),
             "alpha1": where(first, 0.0, 1 - beta1),
             "beta2": where(first, 0.0, beta2),

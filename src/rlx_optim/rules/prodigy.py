@@ -126,7 +126,7 @@ class Prodigy(Spec):
         start: the parameter before its first step.
         d: the estimate of the distance, the same for all tensors.
         d_max: the largest estimate so far.
-        gained: N.
+        gained: the sum N that the estimate is made of.
         """
         numbers = {
             "d": Slot((), self.d0, drop=None, meaning="distance"),

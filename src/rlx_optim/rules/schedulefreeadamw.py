@@ -72,8 +72,8 @@ class ScheduleFreeAdamW(Spec):
         return like(shape, lead="average less parameter", v="second moment")
 
     def counters(self):
-        """weight_sum: W.
-        lr_max: s_max.
+        """weight_sum: W, the sum of all weights.
+        lr_max: s_max, the largest step so far.
         momentum: b1 of the step before.
         """
         return {"weight_sum": 0.0, "lr_max": 0.0, "momentum": 0.0}

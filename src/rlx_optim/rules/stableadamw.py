@@ -76,6 +76,9 @@ class StableAdamW(Spec):
     def corrections(self, t, counters):
         return 1.0, 1.0  # nothing is left to divide by: what AdamW's m has to be told, where state goes from one to the other
 
+    def decays(self):
+        return True
+
     def scalars(self, t, counters):
         alpha1, alpha2 = ((1 - beta) / less_power(beta, t) for beta in self.betas)
         follows = self.convention == "author"
