@@ -93,6 +93,10 @@ PEERS: dict[str, list[Peer]] = {
         + _po("SophiaH", *CPU_WAYS, how="torch, one estimate", lr=1e-3, p=1.0, weight_decay=0.1, update_period=NEVER)
     ),
     "mars": _po("MARS", *CPU_WAYS),
+    "prodigy": _optax("contrib.prodigy", 1.0) + _po("Prodigy", *CPU_WAYS, lr=1.0),
+    "normuon": _po("NorMuon", *CPU_WAYS, how="torch, Muon groups", lr=0.02),
+    "schedulefreeadamw": _optax("contrib.schedule_free_adamw", 2.5e-3) + _po("ScheduleFreeAdamW", *CPU_WAYS, lr=2.5e-3),
+    "schedulefreesgd": _optax("contrib.schedule_free_sgd", 1.0) + _po("ScheduleFreeSGD", *CPU_WAYS, lr=1.0),
 }
 
 #: what a fair reader should know
