@@ -17,16 +17,19 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 
 PYRIGHT := 1.1.414
 
+# a process for each core; the tests of a file stay together, since they share what they compile
+SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile
+
 .PHONY: race test test-all test-browser chromium test-gpu test-integrations lint types setup clean docs docs-serve tables
 
 race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow and not gpu and not browser" $(ARGS)
 
 test-all: chromium $(VENV)/.browser $(VENV)/.integrations
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
 
 test-browser: chromium $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)

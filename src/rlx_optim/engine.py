@@ -360,6 +360,11 @@ class ArrayEngine:
         norm = self.xp.sqrt((flat * flat).sum(-1)) if order == 2 else abs(flat).max(-1)
         return norm.reshape(-1, *[1] * (X.ndim - 1))
 
+    def lines(self, X: Array, axis: int) -> Array:
+        """The sum of squares of each row (axis -1) or column (-2), with an axis of length 1."""
+        sums = (X * X).sum(axis)
+        return sums[..., None] if axis == -1 else sums[..., None, :]
+
     def floor(self, X: Array, low: float) -> Array:
         return self.xp.maximum(X, low)
 

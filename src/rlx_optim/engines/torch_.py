@@ -326,6 +326,9 @@ class Torch(ArrayEngine):
     def norm(self, X: torch.Tensor, order: float = 2) -> torch.Tensor:
         return torch.linalg.vector_norm(X.reshape(X.shape[0], -1), order, dim=-1).reshape(-1, *[1] * (X.ndim - 1))
 
+    def lines(self, X: torch.Tensor, axis: int) -> torch.Tensor:
+        return torch.linalg.vector_norm(X, dim=axis, keepdim=True).square()  # X is read once, and nothing of its size written
+
     def floor(self, X: torch.Tensor, low: float) -> torch.Tensor:
         return X.clamp(min=low)
 

@@ -24,37 +24,19 @@ Conventions.
   are at least 1e-10; decay only where N and p do not differ in sign, by lr²·scale·weight_decay, scale being the root in the last
   formula. Its beta2 is 0.9, and its momentum rises from 0.85 to 0.95.
 
-When, and what it costs. The hidden matrices of a network, as Muon. 4 bytes of state a parameter and 4 a row; Muon's products
-and one more pass over the matrix.
+When, and what it costs. The hidden matrices of a network, as Muon. 4 bytes of state a parameter and 4 a row; Muon's products,
+and the matrix is read twice more and written once.
 """
 
 import math
 
 from .. import linalg
 from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real
-from ..vocabulary import maximum, sqrt
 from .muon import heavy_ball, nesterov
 
 
-def lengths(o):
-    line = o * o
-    length = o
-    return line, length
-
-
-def average(v, line, beta2, alpha2):
-    v = beta2 * v + alpha2 * line
-    return v
-
-
-def levelled(o, v, joins, least):
-    u = o / (sqrt(maximum(v, least)) + joins)
-    now = u
-    return u, now
-
-
-def restored(u, length, now, joins_length, least_length):
-    u = u * (length / (maximum(now, least_length) + joins_length))
+def levelled(o, gain):
+    u = o * gain
     return u
 
 
@@ -133,9 +115,15 @@ class NorMuon(Spec):
         U = x.u.reshape(*x.u.shape[:2], -1)
         rows, columns = U.shape[1:]
         flat = self.by_columns(rows, columns)
-        x = x.set(o=E.orthogonalize(U, self.ns_steps, coefficients, eps), v=x.v[:, None, :] if flat else x.v[:, :, None])
-        x = E.map(average, E.map(lengths, x, line="column_mean" if flat else "row_mean", length="norm"))
-        x = E.map(restored, E.map(levelled, x, now="norm"))
+        X = E.orthogonalize(U, self.ns_steps, coefficients, eps)
+        across, count = (-2, rows) if flat else (-1, columns)
+        squares = E.lines(X, across)  # and from here on one number a line: X is read once more, by `levelled`
+        v = x.beta2 * (x.v[:, None, :] if flat else x.v[:, :, None]) + x.alpha2 * squares / count
+        gain = 1 / (E.sqrt(E.floor(v, x.least)) + x.joins)
+        sums = (each.reshape(each.shape[0], -1).sum(-1) for each in (squares, squares * gain * gain))
+        length, now = (E.sqrt(each).reshape(-1, 1, 1) for each in sums)  # of X and of what it becomes
+        gain = gain * (length / (E.floor(now, x.least_length) + x.joins_length))
+        x = E.map(levelled, x.set(o=X, v=v, gain=gain))
         scale = math.sqrt(rows / columns if self.convention == "dion" else max(1.0, rows / columns))
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
         return x.set(u=x.u.reshape(x.p.shape), v=x.v.reshape(x.v.shape[0], -1), step=x.step * scale, shrink=shrink)

@@ -393,6 +393,9 @@ class Triton(Torch):
     def norm(self, X: Any, order: float = 2) -> torch.Tensor:
         return super().norm(dense(X), order)
 
+    def lines(self, X: Any, axis: int) -> torch.Tensor:
+        return super().lines(dense(X), axis)
+
     def where(self, condition: Any, yes: Any, no: Any) -> torch.Tensor:
         return super().where(condition, dense(yes), dense(no))
 
