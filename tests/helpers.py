@@ -81,6 +81,7 @@ TORCH = {
     "RAdam": dict(weight_decay=0.01),
     "QHAdamW": {},
     "StableAdamW": {},
+    "Prodigy": dict(d0=0.05, weight_decay=0.01),
     "AdEMAMix": dict(weight_decay=0.01, alpha_warmup=4, beta3_warmup=5),
     "Adan": dict(weight_decay=0.01),
     "ADOPT": dict(weight_decay=0.01),

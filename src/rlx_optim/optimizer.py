@@ -25,7 +25,7 @@ from .engine import Bundle, Engine
 from .engines import check_engine
 from .family import Item, Member, Plan
 from .guard import Guard, checked
-from .program import trace
+from .program import gathers
 from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
 from .spec import Spec
@@ -271,7 +271,7 @@ class NamedOptimizer(Member):
         scale = admission.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
-        if spec.matrix or trace(spec, spec.slots(item.record.shape)).gathers is None:
+        if not gathers(spec, item.record.shape):
             self._commit([item], scale)
         elif self._passes([name], [grad]):
             self._waiting[name] = dataclasses.replace(item, grad=grad * np.asarray(scale, grad.dtype))

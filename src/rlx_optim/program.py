@@ -117,6 +117,11 @@ def measures(spec: Spec, shape: Shape) -> bool:
     return not spec.matrix and trace(spec, spec.slots(shape)).measures
 
 
+def gathers(spec: Spec, shape: Shape) -> bool:
+    """Whether the step of such a tensor reduces all tensors of its optimizer, which must then be stepped together."""
+    return not spec.matrix and trace(spec, spec.slots(shape)).gathers is not None
+
+
 def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
     if how.axis is None:
         return 1

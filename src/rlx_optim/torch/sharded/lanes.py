@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...engine import Bundle, Engine
-from ...program import measures
+from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
 from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape, written
@@ -313,7 +313,7 @@ def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:
     """The lane for a home, and what it does in words."""
     if isinstance(home, Owned):
         return OwnerLane, f"each matrix on its owner, one of {home.circle.size} ranks"
-    if not home.layout.shards:
+    if not home.layout.shards and not gathers(spec, home.layout.shape):
         return local(make), "replicated: every rank steps it"
     if spec.matrix:
         return OwnerLane, "gathered whole: its placement is not one plain shard"
