@@ -23,7 +23,7 @@ MLP, LOGREG = digits.MLP, digits.LOGREG
 quiet = lambda loss: None  # noqa: E731
 METRICS = {"accuracy", "test_loss", "train_loss"}
 ENTRY = METRICS | {
-    "lr", "settings", "runs", "diverged", "diverged_at", "ms_per_step", "seconds", "state_bytes", "curve", "grid",
+    "lr", "settings", "runs", "diverged", "diverged_at", "ms_per_step", "seconds", "state_bytes", "engine", "curve", "grid",
 }  # fmt: skip
 
 
@@ -249,17 +249,18 @@ def test_a_short_race(tmp_path, capsys):
     out = tmp_path / "deep" / "race"
     assert main("--optimizers", "muon, AdamW", "--steps", 20, "--seeds", 2, "--out", out) == 0
     found = written(out)
-    assert list(found["optimizers"]) == ["adamw", "muon"]  # the registry's order
+    assert list(found["optimizers"]) == ["muon", "adamw"]  # the order asked for
     adamw = found["optimizers"]["adamw"]
     assert adamw.keys() == ENTRY
     assert adamw["settings"] == rates.SETTINGS["digits-mlp"]["adamw"]
     assert adamw["state_bytes"] == 8 * sum(o * (i + 1) for i, o in MLP.layers.values())
+    assert adamw["engine"].startswith("cpu: compiled by numba")  # what ran, not "auto"
     assert adamw["runs"] == len(adamw["accuracy"]["values"]) == 2
     assert adamw["accuracy"]["low"] <= adamw["accuracy"]["mean"] <= adamw["accuracy"]["high"]
     assert len(adamw["curve"]["step"]) == 20
     assert (found["steps"], found["seeds"], found["interrupted"]) == (20, 2, False)
     assert found["machine"]["versions"]["rlx_optim"] == rlx_optim.__version__
-    assert found["command"] == "rlx-optim race --model digits-mlp --optimizers adamw,muon --steps 20 --seeds 2 --engine auto"
+    assert found["command"] == "rlx-optim race --model digits-mlp --optimizers muon,adamw --steps 20 --seeds 2 --engine auto"
     page = (out / "report.html").read_text()
     assert found["command"] in page
     assert len(page) < 3e6

@@ -128,9 +128,37 @@ def test_hovering_shows_values(page, browser, results):
     assert "step 30" in told
     last = results["optimizers"]["adamw"]["curve"]["loss"][-1]
     assert f"adamw{float(f'{last:.3g}'):g}" in told
-    width = "return document.querySelector('#by-step .tip{}').getBoundingClientRect().width"
-    assert 120 < driver.execute_script(width.format("")) < 260
-    assert driver.execute_script(width.format(" svg")) == 20
+    place = "const r = document.querySelector('#by-step {}').getBoundingClientRect(); return [r.top, r.bottom, r.width]"
+    plot, tip = driver.execute_script(place.format("> svg")), driver.execute_script(place.format(".tip"))
+    assert tip[0] >= plot[1] - 1 or tip[1] <= plot[0] + 1  # beside the curves, not over them
+    assert driver.execute_script(place.format(".tip svg"))[2] == 20
+
+
+def test_axes_are_named(page, browser):
+    driver = browser(page)
+    for plot, name in {
+        "#by-step": "training loss",
+        "#by-time": "training loss",
+        "#sensitivity": "training loss at the end",
+    }.items():
+        assert text(driver, f"{plot} .ylabel") == name
+
+
+def test_the_table_is_sorted_by_the_title_that_is_clicked(page, browser, results):
+    driver = browser(page)
+    rows = "return [...document.querySelectorAll('#table tbody tr')].map(r => r.dataset.row)"
+    sorts = "return [...document.querySelectorAll('#table th')].map(t => t.getAttribute('aria-sort'))"
+    entries = results["optimizers"]
+    assert driver.execute_script(sorts) == ["none", "none", "descending", *["none"] * 5]  # by what ranks
+    assert driver.execute_script(rows)[0] == max(NAMES, key=lambda n: entries[n]["accuracy"]["mean"])
+    by_state = sorted(NAMES, key=lambda n: entries[n]["state_bytes"])
+    title = driver.find_element("css selector", "#table th:last-child button")
+    title.send_keys("\ue007")  # Enter
+    assert [entries[n]["state_bytes"] for n in driver.execute_script(rows)] == [entries[n]["state_bytes"] for n in by_state]
+    assert driver.execute_script(sorts)[-1] == "ascending"
+    title.click()
+    assert entries[driver.execute_script(rows)[0]]["state_bytes"] == entries[by_state[-1]]["state_bytes"]
+    assert driver.execute_script(sorts) == [*["none"] * 7, "descending"]
 
 
 def test_pointing_at_the_legend_lifts_a_curve(page, browser):
@@ -156,6 +184,7 @@ def test_what_a_reader_needs_to_repeat_it(page, browser, results):
     facts = text(driver, "#facts")
     assert all(f"{name} {version}" in facts for name, version in results["machine"]["versions"].items())
     assert results["machine"]["cpu"] in facts
+    assert "reference: NumPy in float64" in facts  # the engine in words
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

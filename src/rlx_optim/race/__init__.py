@@ -30,6 +30,7 @@ class Run:
     ms_per_step: float = 0.0  # of the optimizer's step alone, the mean over the second half of the run
     state_bytes: int = 0
     diverged_at: int | None = None  # the first step whose loss was not finite; the run ends there
+    engine: str = ""  # in words: what stepped it
 
 
 class Model(Protocol):

@@ -181,7 +181,7 @@ class CharGpt:
             opt.zero_grad()
             schedule.step()
             tick(run.losses[-1])
-        run.ms_per_step = stepping.late_ms()
+        run.ms_per_step, run.engine = stepping.late_ms(), next(iter(opt.engine_report().values()))
         run.state_bytes = sum(t.nbytes for state in opt.state.values() for t in tensors(state))
         return run, model
 

@@ -151,6 +151,7 @@ class Digits:
                 opt.step_all(params, grads)
             tick(loss)
         run.ms_per_step, run.state_bytes = stepping.late_ms(), opt.state_bytes()
+        run.engine = next(iter(opt.engine_report().values()))
         return run, params
 
 

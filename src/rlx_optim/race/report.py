@@ -47,6 +47,7 @@ def described(entry: Entry) -> dict[str, Any]:
         "ms_per_step": spread([run.ms_per_step for run in runs]),
         "seconds": float(np.mean([run.seconds[-1] for run in runs])),
         "state_bytes": max(run.state_bytes for run in runs),
+        "engine": runs[0].engine,
         "curve": curve(runs),
         "grid": [dataclasses.asdict(trial) for trial in entry.grid],
     }

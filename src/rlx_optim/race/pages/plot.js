@@ -6,10 +6,11 @@ const shown = new Set(data.names);
 const redrawn = []; // functions to call when something is toggled or the window changes
 const redraw = () => redrawn.forEach((draw) => draw());
 
-// seven hues, the second round dashed: every optimizer keeps its look in every report
-const look = (name) => ({ color: `var(--c${data.place[name] % 7})`, dash: data.place[name] > 6 ? "6 4.5" : "none" });
+// seven hues, each round of them dashed in its own way: every optimizer keeps its look in every report
+const DASHES = ["none", "6 4.5", "1 4.5", "9 4 1 4"];
+const look = (name) => ({ color: `var(--c${data.place[name] % 7})`, dash: DASHES[Math.floor(data.place[name] / 7) % DASHES.length] });
 const swatch = (name) =>
-  `<svg class="swatch" viewBox="0 0 20 8" aria-hidden="true"><path d="M1 4H19" fill="none" stroke-width="3" stroke-linecap="round" style="stroke:${look(name).color};stroke-dasharray:${data.place[name] > 6 ? "4 5" : "none"}"/></svg>`;
+  `<svg class="swatch" viewBox="0 0 20 8" aria-hidden="true"><path d="M1 4H19" fill="none" stroke-width="3" stroke-linecap="round" style="stroke:${look(name).color};stroke-dasharray:${look(name).dash}"/></svg>`;
 
 const fmt = (x) => {
   if (x === null || x === undefined || !isFinite(x)) return "–";
@@ -73,7 +74,7 @@ function ticks(lo, hi, log, room) {
   return found;
 }
 
-// make() gives {series: [{name, x, y, low, high, cut, dots}], xlog, ylog, top, xlabel, xformat, yformat, xroom}
+// make() gives {series: [{name, x, y, low, high, cut, dots}], xlog, ylog, top, xlabel, ylabel, xformat, yformat}
 function linePlot(host, make, label) {
   const svg = element("svg", { role: "img", "aria-label": label }, host);
   const tip = element("div", { class: "tip", hidden: "" }, host);
@@ -81,7 +82,7 @@ function linePlot(host, make, label) {
   let now = null;
   function draw() {
     const plot = make(), W = host.clientWidth, H = Math.round(Math.max(270, Math.min(400, W * 0.74)));
-    const left = 52, right = 10, top = 10, bottom = 40;
+    const left = 66, right = 10, top = 10, bottom = 40;
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
     svg.style.height = `${H}px`;
@@ -111,6 +112,7 @@ function linePlot(host, make, label) {
     }
     element("line", { class: "axis", x1: left, x2: W - right, y1: H - bottom, y2: H - bottom }, svg);
     element("text", { x: (left + W - right) / 2, y: H - 4, "text-anchor": "middle" }, svg, plot.xlabel);
+    element("text", { class: "ylabel", "text-anchor": "middle", transform: `translate(12 ${(top + H - bottom) / 2}) rotate(-90)` }, svg, plot.ylabel);
     const box = element("clipPath", { id: clip }, svg);
     element("rect", { x: left - 2, y: top - 4, width: W - left - right + 4, height: H - top - bottom + 6 }, box);
     const area = element("g", { "clip-path": `url(#${clip})` }, svg);
@@ -154,7 +156,8 @@ function linePlot(host, make, label) {
     near.sort((a, b) => (a.y ?? Infinity) - (b.y ?? Infinity));
     tip.innerHTML = `<b>${plot.xname} ${(plot.xformat ?? fmt)(x)}</b>` + near.map((n) => `<div>${swatch(n.name)}${n.name}<span>${n.y === null ? "diverged" : (plot.yformat ?? fmt)(n.y)}</span></div>`).join("");
     tip.hidden = false;
-    tip.style.left = `${at < W / 2 ? Math.min(at + 16, W - tip.offsetWidth) : Math.max(0, at - 16 - tip.offsetWidth)}px`;
+    const { top, bottom } = svg.getBoundingClientRect(); // beside the plot, not over it: below, or above where there is no room
+    tip.style.top = `${bottom + tip.offsetHeight > innerHeight && top > tip.offsetHeight ? -tip.offsetHeight : now.H}px`;
     const px = now.X(x);
     for (const [key, value] of Object.entries({ x1: px, x2: px, visibility: "visible" })) cursor.setAttribute(key, value);
   };

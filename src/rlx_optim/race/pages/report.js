@@ -49,7 +49,8 @@ function curves(key, options) {
       const c = entries[name].curve;
       return { name, x: c[key], y: smooth(c.loss, keep), low: smooth(c.low, keep), high: smooth(c.high, keep), cut: entries[name].diverged > 0 };
     });
-    return { series, ylog: byId("ylog").checked, top: 3 * start, ...options() };
+    byId("smoothed").textContent = `${Math.round(100 * keep)} %`;
+    return { series, ylog: byId("ylog").checked, top: 3 * start, ylabel: "training loss", ...options() };
   };
 }
 linePlot(byId("by-step"), curves("step", () => ({ xlabel: "step", xname: "step", xformat: (v) => Math.round(v).toLocaleString("en") })), "Training loss against step");
@@ -104,7 +105,7 @@ if (data.names.some((n) => entries[n].grid.length)) {
   byId("sensitivity-note").textContent = "Training loss at the end of a run with each rate of the grid (one seed of its own). The ring is the rate that was raced with; a cross is a run that diverged.";
   linePlot(byId("sensitivity"), () => ({
     series: data.names.map((name) => ({ name, x: entries[name].grid.map((t) => t.lr), y: entries[name].grid.map((t) => t.train_loss), dots: entries[name].grid.map((t) => t.lr === entries[name].lr) })),
-    xlog: true, ylog: true, top: 3 * start, xlabel: "learning rate", xname: "learning rate",
+    xlog: true, ylog: true, top: 3 * start, xlabel: "learning rate", xname: "learning rate", ylabel: "training loss at the end",
   }), "Final training loss against learning rate");
 } else {
   byId("sensitivity-note").innerHTML = "The learning rates were searched once for this model and are kept with the program. To try a grid around them and see how much each optimizer minds, add <code>--tune</code> to the command below.";
@@ -113,31 +114,44 @@ if (data.names.some((n) => entries[n].grid.length)) {
 // ---- numbers and facts --------------------------------------------------------------------------------------------------
 const with_spread = (e, show) => (e ? show(e.mean) + (e.sd === null ? "" : ` ± ${show(e.sd)}`) : "diverged");
 byId("table-note").textContent = data.seeds > 1 ? "Means over seeds ± standard deviation." : "";
+// title -> what it is sorted by, how it is shown, and whether more is better
+const spread = (key, show, more = false) => [(n) => entries[n][key]?.mean, (n) => with_spread(entries[n][key], show), more];
 const columns = {
-  optimizer: (n) => n,
-  "learning rate": (n) => fmt(entries[n].lr),
-  "test accuracy": (n) => with_spread(entries[n].accuracy, percent),
-  "test loss": (n) => with_spread(entries[n].test_loss, fmt),
-  "training loss": (n) => with_spread(entries[n].train_loss, fmt),
-  "time of a step": (n) => time(ms(n) / 1e3),
-  "whole run": (n) => time(entries[n].seconds),
-  state: (n) => bytes(entries[n].state_bytes),
+  optimizer: [(n) => n, (n) => n],
+  "learning rate": [(n) => entries[n].lr, (n) => fmt(entries[n].lr)],
+  "test accuracy": spread("accuracy", percent, true),
+  "test loss": spread("test_loss", fmt),
+  "training loss": spread("train_loss", fmt),
+  "time of a step": [ms, (n) => time(ms(n) / 1e3)],
+  "whole run": [(n) => entries[n].seconds, (n) => time(entries[n].seconds)],
+  state: [(n) => entries[n].state_bytes, (n) => bytes(entries[n].state_bytes)],
 };
 const head = element("tr", {}, element("thead", {}, byId("table")));
-Object.keys(columns).forEach((title) => element("th", { scope: "col" }, head, title));
+for (const title of Object.keys(columns)) {
+  const button = element("button", { type: "button" }, element("th", { scope: "col", "aria-sort": "none" }, head), title);
+  button.onclick = () => sort(title, button.parentNode.ariaSort === "none" ? columns[title][2] : button.parentNode.ariaSort === "ascending");
+}
 const body = element("tbody", {}, byId("table"));
-for (const name of [...ranked(model.metric, best), ...data.names.filter((n) => !entries[n][model.metric])]) {
-  const row = element("tr", {}, body);
-  Object.values(columns).forEach((cell) => element("td", {}, row, cell(name)));
+for (const name of data.names) {
+  const row = element("tr", { "data-row": name }, body);
+  Object.values(columns).forEach(([, show]) => element("td", {}, row, show(name)));
   row.firstChild.insertAdjacentHTML("afterbegin", swatch(name));
 }
+// what has no value stands last either way
+function sort(title, down) {
+  const [key] = columns[title], value = (row) => key(row.dataset.row), none = (v) => v === undefined || Number.isNaN(v);
+  const order = (a, b) => none(a) - none(b) || (down ? -1 : 1) * (a < b ? -1 : a > b ? 1 : 0);
+  body.append(...[...body.children].sort((a, b) => order(value(a), value(b))));
+  [...head.children].forEach((th) => th.setAttribute("aria-sort", th.textContent !== title ? "none" : down ? "descending" : "ascending"));
+}
+sort(metricName, accuracy);
 byId("command").textContent = data.command;
 const m = data.machine, facts = {
   data: model.data,
   schedule: "learning rate from the given peak down to 0 along half a cosine",
   "learning rates": data.tuned ? "the best of a grid of five around the usual ones, by training loss, on a seed of its own" : "searched once for this model, kept with the program",
   clock: "compilation is not counted: two steps are taken before it starts",
-  engine: data.engine + (model.device ? `, ${model.device}` : ""),
+  engine: [...new Set(data.names.flatMap((n) => entries[n].engine.split("; ")))].join("; ") + (model.device ? `, ${model.device}` : ""),
   machine: `${m.cpu}, ${m.threads} of ${m.cores} cores, ${m.memory_gb} GB, ${m.platform}`,
   versions: Object.entries(m.versions).map(([name, version]) => `${name} ${version}`).join(", "),
   date: m.date,
