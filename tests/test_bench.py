@@ -244,6 +244,7 @@ def test_a_plot_is_drawn(tmp_path):
         (["--threads", "no"], ["--threads"]),
         (["--seconds", "-1"], ["--seconds"]),
         (["--json", "/no/such/folder/r.json"], ["--json", "/no/such/folder/r.json"]),
+        (["r.json"], ["--json r.json"]),
         (["--plot", "r.jpeg"], ["--plot", ".png"]),
         (["--sped"], ["--sped"]),
     ],

@@ -63,7 +63,10 @@ def test_a_command_says_what_the_table_says(name):
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_help_and_json(name, capsys):
     assert run(name, "--help") == 0
-    assert "--json" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--json" in said
+    assert f"rlx-optim {name}" in said.partition("Examples:")[2]
+    assert "bool" not in said.lower()  # a flag takes no value
 
 
 def test_help_lists_the_commands_and_imports_none_of_them():
@@ -533,9 +536,10 @@ def test_inspect_in_json(tmp_path, capsys):
     assert "lr is 0.1 and 0.2" in printed(capsys, "inspect", one, two, code=1)["differences"][0]
 
 
-def test_bench_prints_json(capsys, monkeypatch):
+@pytest.mark.parametrize("dash", [(), ("-",)], ids=["flag", "dash"])
+def test_bench_prints_json(dash, capsys, monkeypatch):
     from rlx_optim.cli import measure
 
     monkeypatch.setattr(measure, "COPIED", 1 << 16)
-    assert run("bench", "--model", "one:1k", "--peers", "none", "--rounds", 1, "--seconds", 0.0001, "--json", "-") == 0
+    assert run("bench", "--model", "one:1k", "--peers", "none", "--rounds", 1, "--seconds", 0.0001, "--json", *dash) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "one:1k"

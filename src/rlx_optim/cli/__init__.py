@@ -214,7 +214,25 @@ def show_table(
 
 
 # ---- the program ------------------------------------------------------------------------------------------------------
+def _examples(text: str) -> str:
+    """The lines of a command's docstring that call it, for the end of its help."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n\n".join(["Examples:", *(line for line in lines if line.startswith("rlx-optim "))])
+
+
+def _bare(options: list[Any]) -> list[Any]:
+    """Options in whose help flags have no "<bool>" beside them."""
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
 def _application() -> Any:
+    class Bare(typer.core.TyperCommand):
+        def get_params(self, context: Any) -> list[Any]:
+            return _bare(super().get_params(context))
+
     class Lazy(typer.core.TyperGroup):
         """Lists commands by COMMANDS alone, and imports the one that runs."""
 
@@ -223,11 +241,15 @@ def _application() -> Any:
             for name, text in COMMANDS.items():
                 self.add_command(typer.core.TyperCommand(name, help=text))
 
+        def get_params(self, context: Any) -> list[Any]:
+            return _bare(super().get_params(context))
+
         def resolve_command(self, context: Any, arguments: list[str]) -> Any:
             name, _, rest = super().resolve_command(context, arguments)
             assert name is not None
+            module = importlib.import_module(f".{FILES.get(name, name)}", __name__)
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(name, context_settings=HELP)(importlib.import_module(f".{FILES.get(name, name)}", __name__).command)
+            alone.command(name, cls=Bare, context_settings=HELP, epilog=_examples(module.__doc__ or ""))(module.command)
             return name, typer.main.get_command(alone), rest
 
     made = typer.Typer(name="rlx-optim", cls=Lazy, pretty_exceptions_enable=False, context_settings=HELP)

@@ -1,6 +1,7 @@
 """`rlx-optim bench`: our steps against every installed peer's, in one run.
 
     rlx-optim bench --model two-blocks --optimizers adamw,lion --json results.json --plot results.png
+    rlx-optim bench --model one:1M --peers none --json
 
 This file has the shape sets, the options and what is printed; `measure` does the work.
 """
@@ -174,13 +175,16 @@ def command(
     threads: Annotated[int | None, typer.Option(min=1, help="Of all implementations; every core by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write JSON; - prints it instead.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    file: Annotated[Path | None, typer.Argument(help="With --json: write it there, beside the table.")] = None,
 ) -> None:
     """Time our steps and those of every installed peer, interleaved, beside a memory copy."""
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     libraries = [] if peers == "none" else choose("peer", peers, LIBRARIES)
-    check_place("--json", json_file, (".json",))
+    if file is not None and not as_json:
+        raise Problem(f"unexpected argument {file}: --json {file} writes the results there")
+    check_place("--json", file, (".json",))
     check_place("--plot", plot_file, PLOTS)
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
@@ -190,10 +194,10 @@ def command(
     (cuda.check if device == "cuda" else check_memory)(request)
     with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)
-    if str(json_file) != "-":
+    if not as_json or file not in (None, Path("-")):
         show(report)
-    if json_file is not None:
-        write_json(dataclasses.asdict(report), json_file)
+    if as_json:
+        write_json(dataclasses.asdict(report), file)
     if plot_file is not None and report.rows:
         plot(report, plot_file)
     finished = {row.optimizer for row in report.rows if ours(row)} >= set(chosen)

@@ -1,5 +1,7 @@
 """`rlx-optim doctor`: what is live here, and whether it computes what it should.
 
+    rlx-optim doctor
+
 Every engine steps a few optimizers on a small problem beside the reference. The exit code is 1 if an engine that is installed
 fails or gives another result, or if the cache cannot be written.
 """

@@ -1,4 +1,8 @@
-"""`rlx-optim list`: the optimizers, one line each."""
+"""`rlx-optim list`: the optimizers, one line each.
+
+rlx-optim list
+rlx-optim list --json
+"""
 
 from __future__ import annotations
 
