@@ -824,9 +824,10 @@ REFUSALS = [
     (ValueError, "SGD: nesterov", lambda: ours.sgd(0.1, nesterov=True)),
     (ValueError, "NAdamW: convention must be", lambda: ours.nadamw(0.1, convention="keras")),
     (TypeError, "unexpected|positional", lambda: ours.adamw(0.1, 0.9, 0.99, 1e-8, 0.0)),  # optax's fifth is eps_root
-    (TypeError, "ValueError|Unknown|unexpected", lambda: ours.routing_report("muon", {}, rout=None)),
+    (TypeError, "unknown hyperparameter 'rout'.*called route", lambda: ours.routing_report("muon", {}, rout=None)),
     (ValueError, "obj_fn", lambda: ours.sophia(0.1).update({}, ours.sophia(0.1).init({}), {})),
     (TypeError, "SOAP: max_precond_dim cannot be traced.*static_args", lambda: optax.inject_hyperparams(ours.soap)(0.1, max_precond_dim=3).init({})),
+    (TypeError, "AdamW: mask must be.*static_args", lambda: optax.inject_hyperparams(ours.adamw)(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)).init({})),
     (TypeError, "KronPSGD: seed cannot be traced.*static_args", lambda: optax.inject_hyperparams(ours.kron_psgd)(0.1, seed=3).init({})),
     (TypeError, "Sophia: seed must be an integer", lambda: optax.inject_hyperparams(ours.sophia)(0.1, seed=3).init({})),
     (ValueError, "Sophia: update_interval must be an integer >= 1, got 0", lambda: ours.sophia(0.1, update_interval=0)),

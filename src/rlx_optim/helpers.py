@@ -53,6 +53,7 @@ def global_norm(arrays: Iterable[Any]) -> float:
 
 def global_grad_clip_scale(arrays: Iterable[Any], max_norm: float) -> float:
     """What to pass as grad_scale so that the gradients together have at most this norm: max_norm/norm, or 1.0.
+    `clip_scale` is an alias.
 
     opt.step_all(params, grads, grad_scale=global_grad_clip_scale(grads.values(), 1.0))
     """
@@ -62,5 +63,5 @@ def global_grad_clip_scale(arrays: Iterable[Any], max_norm: float) -> float:
     return max_norm / norm if norm > max_norm else 1.0
 
 
-#: the same function under the name of what it is for
+#: a short name for the same function
 clip_scale = global_grad_clip_scale

@@ -72,6 +72,11 @@ class Transform:
         self.router = Router(self.owner, None if other is None else Choice(other.steady, other), route, self._admitted)
         if stacked is not None and not isinstance(stacked, Mapping):
             raise TypeError(f'{self.owner}: stacked must be a dict such as {{"blocks.*": 1}}, got {stacked!r}')
+        if isinstance(mask, (bool, np.bool_, jax.Array)):  # what inject_hyperparams makes of a function
+            raise TypeError(
+                f"{self.owner}: mask must be a tree of booleans like the parameters, or a function that makes one, got {mask!r}; "
+                'optax.inject_hyperparams calls functions as schedules: give it static_args=("mask",)'
+            )
         self.own, self.mask = own, mask
         self.stacked = {p: AXES.validated(self.owner, f"stacked[{p!r}]", n) for p, n in (stacked or {}).items()}
         routed = route.values() if isinstance(route, Mapping) else ()
