@@ -64,6 +64,12 @@ def walk(name: str, lr: float) -> np.ndarray:
     return np.array(points)[:, :, 0]
 
 
+def takes(name: str, lr: float) -> bool:
+    with contextlib.suppress(ValueError):
+        return spec_class(name).fields["lr"].check(lr) == lr
+    return False
+
+
 @functools.cache
 def best_walk(name: str) -> tuple[float, np.ndarray]:
     """The learning rate of the grid whose walk, within the picture, is lowest on the way and at its end; and that walk."""
@@ -74,7 +80,7 @@ def best_walk(name: str) -> tuple[float, np.ndarray]:
         return float(np.log(heights + 1e-3).mean()) if inside else float("inf")
 
     with np.errstate(all="ignore"):
-        walks = [(lr, walk(name, lr)) for lr in RATES]
+        walks = [(lr, walk(name, lr)) for lr in RATES if takes(name, lr)]
         return min(walks, key=lambda pair: height(pair[1]))
 
 
