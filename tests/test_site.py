@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import readme  # noqa: E402
 import site_hook  # noqa: E402
 from docsite import arguments, bench, formulas, optimizers, plots  # noqa: E402
+from docsite.text import prose  # noqa: E402
 
 NAMES = rlx_optim.list_optimizers()
 SECTIONS = ("Formulas", "Use it", "Hyperparameters", "State", "Conventions, and other libraries", "When, and what it costs")
@@ -116,6 +117,31 @@ def test_tables_come_from_the_committed_results():
     assert f"{1000 * ours:.3g} µs" in row
     assert f"{peer / ours:.1f}×" in row
     assert all(site_hook.TABLES[name]().strip() for name in site_hook.TABLES)
+
+
+def test_the_home_page_says_which_version_it_is_of():
+    home = site_hook.filled((ROOT / "docs" / "index.md").read_text())
+    assert f"version {rlx_optim.__version__}" in home
+    assert f"## {rlx_optim.__version__} - " in site_hook.texts()["changelog.md"]
+
+
+def test_code_in_tables_has_no_escapes():
+    pages = {path.name: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    shown = {name: site_hook.filled(text) for name, text in (pages | optimizers.pages()).items()}
+    assert {name for name, text in shown.items() if re.search(r"`[^`\n]*\\\|[^`\n]*` ", text)} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("taken as p − lr·weight_decay·p in one", "taken as `p − lr·weight_decay·p` in one"),
+        ("eigenvalues diag(Qᵀ·L·Q), v", "eigenvalues `diag(Qᵀ·L·Q)`, v"),
+        ("p ← (1 − lr·weight_decay)·p − lr·u, and", "`p ← (1 − lr·weight_decay)·p − lr·u`, and"),
+        ("a dimension (or none) and 0.001·(n − 500)", "a dimension (or none) and `0.001·(n − 500)`"),
+    ],
+)
+def test_a_formula_in_prose_is_code_as_a_whole(text, shown):
+    assert prose(text, ()) == shown
 
 
 def test_marks_of_pages_are_known():

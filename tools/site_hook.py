@@ -12,11 +12,14 @@ from typing import Any
 
 from docsite import arguments, bench, conformance, katex, modifiers, optimizers, parity, plots
 
+import rlx_optim
+
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
-ELSEWHERE = {"h200.md": ROOT / "benchmarks" / "h200.md"}
+ELSEWHERE = {"h200.md": ROOT / "benchmarks" / "h200.md", "changelog.md": ROOT / "CHANGELOG.md"}
 #: <!-- table: NAME --> in a page becomes this
 TABLES = {
+    "version": lambda: rlx_optim.__version__,
     "benchmarks": bench.by_optimizer,
     "benchmarks by size": bench.by_size,
     "benchmark source": lambda: bench.source("two-blocks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def by_check() -> str:
             bad = sum(status in BAD for status in asked)
             cells.append("–" if not asked else f"**{bad}** of {len(asked)}" if bad else f"0 of {len(asked)}")
         rows.append([f"`{name}`" + (" (taste)" if about["taste"] else ""), *cells])
-    return table(["check", *(f"`{library}`" for library in libraries())], rows, range(1, len(libraries()) + 1))
+    heads = ["`" + re.sub(r"([._])", "\\1\u200b", library) + "`" for library in libraries()]  # to be folded there
+    return table(["check", *heads], rows, range(1, len(heads) + 1))
 
 
 def by_optimizer() -> str:

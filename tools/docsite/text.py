@@ -24,9 +24,11 @@ def stacked(text: str) -> str:
 # ---- docstrings -------------------------------------------------------------------------------------------------------------
 #: names short enough to be taken for a word are code all the same
 SHORT = ("lr", "eps", "betas", "nus", "amsgrad", "nesterov", "beta1")
+FACTOR = r"(?:\w*\([^()]*[·−+][^()]*\)|\d+\.\d+|[\w√‖ᵀ²]+)"
+TERM = rf"{FACTOR}(?:[·/]{FACTOR})*"
 CODE = re.compile(
     r"`[^`]*`"  # code already
-    r"|\b[\w√‖]+(?:·[\w√‖ᵀ]+)+"  # a product
+    rf"|(?<![\w·/])(?:{TERM} [−+←=] )*(?:{FACTOR}·{TERM}|\w+\([^()]*·[^()]*\))(?: [−+] {TERM})*"  # a formula with a product
     r"|\b(?:torch|optax|rlx_optim)(?:\.\w+)+(?:\([^)]*\))?"  # a function of a library
     r"|\b[a-zA-Z]\w*=(?:\([^)]*\)|\"\w+\"|[\w.]+)"  # an argument
     r"|\"\w+\""  # its value
