@@ -20,7 +20,10 @@ from torch import nn
 import rlx_optim.torch as ours
 from rlx_optim.sharing import extent
 
-REDUCING, MATRIX = ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS", "Prodigy"), ("SOAP", "KronPSGD", "Muon", "NorMuon", "Scion")
+REDUCING, MATRIX = (
+    ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS", "Prodigy"),
+    ("SOAP", "KronPSGD", "Muon", "NorMuon", "Scion"),
+)
 TOGETHER = REDUCING + MATRIX  # ranks work together on a tensor
 #: rows that do not divide, fewer rows than ranks, three and four dimensions, cut along columns ("side"), not cut at all ("s")
 SHAPES = {

@@ -36,6 +36,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "muon": {"lr": 4e-2, "otherwise": {"lr": 1e-2}},
         "sophia": {"lr": 4e-3, **DECAY},
         "mars": {"lr": 3e-2, **HEAD, "otherwise": {"lr": 1e-2}},
+        "prodigy": {"lr": 1.0},
+        "normuon": {"lr": 4e-2, "otherwise": {"lr": 1e-2}},
+        "scion": {"lr": 1e-2, "scale": 10.0, "momentum": 0.1},
+        "schedulefreeadamw": {"lr": 9e-2},
+        "schedulefreesgd": {"lr": 1.0},
     },
     "logreg": {
         "sgd": {"lr": 1.0, **SGD},
@@ -58,6 +63,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "muon": {"lr": 0.3, **HEAD, "otherwise": {"lr": 0.1}},
         "sophia": {"lr": 3e-2, **DECAY},
         "mars": {"lr": 0.1, **HEAD, "otherwise": {"lr": 0.1}},
+        "prodigy": {"lr": 1.0},
+        "normuon": {"lr": 0.3, **HEAD, "otherwise": {"lr": 0.1}},
+        "scion": {"lr": 3e-2, "scale": 10.0, "momentum": 0.1},
+        "schedulefreeadamw": {"lr": 0.1},
+        "schedulefreesgd": {"lr": 3.0},
     },
     "char-gpt": {
         "sgd": {"lr": 0.1, **SGD},
@@ -80,6 +90,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "muon": {"lr": 2e-2, "otherwise": {"lr": 3e-3}},
         "sophia": {"lr": 1e-3, **DECAY},
         "mars": {"lr": 3e-3, "otherwise": {"lr": 3e-3}},
+        "prodigy": {"lr": 1.0},
+        "normuon": {"lr": 2e-2, "otherwise": {"lr": 3e-3}},
+        "scion": {"lr": 2e-3, "scale": 30.0, "momentum": 0.1},
+        "schedulefreeadamw": {"lr": 5e-3},
+        "schedulefreesgd": {"lr": 3.0},
     },
 }
 
