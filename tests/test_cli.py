@@ -111,7 +111,7 @@ def test_completion_of_commands_options_and_names():
 
     assert completed("in") == ["info", "inspect"]
     assert completed("race", "--se") == ["--seeds"]
-    assert completed("info", "ada") == ["adam", "adamw", "adafactor"]
+    assert completed("info", "ada") == ["adam", "adamw", "adan", "adafactor"]
 
 
 def test_completion_can_be_shown_and_installed(tmp_path):

@@ -547,8 +547,17 @@ def test_all_tensors_of_two_bundles_are_refused():
     opt = named(Gathering, engine="reference", groups=[{"match": "w1", "kept": True}])
     with pytest.raises(ValueError, match=r"Gathering: size=\"all_norm\" is over all tensors, but 'w0' and 'w1' are not stepped"):
         opt.step_all(arrays((3,), (3,)), grads)
-    with pytest.raises(ValueError, match="give them to step_all together"):
-        named(Gathering, engine="reference").step("w", np.ones(3, np.float32), np.ones(3, np.float32))
+
+
+def test_all_tensors_one_by_one_are_stepped_when_the_iteration_ends():
+    one, every = (named(Gathering, engine="reference") for _ in range(2))
+    mine, theirs, grads = arrays((3,), (4,)), arrays((3,), (4,)), arrays((3,), (4,))
+    every.step_all(theirs, grads)
+    for name, p in mine.items():
+        one.step(name, p, grads[name])
+    assert not any((mine[k] == theirs[k]).all() for k in mine)
+    one.end_iteration()
+    assert all((mine[k] == theirs[k]).all() for k in mine)
 
 
 def test_all_tensors_in_optax():
@@ -707,7 +716,7 @@ def test_command(capsys):
     assert main(["check"]) == 2
     assert main(["check", "test_language:simple"]) == 2
     assert main(["check", "nowhere:Rule"]) == 2
-    assert "give a rule" in capsys.readouterr().err
+    assert "give an optimizer" in capsys.readouterr().err
 
 
 def test_command_of_the_language(capsys, monkeypatch):

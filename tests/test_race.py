@@ -249,7 +249,7 @@ def test_a_short_race(tmp_path, capsys):
     out = tmp_path / "deep" / "race"
     assert main("--optimizers", "muon, AdamW", "--steps", 20, "--seeds", 2, "--out", out) == 0
     found = written(out)
-    assert list(found["optimizers"]) == ["muon", "adamw"]  # the order asked for
+    assert list(found["optimizers"]) == ["muon", "adamw"]  # as asked for
     adamw = found["optimizers"]["adamw"]
     assert adamw.keys() == ENTRY
     assert adamw["settings"] == rates.SETTINGS["digits-mlp"]["adamw"]

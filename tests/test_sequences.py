@@ -292,7 +292,7 @@ class Twins:
             if what in ("lr", "weight_decay") and what in group:
                 group[what] = float(group[what]) * x
             elif what == "betas" and "betas" in group:
-                group["betas"] = (0.5 * x, 0.6 * x)
+                group["betas"] = (0.5 * x, 0.6 * x, 0.55 * x)[: len(group["betas"])]
             elif what == "tensor betas" and self.kind in ("adam", "adamw") and self.params[0][0].device.type == "cpu":
                 if torch.is_tensor(group["betas"][0]):
                     group["betas"][0].mul_(0.9)

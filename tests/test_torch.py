@@ -1461,7 +1461,7 @@ def test_routing_report_is_a_table():
 
 
 # ---- growth --------------------------------------------------------------------------------------------------------------------
-@every
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lamb", "Adafactor", "Sophia", "Muon", "SOAP", "Prodigy", "ScheduleFreeAdamW"])
 def test_nothing_grows(name):
     params = parameters(shapes={"w": (6, 4), "b": (5,), "late": (4, 4)})
     opt = make(name, params.items())

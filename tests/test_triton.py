@@ -24,6 +24,9 @@ from rlx_optim.named import spec_class  # noqa: E402
 AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}
 #: rules whose step a CUDA graph can capture
 CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).branches]
+#: a case of each optimizer, and of each kind of program: enough where kernels are interpreted, block by block
+ONCE = list({name: (name, settings) for name, settings in reversed(EVERY)}.values())
+KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -62,19 +65,25 @@ def in_the_interpreter(function, module="test_triton"):
 SHAPES = {"long": (2100,), "block": (1024,), "w": (33, 7), "again": (33, 7), "wide": (130, 270), "s": (), "one": (1,)}
 
 
-def test_every_rule_in_the_interpreter():
-    """All variants, tensors of every size around a block, in one process."""
-    results = in_the_interpreter("every_rule")
-    assert len(results) == len(EVERY)
+@pytest.mark.parametrize(("function", "cases"), [("each_rule", ONCE), pytest.param("every_rule", EVERY, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_every_rule_in_the_interpreter(function, cases):
+    """Tensors of every size around a block, in one process; all variants in make test-all."""
+    results = in_the_interpreter(function)
+    assert len(results) == len(cases)
     bars = {case: 1e-4 if case.split()[0] == "soap" else 2e-3 if case.split()[0] == "muon" else 1e-5 for case in results}
     assert {case: gap for case, gap in results.items() if not gap < bars[case]} == {}
 
 
-def every_rule():
+def each_rule():
+    return every_rule(ONCE)
+
+
+def every_rule(cases=EVERY):
     warnings.simplefilter("ignore")
     shapes = {k: v for k, v in SHAPES.items() if k != "wide"}
-    gaps = {f"{name} {settings}": walk((name, settings), "cpu", steps=3, shapes=shapes) for name, settings in EVERY}
-    oblong = [case for case in EVERY if case[0] in ("adafactor", "lamb")]
+    gaps = {f"{name} {settings}": walk((name, settings), "cpu", steps=3, shapes=shapes) for name, settings in cases}
+    oblong = [case for case in cases if case[0] in ("adafactor", "lamb")]
     for name, settings in oblong:  # several tiles, none of them full
         gaps[f"{name} {settings}"] = max(gaps[f"{name} {settings}"], walk((name, settings), "cpu", steps=2, shapes=SHAPES))
     return gaps
@@ -107,10 +116,12 @@ def storage():
     return found
 
 
-def test_capturable_in_the_interpreter():
+@pytest.mark.parametrize("function", ["capturable_kinds", pytest.param("capturable", marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_capturable_in_the_interpreter(function):
     """Counts on the device give what counts on the host give, with groups that differ."""
-    results = in_the_interpreter("capturable")
-    assert len(results) == len(CAPTURABLE)
+    results = in_the_interpreter(function)
+    assert len(results) == len(CAPTURABLE if function == "capturable" else KINDS)
     assert {case: gap for case, gap in results.items() if not gap < 1e-6} == {}
 
 
@@ -127,10 +138,14 @@ def two_groups(case, capturable, device="cpu", steps=4, nonfinite="propagate"):
     return tensors, opt, gradients, params
 
 
-def capturable():
+def capturable_kinds():
+    return capturable([case for case in ONCE if case[0] in KINDS])
+
+
+def capturable(cases=CAPTURABLE):
     warnings.simplefilter("ignore")
     found = {}
-    for case in CAPTURABLE:
+    for case in cases:
         ends = []
         for flag in (False, True):
             tensors, opt, gradients, start = two_groups(case, flag)

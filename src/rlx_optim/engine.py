@@ -39,10 +39,14 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
 
 def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
     """`bind` for a method of a spec: the words mean the same in the helpers of its file, and in those of its package."""
-    here, own = function.__module__, function.__module__.rpartition(".")[0]
+    here, own = function.__module__, package_of(function)
     found = {name: f for name, f in function.__globals__.items() if inspect.isfunction(f)}
-    beside = {n: f for n, f in found.items() if f.__module__ == here or (own and f.__module__.rpartition(".")[0] == own)}
+    beside = {n: f for n, f in found.items() if f.__module__ == here or (own and package_of(f) == own)}
     return bind(function, {**{name: bind(f, words) for name, f in beside.items()}, **words})
+
+
+def package_of(function: Rule) -> str:
+    return (function.__module__ or "").rpartition(".")[0]
 
 
 def tupled(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:

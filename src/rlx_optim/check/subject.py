@@ -27,7 +27,8 @@ SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps sh
 NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_scaling")
 #: keywords that need something other than numbers, or a schedule, or say what becomes of a bad gradient
 UNASKED = (
-    *NEUTRAL, "nonfinite", "process_group", "otherwise", "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
+    *NEUTRAL, "nonfinite", "skip_above", "process_group", "otherwise",
+    "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
     "hessian_seed", "corrected_weight_decay", "verbose", "kwargs",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation

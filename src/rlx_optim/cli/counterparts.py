@@ -264,6 +264,21 @@ PEERS = [
         remark="with the norm of signs; of the spectral one, it rounds to bfloat16 before its products",
         tensors=MATRICES,
     ),
+    Peer(
+        "prodigy",
+        "optax",
+        "optax.contrib:prodigy",
+        {"learning_rate": 1.0, "betas": (0.8, 0.9), "estim_lr0": 0.05, **DECAY},
+        {"betas": (0.8, 0.9), "d0": 0.05, "use_bias_correction": True, **DECAY},
+        remark="with use_bias_correction",
+    ),
+    Peer(
+        "prodigy",
+        "pytorch_optimizer",
+        "pytorch_optimizer:Prodigy",
+        {"lr": 1.0, "betas": (0.8, 0.9), "d0": 0.05, **EPS, **DECAY, "weight_decouple": True},
+        {"betas": (0.8, 0.9), "d0": 0.05, **EPS, **DECAY},
+    ),
     Peer("schedulefreeadamw", "optax", "optax.contrib:schedule_free_adamw", {**PAIR, **DECAY}, {**ADAM, **DECAY}),
     Peer(
         "schedulefreesgd",

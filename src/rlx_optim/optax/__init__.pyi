@@ -318,9 +318,9 @@ def mars(
 
 def prodigy(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
-    *,
     beta3: optax.ScalarOrSchedule | None = None,
     eps: optax.ScalarOrSchedule = 1e-08,
     weight_decay: optax.ScalarOrSchedule = 0.0,

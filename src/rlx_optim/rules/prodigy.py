@@ -97,7 +97,7 @@ class Prodigy(Spec):
 
     name = "prodigy"
     summary = "AdamW that finds its own step size"
-    optax = Optax(settings={"estim_lr0": Foreign("d0"), "estim_lr_coef": Foreign("d_coef")})
+    optax = Optax(positional=(), settings={"estim_lr0": Foreign("d0"), "estim_lr_coef": Foreign("d_coef")})
 
     lr: float = real(1.0)
     betas: tuple[float, float] = betas(0.9, 0.999)

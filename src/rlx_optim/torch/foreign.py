@@ -22,7 +22,7 @@ from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import OURS, known, spec_class
 from ..routing import bare
-from ..spec import Shape, Slot, Spec
+from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
 from .names import counted, foreign, in_dtype, outside, translated
@@ -217,7 +217,10 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
 
 
 def _group(rule: str, values: Values) -> dict[str, Any]:
-    given, kind = values.hyperparameters, spec_class(rule)
+    kind, given = spec_class(rule), {k: v for k, v in values.hyperparameters.items() if k not in MODIFIERS}
+    for name, field in MODIFIERS.items():
+        if values.hyperparameters.get(name, field.default) != field.default:
+            raise CheckpointError(f"{name}={values.hyperparameters[name]!r}, which others' {kind.title} does not have")
     if rule == "soap":
         return {**given, "shampoo_beta": -1 if given["shampoo_beta"] is None else given["shampoo_beta"], **AUTHORS_SOAP}
     words = [each.write(given["convention"]) for each in kind.torch.settings.values() if each.field == "convention"]
