@@ -94,7 +94,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "normuon": {"lr": 2e-2, "otherwise": {"lr": 3e-3}},
         "scion": {"lr": 2e-3, "scale": 30.0, "momentum": 0.1},
         "schedulefreeadamw": {"lr": 5e-3},
-        "schedulefreesgd": {"lr": 3.0},
+        "schedulefreesgd": {"lr": 0.3},
     },
 }
 
