@@ -902,8 +902,8 @@ def test_our_own_state_dicts_convert(tmp_path):
 
     params, gradients = problem({"w": (6, 4), "b": (5,)}, steps=3)
     for name in NAMES:
-        given = {"scion": {"momentum": 0.1}} | dict.fromkeys(("soap", "kronpsgd"), {"otherwise": rlx_optim.AdamW()})
-        ours = Torch(name, params, **given.get(name, {})).run(gradients)
+        given = {"momentum": 0.1} if name == "scion" else {"otherwise": rlx_optim.AdamW()} if name in ("soap", "kronpsgd") else {}
+        ours = Torch(name, params, **given).run(gradients)
         torch.save(ours.opt.state_dict(), tmp_path / "a.pt")
         convert(tmp_path / "a.pt", tmp_path / "a.safetensors", name)
         ours.opt.save(tmp_path / "b.safetensors")
