@@ -135,6 +135,18 @@ def test_groups_that_cannot_be_stepped_together_are_refused():
     assert all((p == 1).all() for p in params)
 
 
+def test_the_authors_checkpoints_are_refused_by_name():
+    p = torch.nn.Parameter(torch.ones(3))
+    group = {"params": [0], "lr": 1.0, "betas": (0.9, 0.999), "d": 0.1, "d0": 1e-6, "d_max": 0.1, "d_numerator": 0.2, "k": 3}
+    theirs = {
+        "state": {0: {"step": 3, "exp_avg": p.data, "exp_avg_sq": p.data, "s": p.data, "p0": p.data}},
+        "param_groups": [group],
+    }
+    opt = rlx_optim.torch.Prodigy([("w", p)])
+    with pytest.raises(ValueError, match="Prodigy: the checkpoint is prodigyopt's, whose d is in its groups"):
+        opt.load_state_dict(theirs)
+
+
 def test_leaves_without_decay_are_stepped_with_the_others():
     tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
     grads = {"a": jnp.asarray([1.0, 2.0, -1.0]), "b": jnp.ones((2, 2))}

@@ -16,7 +16,7 @@ import numpy as np
 import rlx_optim
 from rlx_optim.named import create, list_optimizers
 from rlx_optim.race.digits import MLP
-from rlx_optim.race.rates import SETTINGS as RACED
+from rlx_optim.race.rates import settings_of
 from rlx_optim.registry import spec_class
 
 from . import bench
@@ -88,7 +88,7 @@ def best_walk(name: str) -> tuple[float, np.ndarray]:
 @functools.cache
 def curve(name: str) -> np.ndarray:
     """The smoothed loss of the race."""
-    run = MLP.train(name, RACED[MLP.name][name], MLP.steps, 0, "auto", lambda loss: None)
+    run = MLP.train(name, settings_of(MLP.name, name), MLP.steps, 0, "auto", lambda loss: None)
     return np.convolve(run.losses, np.full(SMOOTH, 1 / SMOOTH), "valid")
 
 
