@@ -18,7 +18,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 PYRIGHT := 1.1.414
 
 # a process for each core; the tests of a file stay together, since they share what they compile
-SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile
+SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: race test test-all test-browser chromium test-gpu test-integrations lint types setup clean docs docs-serve tables
 

@@ -4,6 +4,21 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+#: the files that take longest; they go first, so that no process is left alone with one at the end
+LONG = (
+    "test_triton",
+    "test_distributed",
+    "test_optax",
+    "test_torch",
+    "test_language",
+    "test_own",
+    "test_sequences",
+    "test_check",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(scope="module")

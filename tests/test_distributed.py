@@ -88,7 +88,7 @@ def close(got, want, tolerance):
 
 
 def tolerance(name):
-    return 1e-6 if name in REDUCING else 0
+    return 1e-5 if name == "Prodigy" else 1e-6 if name in REDUCING else 0  # d multiplies what rounding does
 
 
 # ---- the same as one process ------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_bytes_sent_are_those_documented(results, size, name, dtype):
     assert all(each["all_reduced"] == wanted.all_reduced for each in given)
     assert all(each["all_to_alls"] == (2 if name in MATRIX else 0) for each in given)
     assert all(each["torch"] == each["all_to_alls"] + len(each["all_reduced"]) for each in given)  # nothing went past us
-    assert len(wanted.all_reduced) == {"Lamb": 2, "LARS": 2, "StableAdamW": 2, "MARS": 2, "Adafactor": 5}.get(
+    assert len(wanted.all_reduced) == {"Lamb": 2, "LARS": 2, "StableAdamW": 2, "MARS": 2, "Prodigy": 2, "Adafactor": 5}.get(
         name, 1 if name in MATRIX else 0
     )
 

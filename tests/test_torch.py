@@ -642,6 +642,7 @@ STATE = {
     "Muon": (slots("momentum_buffer", W), slots(ADAM, B)),
     "Sophia": (slots("exp_avg hessian", W, estimates=()), slots("exp_avg hessian", B, estimates=())),
     "MARS": (slots(f"{ADAM} last_grad", W), slots(ADAM, B)),
+    "Prodigy": tuple(slots(f"{ADAM} s start", shape, d=(), d_max=(), gained=()) for shape in (W, B)),
     "NorMuon": (slots("momentum_buffer", W, second_momentum_buffer=(6,)), slots(ADAM, B)),
     "Scion": (slots("momentum_buffer", W), slots("momentum_buffer", B)),
     "ScheduleFreeAdamW": (slots("lead exp_avg_sq", W, **AVERAGING), slots("lead exp_avg_sq", B, **AVERAGING)),
@@ -1213,6 +1214,10 @@ def test_attached_steps_are_the_same_and_free_the_gradients(name, engine):
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
     model, other = network(True), network(True)
     attached, plain = make(name, model, engine=engine), make(name, other, engine=engine)
+    if name == "Prodigy":
+        with pytest.raises(ValueError, match="Prodigy: attach steps parameters one by one, but its rule reduces over all"):
+            attached.attach(model)
+        return
     detach = attached.attach(model)
     for _ in range(4):
         model(x).pow(2).mean().backward()
@@ -1408,7 +1413,8 @@ def test_nonfinite_policies(name, engine):
         opt.step()
         other.step()
     assert torch.isnan(params["w"]).any()
-    assert all(torch.equal(params[k], others[k]) for k in params if k != "w")
+    alone = name != "Prodigy"  # whose d is of all tensors
+    assert all(torch.equal(params[k], others[k]) == alone for k in params if k != "w")
 
 
 # ---- reports -------------------------------------------------------------------------------------------------------------------

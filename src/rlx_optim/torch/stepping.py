@@ -586,6 +586,10 @@ class Stepper(torch.optim.Optimizer):
         if strangers := [p for p in params if p.requires_grad and p not in known]:
             raise ValueError(f"{self._owner}: {len(strangers)} parameters of the model are not in this optimizer")
         self._ready()
+        if self._gathering:
+            raise ValueError(
+                f"{self._owner}: attach steps parameters one by one, but its rule reduces over all; call step() instead"
+            )
         if self._council is not None:
             raise ValueError(
                 f"{self._owner}: attach steps parameters one by one, but here ranks step them together (whole matrices, whole "
