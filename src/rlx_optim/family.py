@@ -108,6 +108,9 @@ class Member:
     # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
     def _stamp(self) -> int:
         """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
+        if self.otherwise is None and not self._used:  # nearly always
+            self._specs()
+            return self._clock + self._settings.version
         stamp = 0
         for member in self._family():
             member._specs()

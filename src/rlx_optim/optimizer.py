@@ -132,14 +132,16 @@ class NamedOptimizer(Member):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.spec.fields:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif name in self.spec.fields:
             self._settings.assign(name, value, bool(self._records), self._iteration)
             self._numbers.clear()
         elif name == "nonfinite" and value not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {value!r}")
         elif name == "otherwise":
             raise AttributeError(f"{self._owner}: otherwise is given when the optimizer is made; make a new one")
-        elif not name.startswith("_") and name not in ("nonfinite", "skip_above"):
+        elif name not in ("nonfinite", "skip_above"):
             known = ", ".join([*self.spec.fields, "nonfinite", "skip_above"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
@@ -311,7 +313,7 @@ class NamedOptimizer(Member):
             return False  # the full check says which
         if not plan.watch.admit(ps, gs):
             return False
-        if self._passes(plan.names, gs) and not self._left_out(gs, scale, loss):
+        if self._passes(plan.names, gs) and (self.skip_above is None or not self._left_out(gs, scale, loss)):
             plan.stamp = -1  # should the step fail half-way, the plan is not good
             self._execute(plan, ps, gs, scale)
             plan.stamp = stamp

@@ -165,7 +165,8 @@ def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:
     for record in records:
         record.t += 1
         if changed is None:
-            changed = {name: now[name] for name, value in record.counters.items() if name in now and now[name] != value}
+            mine = record.counters
+            changed = {name: now[name] for name, value in mine.items() if name in now and now[name] != value} if mine else {}
         if changed:
             record.counters |= changed
 
