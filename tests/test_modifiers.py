@@ -626,3 +626,18 @@ def test_skip_above_refusals():
     theirs.attach([p])
     with pytest.raises(RuntimeError, match="skip_above is about the gradients of all parameters at once"):
         (p * p).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_stats_of_two_steps_in_a_row_are_of_each(engine):
+    """The second runs by what the first has prepared, and says what it did itself."""
+    torch = pytest.importorskip("torch")
+    import rlx_optim.torch as front
+
+    p = torch.nn.Parameter(torch.ones(6, 4))
+    opt = front.AdamW([("w", p)], engine=engine)
+    for size in (1.0, 3.0, 0.5):
+        p.grad = torch.full_like(p, size)
+        opt.stats(next=True)
+        opt.step()
+        assert float(opt.stats().all["grad_norm"]) == pytest.approx(size * 24**0.5, rel=1e-6)

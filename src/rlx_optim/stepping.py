@@ -66,6 +66,11 @@ class Part:
         self.told: Mapping[str, Any] = {}  # what its last step did, where that was asked
         self.flat = False  # the caller's arrays are, and say their shape beside them
 
+    def tell(self, found: Mapping[str, Any]) -> None:
+        """Keep what a step did, of what it gave, where that was asked."""
+        if self.bundle.asked:
+            self.told = {kind: found[kind] for kind in KINDS if kind in found}
+
 
 def bundle_up(
     records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
@@ -134,7 +139,7 @@ def run_part(
     spec = bundle.spec = specs[first.group]
     now = scalars(first, spec, numbers)
     if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
-        bundle.runner(now, scale)
+        part.tell(bundle.runner(now, scale))
         count(cohorts[0], now)
         return
     each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
@@ -143,13 +148,10 @@ def run_part(
     buffers["p"], buffers["g"] = params, grads
     counts: Any = {}
     try:
-        if bundle.runner is not None:
-            bundle.runner(bundle.numbers, scale)
-        else:
-            counts = engine.run(bundle)
-            part.told = {kind: counts[kind] for kind in KINDS if kind in counts} if bundle.asked else {}
+        counts = engine.run(bundle) if bundle.runner is None else bundle.runner(bundle.numbers, scale)
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
+    part.tell(counts)
     for cohort, now in zip(cohorts, each, strict=True):
         count(cohort, counts if spec.matrix else now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import inspect
@@ -66,7 +67,7 @@ def finite(arrays: Arrays) -> bool:
     return all(np.isfinite(a.astype(np.float64)).all() for a in arrays.values())
 
 
-class Subject:
+class Subject(abc.ABC):
     """An optimizer under check. Libraries differ in `walk` and `keywords`; what is probed is kept."""
 
     kind: str
@@ -90,13 +91,13 @@ class Subject:
                 raise ValueError(f"{target} needs {name}: give it with --kwargs '{{\"{name}\": …}}'")
 
     # ---- what libraries do their own way ---------------------------------------------------------------------------------
+    @abc.abstractmethod
     def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
         """Parameters after some steps."""
-        raise NotImplementedError
 
     draws = False  # whether a step draws from the library's generator
 
-    def renew(self) -> None:
+    def renew(self) -> None:  # noqa: B027
         """Forget what is kept from walk to walk."""
 
     @contextlib.contextmanager

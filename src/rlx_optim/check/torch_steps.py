@@ -34,6 +34,22 @@ def neutral(s: TorchSubject) -> Any:
     return worst
 
 
+def all_refused(s: TorchSubject, asked: list[tuple[str, Any]], otherwise: str) -> str:
+    """Whether the class refuses each of these settings; otherwise: why there are none."""
+    if not asked:
+        raise Skip(otherwise)
+    taken = []
+    for name, value in asked:
+        try:
+            s.make(s.params(), **{name: value})
+        except Exception:
+            continue
+        taken.append(f"{name}={value}")
+    if taken:
+        raise Wrong(f"taken without a word: {', '.join(taken)}", f"{len(taken)} of {len(asked)}")
+    return f"{len(asked)} refused"
+
+
 @check("bad-settings", "a negative or NaN learning rate is a slip, and must be refused at once", "torch")
 def bad_settings(s: TorchSubject) -> Any:
     nan = math.nan
@@ -41,25 +57,14 @@ def bad_settings(s: TorchSubject) -> Any:
         "lr": (-1.0, nan), "weight_decay": (-0.1,), "eps": (-1e-8,), "momentum": (-0.5,),
         "betas": ((1.5, 0.9), (0.9, -0.1)), "rho": (-0.1,),
     }  # fmt: skip
-    taken, asked = [], 0
-    for name, values in bad.items():
-        shaped = (
-            not isinstance(values[0], tuple) or (isinstance(s.given(name), tuple) and len(s.given(name)) == 2)
-            if name in s.keywords
-            else False
-        )
-        for value in values if shaped else ():
-            asked += 1
-            try:
-                s.make(s.params(), **{name: value})
-            except Exception:
-                continue
-            taken.append(f"{name}={value}")
-    if not asked:
-        raise Skip("it has none of lr, weight_decay, eps, momentum, betas")
-    if taken:
-        raise Wrong(f"taken without a word: {', '.join(taken)}", f"{len(taken)} of {asked}")
-    return f"{asked} refused"
+    asked = [
+        (name, value)
+        for name, values in bad.items()
+        if name in s.keywords
+        for value in values
+        if not isinstance(value, tuple) or (isinstance(s.given(name), tuple) and len(s.given(name)) == 2)
+    ]
+    return all_refused(s, asked, "it has none of lr, weight_decay, eps, momentum, betas")
 
 
 @check("infinite-settings", "lr=inf, a decay or an eps of NaN are slips too", "torch", taste=True)
@@ -70,18 +75,7 @@ def infinite_settings(s: TorchSubject) -> Any:
         if isinstance(s.keywords.get(n) and s.given(n), float)
         for v in (math.inf, math.nan)
     ]
-    taken = []
-    for name, value in pairs:
-        try:
-            s.make(s.params(), **{name: value})
-        except Exception:
-            continue
-        taken.append(f"{name}={value}")
-    if not pairs:
-        raise Skip("it has none of lr, weight_decay, eps as a number")
-    if taken:
-        raise Wrong(f"taken without a word: {', '.join(taken)}", f"{len(taken)} of {len(pairs)}")
-    return f"{len(pairs)} refused"
+    return all_refused(s, pairs, "it has none of lr, weight_decay, eps as a number")
 
 
 @check("unknown-keyword", "a keyword that is spelled wrong and swallowed trains another model", "torch")

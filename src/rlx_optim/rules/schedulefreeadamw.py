@@ -28,9 +28,9 @@ AdamW with a schedule, with warm-up. Evaluate and save the model at x: `opt.eval
 state a parameter and 28 bytes of traffic, as AdamW.
 """
 
-from ..spec import Spec, betas, integer, like, real
+from ..spec import betas, integer, like, real
 from ..vocabulary import less_power, sqrt
-from .schedulefreesgd import PACKAGE, averaging, paced
+from .schedulefreesgd import Averaged, paced
 
 
 def scaled(p, g, v, beta2, alpha2, root, eps, decay):
@@ -39,7 +39,7 @@ def scaled(p, g, v, beta2, alpha2, root, eps, decay):
     return u, v
 
 
-class ScheduleFreeAdamW(Spec):
+class ScheduleFreeAdamW(Averaged):
     """lr: about how far each coordinate of z moves a step.
     betas: how much of p is the average x, and how much of v is kept a step.
     eps: joins the root, so that a coordinate without gradient does not divide by zero.
@@ -51,7 +51,6 @@ class ScheduleFreeAdamW(Spec):
 
     name = "schedulefreeadamw"
     summary = "AdamW with an average of iterates in place of a schedule"
-    torch = PACKAGE
 
     lr: float = real(2.5e-3)
     betas: tuple[float, float] = betas(0.9, 0.999)
@@ -61,22 +60,11 @@ class ScheduleFreeAdamW(Spec):
     r: float = real(0.0)
     weight_lr_power: float = real(2.0)
 
-    committed = ("step", "pull", "keep", "grow")
-    evaluated = "lead"
-    unfit = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
-
     def slots(self, shape):
         """lead: x − p, which leads from p to the average.
         v: the average of squared gradients.
         """
         return like(shape, lead="average less parameter", v="second moment")
-
-    def counters(self):
-        """weight_sum: W, the sum of all weights.
-        lr_max: s_max, the largest step so far.
-        momentum: b1 of the step before.
-        """
-        return {"weight_sum": 0.0, "lr_max": 0.0, "momentum": 0.0}
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
@@ -91,6 +79,3 @@ class ScheduleFreeAdamW(Spec):
 
     def update(self, E, x):
         return E.map(scaled, x)
-
-    def commit(self, E, x):
-        return E.map(averaging, x)

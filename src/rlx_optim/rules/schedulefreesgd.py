@@ -30,13 +30,6 @@ taken anew there. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 from ..spec import Spec, Torch, integer, like, real
 from ..vocabulary import maximum, minimum, where
 
-PACKAGE = Torch(
-    strange={
-        "train_mode": "the state is of the schedulefree package, whose z cannot be taken over without the parameters that it was "
-        "saved with; start from its average (its optimizer.eval(), then the weights) with a new optimizer"
-    }
-)
-
 
 def decayed(p, g, decay):
     u = g + decay * p
@@ -69,7 +62,31 @@ def paced(spec, momentum, t, counters):
     }
 
 
-class ScheduleFreeSGD(Spec):
+class Averaged(Spec):
+    """What both Schedule-Free rules are beside their direction."""
+
+    torch = Torch(
+        strange={
+            "train_mode": "the state is of the schedulefree package, whose z cannot be taken over without the parameters that it "
+            "was saved with; start from its average (its optimizer.eval(), then the weights) with a new optimizer"
+        }
+    )
+    committed = ("step", "pull", "keep", "grow")
+    evaluated = "lead"
+    unfit = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
+
+    def counters(self):
+        """weight_sum: W, the sum of all weights.
+        lr_max: s_max, the largest step so far.
+        momentum: that of the step before.
+        """
+        return {"weight_sum": 0.0, "lr_max": 0.0, "momentum": 0.0}
+
+    def commit(self, E, x):
+        return E.map(averaging, x)
+
+
+class ScheduleFreeSGD(Averaged):
     """lr: how far z steps.
     momentum: how much of p is the average x; the rest is z.
     weight_decay: how much of p joins the gradient.
@@ -80,7 +97,6 @@ class ScheduleFreeSGD(Spec):
 
     name = "schedulefreesgd"
     summary = "SGD with an average of iterates in place of a schedule"
-    torch = PACKAGE
 
     lr: float = real(1.0)
     momentum: float = real(0.9, high=1.0, open_high=True)
@@ -89,26 +105,12 @@ class ScheduleFreeSGD(Spec):
     r: float = real(0.0)
     weight_lr_power: float = real(2.0)
 
-    committed = ("step", "pull", "keep", "grow")
-    evaluated = "lead"
-    unfit = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
-
     def slots(self, shape):
         """lead: x − p, which leads from p to the average."""
         return like(shape, lead="average less parameter")
-
-    def counters(self):
-        """weight_sum: W, the sum of all weights.
-        lr_max: s_max, the largest step so far.
-        momentum: that of the step before.
-        """
-        return {"weight_sum": 0.0, "lr_max": 0.0, "momentum": 0.0}
 
     def scalars(self, t, counters):
         return {"decay": self.weight_decay, **paced(self, self.momentum, t, counters)}
 
     def update(self, E, x):
         return E.map(decayed, x)
-
-    def commit(self, E, x):
-        return E.map(averaging, x)

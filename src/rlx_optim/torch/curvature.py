@@ -12,8 +12,8 @@ from .. import random
 from ..engine import Bundle
 from ..program import trace
 from ..routing import bare
+from .evaluating import is_spread, named
 from .optimizer import RuleOptimizer
-from .stepping import is_spread, named
 
 
 class CurvatureOptimizer(RuleOptimizer):

@@ -14,7 +14,6 @@ import torch
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
 from ..spec import Spec
-from ..stats import KINDS
 from ..stepping import Part, Record
 from .lanes import Seat, TritonLane, written
 
@@ -84,7 +83,7 @@ class GraphLane(TritonLane):
             bundle.buffers |= {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
             try:
                 found = self.engine.run(bundle)
-                part.told = {kind: found[kind] for kind in KINDS if kind in found} if bundle.asked else {}
+                part.tell(found)
             finally:
                 bundle.buffers |= {"p": (), "g": ()}
             for name, index, new in counts:

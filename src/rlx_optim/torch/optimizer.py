@@ -21,11 +21,12 @@ from ..optimizer import NONFINITE, NamedOptimizer
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
+from .evaluating import eager, named
 from .lanes import ARITHMETIC, inner_shape
 from .names import counted, foreign, outside, translated
 from .routing import kinds_of
 from .state import furnish, handed_on, piece_shape, shape_in_state, taken_over
-from .stepping import Stepper, eager, named, number
+from .stepping import Stepper, number
 
 
 class Boxed:

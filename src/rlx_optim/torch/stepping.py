@@ -7,9 +7,8 @@ are replaced.
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,41 +18,25 @@ from ..admission import listed
 from ..guard import Guard
 from ..program import trace
 from ..routing import bare
-from ..spec import TRAINED, Spec
+from ..spec import Spec
 from ..stats import Row, Stats, summed_up
 from ..stepping import Record, check_together, rows
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
+from .evaluating import Evaluating, eager, is_spread, named
 from .graphs import GraphLane, not_finite, refusal
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
 from .names import in_dtype, outside
 from .overlap import Work, rounds
-from .state import count_of, furnish, piece_shape, settle, shape_in_state
+from .state import count_of, furnish, settle, shape_in_state
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def eager(function: F) -> F:
-    """torch.compiler.disable, with a type that checkers can bind to an instance."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
-
-
-def local(tensor: Any) -> Any:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if is_spread(tensor) else tensor
-
-
-def is_spread(param: Any) -> bool:
-    """A DTensor; told without importing what defines it."""
-    return hasattr(param, "placements")
-
-
-class Stepper(torch.optim.Optimizer):
+class Stepper(Evaluating):
     """What is derived from groups and state, and the step."""
 
     rule: ClassVar[str]
@@ -67,7 +50,6 @@ class Stepper(torch.optim.Optimizer):
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
 
-    _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
     _asked = False  # whether the next step is to say what it does
     _rows: Sequence[Row] = ()  # what the last did that was asked
 
@@ -89,6 +71,8 @@ class Stepper(torch.optim.Optimizer):
         takes it in the same passes; the others measure nothing. Tensors on the device: nothing waits for them."""
         if not next and not self._rows:
             raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        if next and any(lane.spread for lane, _ in self._ready()):  # here: in a step the other ranks would wait
+            raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         found, self._asked = self._rows, self._asked or next
         device = torch.as_tensor(found[0][2]["grad_norm"]).device if found else None
         there = [
@@ -220,8 +204,6 @@ class Stepper(torch.optim.Optimizer):
         asked, taken = self._asked and only is None, []
         for lane, _, _ in work:
             lane.asked = asked
-            if asked and lane.spread:
-                raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
             for lane, chosen, grads in round_:
                 lane.step(chosen, specs, structures, grads, lane.sign * factor)
@@ -532,52 +514,6 @@ class Stepper(torch.optim.Optimizer):
                 record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
         return seat
 
-    # ---- where to evaluate -----------------------------------------------------------------------------------------------
-    def _evaluates(self) -> bool:
-        if self._evaluating is None:
-            self._evaluating = any(TRAINED in state for state in self.state.values())
-        return self._evaluating
-
-    @eager
-    @torch.no_grad()
-    def eval(self) -> None:
-        """Put the parameters where the model is to be evaluated, until `train()`: those of Schedule-Free at their average x.
-        What they were is kept in the state, so that the way back is exact and a checkpoint has both. Others stay as they are."""
-        if self._evaluates():
-            return
-        for group in self.param_groups:
-            kind = self._rules[group["rule"]]
-            if kind.evaluated is None:
-                continue
-            for name, param in named(group):
-                state = self.state[param]
-                key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
-                if TRAINED not in state and key in state:
-                    state[TRAINED], self._evaluating = param.detach().clone(), True
-                    local(param).add_(local(state[key]))
-
-    @eager
-    @torch.no_grad()
-    def train(self) -> None:
-        """Put the parameters back where gradients are taken, after `eval()`."""
-        if self._evaluates():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if TRAINED in self.state[param]:
-                        local(param).copy_(local(self.state[param].pop(TRAINED)))
-            self._evaluating = False
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """`with opt.averaged():` has the parameters where the model is to be evaluated, and puts them back."""
-        before = self._evaluates()
-        self.eval()
-        try:
-            yield
-        finally:
-            if not before:
-                self.train()
-
     # ---- gradient release ------------------------------------------------------------------------------------------------
     def attach(self, model: nn.Module | Iterable[torch.Tensor]) -> Callable[[], None]:
         """Step each parameter as soon as its gradient is complete, and free the gradient. Gives a function that undoes it."""
@@ -615,12 +551,6 @@ def identified(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(identified, value))
     return id(value) if isinstance(value, torch.Tensor) else value
-
-
-def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A group's parameters with their names, or with what can be said of them."""
-    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
-    return zip(names, group["params"], strict=True)
 
 
 def number(name: str, value: Any) -> Any:

@@ -1,0 +1,91 @@
+"""Where to evaluate: parameters are put where the model is to be evaluated, and back where gradients are taken."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ..spec import TRAINED, Spec
+from .names import outside
+from .state import piece_shape
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """torch.compiler.disable, with a type that checkers can bind to an instance."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled
+
+
+def is_spread(param: Any) -> bool:
+    """A DTensor; told without importing what defines it."""
+    return hasattr(param, "placements")
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if is_spread(tensor) else tensor
+
+
+def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A group's parameters with their names, or with what can be said of them."""
+    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
+    return zip(names, group["params"], strict=True)
+
+
+class Evaluating(torch.optim.Optimizer):
+    """An optimizer whose parameters may have another point to evaluate at: `Spec.evaluated` says which slot leads there."""
+
+    _rules: dict[str, type[Spec]]
+    _pieces: Callable[[str | None, torch.Tensor], int]
+    _spec_of: Callable[..., Spec]
+    _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
+
+    def _evaluates(self) -> bool:
+        if self._evaluating is None:
+            self._evaluating = any(TRAINED in state for state in self.state.values())
+        return self._evaluating
+
+    @eager
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the parameters where the model is to be evaluated, until `train()`: those of Schedule-Free at their average x.
+        What they were is kept in the state, so that the way back is exact and a checkpoint has both. Others stay as they are."""
+        if self._evaluates():
+            return
+        for group in self.param_groups:
+            kind = self._rules[group["rule"]]
+            if kind.evaluated is None:
+                continue
+            for name, param in named(group):
+                state = self.state[param]
+                key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
+                if TRAINED not in state and key in state:
+                    state[TRAINED], self._evaluating = param.detach().clone(), True
+                    local(param).add_(local(state[key]))
+
+    @eager
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the parameters back where gradients are taken, after `eval()`."""
+        if self._evaluates():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if TRAINED in self.state[param]:
+                        local(param).copy_(local(self.state[param].pop(TRAINED)))
+            self._evaluating = False
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """`with opt.averaged():` has the parameters where the model is to be evaluated, and puts them back."""
+        before = self._evaluates()
+        self.eval()
+        try:
+            yield
+        finally:
+            if not before:
+                self.train()
