@@ -14,6 +14,7 @@ from .optimizer import NamedOptimizer
 from .program import trace
 from .spec import Shape
 from .stepping import Record, scalars
+from .storage import kept
 
 
 class CurvatureOptimizer(NamedOptimizer):
@@ -57,7 +58,8 @@ class CurvatureOptimizer(NamedOptimizer):
             return super()._lookup(name, shape)
         record = Record(name, shape, known.group)
         record.counters = known.counters
-        record.state = {slot: buffer.reshape(shape) for slot, buffer in known.state.items()}
+        slots = self._specs()[record.group].kept(shape)
+        record.state = {name: kept(self._engine, slots[name], buffer.reshape(shape)) for name, buffer in known.state.items()}
         return self, record, self._why[name]
 
 

@@ -9,6 +9,7 @@ where the time goes. Matrix rules have no program: their `update` is called with
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from . import linalg, random, stats, vocabulary
+from . import linalg, random, stats, storage, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
 from .spec import Shape, Slot, Spec
@@ -92,6 +93,41 @@ class Bundle:
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
 
+    def ticks(self) -> list[int]:
+        """The step of each tensor, where its state may be coded."""
+        now: Any = self.numbers.get("_tick", 0)
+        return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
+
+    @functools.cached_property
+    def storages(self) -> dict[str, set[str]]:
+        """What its slots are kept in, those in fewer bits; several where tensors differ."""
+        if self.spec.state_dtype == "float32":
+            return {}
+        found = {
+            name: {each.storage if isinstance(each, storage.Coded) else storage.EXACT for each in self.buffers[name]}
+            for name in self.buffers.keys() & self.slots.keys()
+        }
+        return {name: kinds for name, kinds in found.items() if kinds != {storage.EXACT}}
+
+    @functools.cached_property
+    def coded_in_passes(self) -> bool:
+        """Whether the passes of its program may decode what they read and encode what they write, where state is in fewer bits:
+        it is the same for all tensors, read before it is written and not after, and beside no rows or columns. Else it is
+        decoded before the program and encoded after."""
+        program, coded = self.program, self.storages
+        if program is None or not coded:
+            return True
+        read = {program.inputs[name] for name in coded}
+        made = {n for step in program.passes for n, place in step.stores if place in coded}
+        for step in program.passes:
+            if not (read | made) & {*step.arrays, *step.gives}:
+                continue
+            lines = any(program.drops[n] for n in step.arrays) or any(how.axis is not None for _, _, how in step.reduces)
+            blind = any(place in coded and program.inputs[place] not in step.arrays for _, place in step.stores)
+            if lines or blind or made & {*step.arrays}:
+                return False
+        return all(len(kinds) == 1 for kinds in coded.values())
+
 
 class Watch(Protocol):
     """Remembers arrays that passed every check."""
@@ -106,8 +142,8 @@ class Engine(Protocol):
 
     name: str
 
-    def allocate(self, slot: Slot) -> np.ndarray:
-        """A state buffer."""
+    def allocate(self, slot: Slot) -> Any:
+        """A state buffer: an array, or `storage.Coded` where the slot says so."""
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Of a matrix rule it
@@ -131,7 +167,7 @@ class Engine(Protocol):
 BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKeyDictionary()
 
 
-class ArrayEngine:
+class ArrayEngine(storage.Words):
     """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch, `stored` of buffers.
 
     What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax .argsort) is the methods below.
@@ -144,7 +180,11 @@ class ArrayEngine:
     copying: ClassVar[str] = "copy"  # the method of an array
 
     # the bundle ---------------------------------------------------------------------------------------------------
-    def allocate(self, slot: Slot) -> np.ndarray:
+    def allocate(self, slot: Slot) -> Any:
+        if slot.storage:
+            return storage.Coded(
+                slot.storage, *(np.zeros(shape, self.types[dtype]) for shape, dtype in storage.parts(slot).values())
+            )
         if slot.eye:
             return np.diag(np.full(slot.shape[0], slot.fill, self.stored))
         return np.full(slot.shape, slot.fill, self.stored) if slot.fill else np.zeros(slot.shape, self.stored)
@@ -155,9 +195,21 @@ class ArrayEngine:
     def store(self, buffer: np.ndarray, value: Array) -> None:
         np.copyto(buffer, np.asarray(value).reshape(buffer.shape), casting="unsafe")
 
+    def opened(self, buffer: Any) -> Array:
+        """A buffer in this engine's arithmetic, decoded where it is kept in fewer bits."""
+        return self.load(storage.decode(self, buffer) if isinstance(buffer, storage.Coded) else buffer)
+
+    def closed(self, buffer: Any, value: Array, t: int) -> None:
+        """Leave a value in a buffer, encoded where it is kept in fewer bits. t: the step."""
+        if not isinstance(buffer, storage.Coded):
+            return self.store(buffer, value)
+        made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t)
+        for end, part in buffer.parts.items():
+            self.store(part, made[end])
+
     def loaded(self, bundle: Bundle) -> dict[str, list[Array]]:
         """The buffers in this engine's arithmetic."""
-        loaded = {name: [self.load(a) for a in arrays] for name, arrays in bundle.buffers.items()}
+        loaded = {name: [self.opened(a) for a in arrays] for name, arrays in bundle.buffers.items()}
         for name in loaded.keys() & {"p", "g"}:  # the caller's may be flat
             loaded[name] = [a.reshape(shape) for a, shape in zip(loaded[name], bundle.shapes, strict=True)]
         if bundle.scale != 1.0:
@@ -180,9 +232,10 @@ class ArrayEngine:
                 found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
                 x = {name: found[number] for name, number in program.given.items()}
                 results = self.ends(program, found, len(bundle.shapes))
+            ticks = bundle.ticks()
             for name, values in results.items():
-                for buffer, value in zip(bundle.buffers[name], values, strict=True):
-                    self.store(buffer, value)
+                for buffer, value, t in zip(bundle.buffers[name], values, ticks, strict=True):
+                    self.closed(buffer, value, t)
         return x
 
     def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
@@ -369,9 +422,6 @@ class ArrayEngine:
         sums = (X * X).sum(axis)
         return sums[..., None] if axis == -1 else sums[..., None, :]
 
-    def floor(self, X: Array, low: float) -> Array:
-        return self.xp.maximum(X, low)
-
     def cap(self, X: Array, high: float) -> Array:
         return self.xp.minimum(X, high)
 
@@ -438,12 +488,6 @@ class ArrayEngine:
         return self.xp.stack([self.load(np.asarray(function(name, x.t, x.p.shape[1:]))) for name in x.names])
 
     # what `random` asks of an array library
-    def counter(self, n: int) -> Array:
-        return self.xp.arange(n, dtype=self.xp.int64)
-
-    def word(self, n: int) -> Any:
-        return n
-
     def real(self, words: Array) -> Array:
         return words.astype(self.dtype)
 

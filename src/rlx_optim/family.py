@@ -89,6 +89,13 @@ class Member:
             there = f"this optimizer steps {stored} ones" if known else "one optimizer steps one type"
             kinds = ", ".join(f"{name!r} is {kind}" for kind, name in types.items() if kind != stored or not known)
             raise TypeError(f"{self._owner}: {kinds}, but {there}; give each type an optimizer of its own")
+        for member in self._family() if arrays[0].dtype != "float32" else ():
+            for spec in member._specs():
+                if spec.state_dtype != "float32":
+                    raise TypeError(
+                        f"{self._owner}: {names[0]!r} is {arrays[0].dtype}, and so is its state; "
+                        f"state_dtype={spec.state_dtype!r} is for float32 parameters"
+                    )
         choice = (*self._engine_choice[:2], arrays[0].dtype.name)
         get_engine(*choice)  # refuses what it does not take, before anything has changed
         for member in self._family():

@@ -31,6 +31,7 @@ from .settings import Group, Settings
 from .spec import Spec
 from .stats import Stats, summed_up
 from .stepping import Record, run_part
+from .storage import parts_of
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -184,9 +185,10 @@ class NamedOptimizer(Member):
         raise KeyError(f"{self._owner}: no state for {name!r}; stepped so far: {known}")
 
     def state(self, name: str) -> dict[str, np.ndarray]:
-        """Read-only views of a parameter's state by slot name; counters as 0-D arrays."""
+        """Read-only views of a parameter's state by slot name; counters as 0-D arrays. A slot in 8 bits is its codes and, under
+        its name and "_scale", their scales; bfloat16 is in a uint16."""
         _, record = self._find(name)
-        views = {slot: array.view() for slot, array in record.state.items()}
+        views = {name: array.view() for name, array in parts_of(record.state).items()}
         views |= {counter: np.array(value) for counter, value in record.counters.items()}
         for view in views.values():
             view.flags.writeable = False

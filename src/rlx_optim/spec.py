@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-from . import modifiers
+from . import modifiers, storage
 
 Shape = tuple[int, ...]
 
@@ -245,7 +245,8 @@ class Slot:
     A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
     `meaning` says what is kept, in words that rules share: "first moment", "second moment", "largest second moment", "row",
     "column", "curvature", "last gradient", "factor", "basis". Its first words give the name in torch's state dicts
-    (`torch.names`); state goes over to another optimizer where all the words are the same.
+    (`torch.names`); state goes over to another optimizer where all the words are the same; it may be kept in fewer bits where
+    `storage` knows them, and `storage` here says in which.
     """
 
     shape: Shape
@@ -254,6 +255,7 @@ class Slot:
     drop: tuple[int, ...] | None = ()
     factor: bool = False
     meaning: str = ""
+    storage: str = storage.EXACT
 
 
 def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
@@ -276,6 +278,15 @@ MODIFIERS: dict[str, Field] = {
         choice("decoupled", "cautious", "hyperball", fixed=False),
         meaning="how weight_decay acts: everywhere, only where the step shrinks p as well, or not at all: p keeps its norm.",
     ),
+    "state_dtype": Field(
+        "float32",
+        'one of "float32", "bfloat16", "int8", or a mapping from slots to these',
+        storage.checked,
+        'Literal["float32", "bfloat16", "int8"] | Mapping[str, str]',
+        structural=True,
+        fixed=True,
+        meaning="what large tensors' moments are kept in (docs/memory.md).",
+    ),
 }
 
 
@@ -289,6 +300,7 @@ class Spec(abc.ABC):
     fields: ClassVar[dict[str, Field]] = {}
     cautious: bool
     decay: str
+    state_dtype: Any
     lr: Any
     #: the name of its classes in the front ends; the class's own unless said
     title: ClassVar[str] = "Spec"
@@ -348,6 +360,7 @@ class Spec(abc.ABC):
             self.__dict__[name] = field.validated(owner, name, value)
         self.check()
         self.check_modifiers()
+        self.check_storage()
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -381,6 +394,13 @@ class Spec(abc.ABC):
         for modifier in (each for each, on in asked.items() if on and each in reasons):
             raise self.refuse(f"{modifier} is not for this rule: {reasons[modifier]}")
 
+    def check_storage(self) -> None:
+        """Refuse formats of slots that this rule does not have, or keeps exact."""
+        if isinstance(self.state_dtype, storage.Formats):
+            shapes = [shape for shape in ((), (64,), (64, 64)) if not self.takes(shape)]
+            if problem := storage.refusal({k: v for shape in shapes for k, v in self.slots(shape).items()}, self.state_dtype):
+                raise self.refuse(problem)
+
     def stuck(self, name: str, where: str) -> ValueError:
         """What is said of a tensor of zeros that is to keep its norm. where: how it is given another decay."""
         return self.refuse(
@@ -403,6 +423,10 @@ class Spec(abc.ABC):
     @abc.abstractmethod
     def slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape."""
+
+    def kept(self, shape: Shape) -> dict[str, Slot]:
+        """The state of a tensor of this shape, with what it is kept in."""
+        return storage.assigned(self.slots(shape), self.state_dtype)
 
     def counters(self) -> dict[str, float]:
         """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones. One called
@@ -446,7 +470,8 @@ class Spec(abc.ABC):
     ) -> dict[str, Any]:
         """What `scalars` gives, here or (given) in the words of an engine, and what modifiers need beside."""
         found = (scalars or type(self).scalars)(self, t, counters)
-        return {**found, "rate": self.lr} if self.decay == "hyperball" else found
+        found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
+        return found if self.state_dtype == "float32" else {**found, "_tick": t}
 
     def observe(self, E: Any, x: Any) -> Any:
         """The second update of those that take estimates (`observes`): the estimate comes as x.g."""

@@ -16,6 +16,7 @@ from .engine import Bundle, Engine
 from .program import Program, trace
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
+from .storage import Coded
 
 
 class Record:
@@ -35,8 +36,12 @@ class Record:
 
     def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
         """Make the state a spec asks for: at first, or when a structural change needs more. What is there stays."""
-        self.slots = spec.slots(self.shape)
-        self.state |= {name: allocate(slot) for name, slot in self.slots.items() if name not in self.state}
+        self.slots = spec.kept(self.shape)
+        made = {name: allocate(slot) for name, slot in self.slots.items() if name not in self.state}
+        for name, buffer in made.items():
+            if self.slots[name].storage and not isinstance(buffer, Coded):
+                raise spec.refuse(f"state_dtype={spec.state_dtype!r}: this engine keeps {name!r} of {self.name!r} as it is alone")
+        self.state |= made
         self.counters = {**spec.counters(), **self.counters}
 
     def cohort(self) -> tuple[Any, ...]:
@@ -82,7 +87,7 @@ def bundle_up(
         if record.size:
             spec = specs[record.group]
             key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.likeness()
-            alike.setdefault((tuple(record.slots), key), []).append((place, record))
+            alike.setdefault((_slots(spec, record), key), []).append((place, record))
     parts = []
     for members in alike.values():
         first = members[0][1]
@@ -92,6 +97,13 @@ def bundle_up(
     if len(parts) > 1:
         check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
+
+
+def _slots(spec: Spec, record: Record) -> Any:
+    """What is kept of a tensor, and in what; where all must be stepped together, in whatever."""
+    if spec.state_dtype == "float32" or (not spec.matrix and trace(spec, record.slots).gathers is not None):
+        return tuple(record.slots)
+    return tuple((name, slot.storage) for name, slot in record.slots.items())
 
 
 def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]) -> None:

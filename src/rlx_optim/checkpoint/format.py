@@ -30,7 +30,9 @@ OPENING = b'{"__metadata__":{"sha256":"'
 DIGEST_AT = 8 + len(OPENING)
 BLANK = b"0" * 64
 CHUNK = 1 << 22
-DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2"), "I8": np.dtype("i1"), "U8": np.dtype("u1"),
+}  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -115,6 +117,9 @@ def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def refuse_nan(name: str, piece: np.ndarray, dtype: np.dtype[Any], allow_nan: bool) -> None:
-    if not allow_nan and np.isnan(piece.view(dtype)).any():
+    values = piece.view(dtype)
+    if dtype == DTYPES["BF16"]:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if not allow_nan and values.dtype.kind == "f" and np.isnan(values).any():
         parameter, _, slot = name.rpartition("/")
         raise CheckpointError(f"{slot} of {parameter!r} holds NaN; allow_nan=True saves and loads it all the same")

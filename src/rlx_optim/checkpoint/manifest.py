@@ -18,7 +18,7 @@ from .format import CheckpointError, Tensor
 from .reader import strict_json, whole
 from .snapshot import Group, Member, Parameter, Snapshot, Values, check, generator_keys
 
-VERSION = 1
+VERSIONS = (1, 2)  # 2: some state is in fewer bits
 
 
 # ---- to JSON ------------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
     version = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "")
     return json.dumps(
         {
-            "format_version": VERSION,
+            "format_version": 2 if any(each.dtype.kind != "f" for each in snapshot.tensors().values()) else 1,
             "written_by": f"rlx_optim {version}",
             "front_end": snapshot.front_end,
             "saved_ns": max(time.time_ns(), after + 1),
@@ -126,9 +126,10 @@ def parsed(text: str) -> Any:
     """The manifest as JSON, of a version that can be read."""
     manifest = strict_json(text, "the manifest")
     version = natural(manifest, "format_version", "the manifest")
-    if version != VERSION:
+    if version not in VERSIONS:
         raise CheckpointError(
-            f"format version {version} is not known here (this rlx_optim reads {VERSION}); it was written by "
+            f"format version {version} is not known here (this rlx_optim reads {' and '.join(map(str, VERSIONS))}); "
+            "it was written by "
             f"{manifest.get('written_by', 'another program')!r:.80}"
         )
     return manifest

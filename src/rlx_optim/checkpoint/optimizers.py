@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +13,11 @@ from ..optimizer import NamedOptimizer
 from ..registry import registered, spec_class
 from ..routing import OTHERWISE
 from ..settings import Settings
-from ..spec import TRAINED, Slot, Spec
+from ..spec import TRAINED, Spec
 from ..stepping import Record
+from ..storage import parts_of
 from .format import CheckpointError, Tensor, tensor
-from .snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from .snapshot import Group, Member, Parameter, Snapshot, Values
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
@@ -46,11 +46,9 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
 
 
 def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
-    def fresh(slot: Slot) -> Tensor:  # a setting has changed, and the next step would make it
-        return Tensor(slot.shape, np.dtype(opt._engine_choice[2]), functools.partial(opt._engine.allocate, slot))
-
-    kept = {name: tensor(np.asarray(buffer)) for name, buffer in record.state.items()}
-    return kept | {name: fresh(slot) for name, slot in spec.slots(record.shape).items() if name not in kept}
+    missing = {name: slot for name, slot in spec.kept(record.shape).items() if name not in record.state}
+    fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
+    return {name: tensor(np.asarray(part)) for name, part in parts_of({**record.state, **fresh}).items()}
 
 
 def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
@@ -116,7 +114,8 @@ def type_of(snapshot: Snapshot) -> str:
         if not p.tensors:
             types["float64" if p.dtype == "float64" else "float32"] = f"{name!r} is {p.dtype}"
         for slot, each in p.tensors.items():
-            types[each.dtype.name] = f"{slot} of {name!r} is {each.dtype}"
+            if each.dtype.kind == "f":
+                types[each.dtype.name] = f"{slot} of {name!r} is {each.dtype}"
     if len(types) > 1:
         raise CheckpointError(f"{', '.join(types.values())}; one optimizer of the named API steps one type")
     return next(iter(types), "float32")
@@ -211,8 +210,8 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
 
 def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
-    slots = spec.slots(p.shape) if p.tensors.keys() <= spec.slots(p.shape).keys() else possible(spec, p.shape)[0]
-    for name, each in p.tensors.items():
-        record.state[name] = opt._engine.allocate(slots[name])
-        np.copyto(record.state[name], each.read())
-    record.slots, record.counters, record.t = spec.slots(p.shape), dict(p.counters), p.step
+    record.slots, record.counters, record.t = spec.kept(p.shape), dict(p.counters), p.step
+    for name, slot in p.slots(spec).items():
+        record.state[name] = opt._engine.allocate(slot)
+        for key, part in parts_of({name: record.state[name]}).items():
+            np.copyto(part, p.tensors[key].read())

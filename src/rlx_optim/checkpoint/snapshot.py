@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import random
+import numpy as np
+
+from .. import random, storage
 from ..guard import checked
 from ..optimizer import NONFINITE
 from ..registry import spec_class
@@ -80,6 +82,23 @@ class Parameter:
     @property
     def split(self) -> bool:
         return self.piece != self.shape
+
+    def slots(self, spec: Spec) -> dict[str, Slot]:
+        """The slots that are in use, or were before a setting changed."""
+        slots = spec.kept(self.piece)
+        names = {name + end for name, slot in slots.items() for end in self.parts(slot)}
+        slots = slots if self.tensors.keys() <= names else possible(spec, self.piece)[0]
+        return {name: slot for name, slot in slots.items() if name in self.tensors}
+
+    def parts(self, slot: Slot) -> dict[str, tuple[Shape, str]]:
+        """The tensors of a slot in the file, by what is added to its name: shape and type."""
+        return storage.parts(slot, self.stored(slot))
+
+    def values(self, slots: Mapping[str, Slot], name: str) -> np.ndarray:
+        """A slot's values, in whatever they are kept."""
+        found = [self.tensors[name + end].read() for end in self.parts(slots[name])]
+        kind = slots[name].storage
+        return storage.decode(storage.NUMPY, storage.Coded(kind, *found)) if kind else found[0]
 
     def stored(self, slot: Slot) -> Shape:
         """The shape of a slot in the file."""
@@ -171,28 +190,36 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    slots, counters = spec.slots(p.piece), spec.counters()
-    for kind, needed, given in (("state", slots, p.tensors), ("counter", counters, p.counters)):
+    parts, counters = _parts(spec.kept(p.piece), p), spec.counters()
+    for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
-    if left := (set(p.tensors) - set(slots)) | (set(p.counters) - set(counters)):
+    if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p.piece)
-        if left := left - set(slots) - set(known):
+        parts = _parts(slots, p)
+        if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
-    for slot, each in p.tensors.items():
-        if each.shape != p.stored(slots[slot]):
-            raise CheckpointError(f"{what}: its {slot!r} has shape {each.shape}, needed is {p.stored(slots[slot])}")
-        if each.dtype not in CODES:
-            raise CheckpointError(f"{what}: its {slot!r} is {each.dtype}; float32 or float64 can be saved")
+    for name, each in p.tensors.items():
+        shape, dtype = parts[name]
+        if each.shape != shape:
+            raise CheckpointError(f"{what}: its {name!r} has shape {each.shape}, needed is {shape}")
+        fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
+        if not fits:
+            raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
+
+
+def _parts(slots: Mapping[str, Slot], p: Parameter) -> dict[str, tuple[Shape, str]]:
+    """The tensors of slots by name: shape and type."""
+    return {name + end: part for name, slot in slots.items() for end, part in p.parts(slot).items()}
 
 
 def possible(spec: Spec, shape: Shape) -> tuple[dict[str, Slot], dict[str, float]]:
     """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back. p: of
     a torch optimizer in evaluation mode, where gradients are taken."""
-    slots, counters = dict(spec.slots(shape)), dict(spec.counters())
+    slots, counters = dict(spec.kept(shape)), dict(spec.counters())
     slots |= {} if spec.evaluated is None else {TRAINED: Slot(shape)}
     for variant in _variants(spec):
-        slots |= variant.slots(shape)
+        slots |= variant.kept(shape)
         counters |= variant.counters()
     return slots, counters
 

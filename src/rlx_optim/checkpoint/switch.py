@@ -20,6 +20,7 @@ from ..optimizer import NamedOptimizer
 from ..routing import table
 from ..spec import Spec
 from ..stepping import Record
+from ..storage import NUMPY, Coded, decode, filled
 
 #: what optimizers with these words mean by them is the same to all
 FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment"
@@ -66,12 +67,23 @@ def _carry(source: NamedOptimizer, old: Record, target: NamedOptimizer, new: Rec
         new.t = old.t
         new.counters = _counters(after, new, bool(slots))
     for slot, (its, factor) in slots.items():
-        new.state[slot][...] = old.state[its] if factor == 1 else old.state[its] * new.state[slot].dtype.type(factor)
+        _put(target, new, slot, old.state[its], factor)
     scaled = [f"{slot} (×{factor:g})" if factor != 1 else slot for slot, (_, factor) in slots.items()]
     kept = [*scaled, *([f"step count {old.t}"] if counted else [])]
     gone = old.state.keys() - {its for its, _ in slots.values()}
     lost = [slot for slot in old.state if slot in gone] + ([] if counted or not old.t else [f"step count {old.t}"])
     return ", ".join(kept) or "nothing", f"{', '.join(lost)}: {reason}" if lost else "nothing"
+
+
+def _put(target: NamedOptimizer, new: Record, slot: str, old: Any, factor: float) -> None:
+    """A slot's values, times a factor, in what they are kept in here."""
+    buffer = new.state[slot]
+    if isinstance(old, Coded) and isinstance(buffer, Coded) and buffer.storage == old.storage and factor == 1:
+        for end, part in buffer.parts.items():
+            part[...] = old.parts[end]
+        return
+    values = decode(NUMPY, old) if isinstance(old, Coded) else old
+    filled(target._engine, buffer, values if factor == 1 else values * values.dtype.type(factor))
 
 
 def _meanings(spec: Spec, record: Record) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import linalg, vocabulary
+from .. import linalg, storage, vocabulary
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule
 from ..program import Each, Pass, Program
@@ -253,9 +253,15 @@ class Torch(ArrayEngine):
 
     # bundles -------------------------------------------------------------------------------------------------------
     def allocate(self, slot: Slot) -> Any:
+        if slot.storage:
+            made = (self._zeros(shape, dtype) for shape, dtype in storage.parts(slot).values())
+            return storage.Coded(slot.storage, *made)
         if slot.eye:
             return torch.eye(slot.shape[0], dtype=self.dtype, device=self.device) * slot.fill
         return torch.full(slot.shape, slot.fill, dtype=self.dtype, device=self.device)
+
+    def _zeros(self, shape: Shape, dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def load(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array).detach().to(self.device, self.dtype)
@@ -353,6 +359,18 @@ class Torch(ArrayEngine):
 
     def solve(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(R.mT, X, upper=False)
+
+    def cast(self, X: torch.Tensor, dtype: str) -> torch.Tensor:
+        return X.to(getattr(torch, dtype))
+
+    def row_max(self, X: torch.Tensor) -> torch.Tensor:
+        return X.amax(-1)
+
+    def to_half(self, X: torch.Tensor) -> torch.Tensor:
+        return X.bfloat16()
+
+    def from_half(self, X: torch.Tensor) -> torch.Tensor:
+        return X.float()
 
     def counter(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int64, device=self.device)

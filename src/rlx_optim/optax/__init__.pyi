@@ -26,6 +26,7 @@ def sgd(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adam(
@@ -39,6 +40,7 @@ def adam(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adamw(
@@ -52,6 +54,7 @@ def adamw(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def nadamw(
@@ -66,6 +69,7 @@ def nadamw(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def radam(
@@ -80,6 +84,7 @@ def radam(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def qhadamw(
@@ -94,6 +99,7 @@ def qhadamw(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def stableadamw(
@@ -108,6 +114,7 @@ def stableadamw(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def ademamix(
@@ -124,6 +131,7 @@ def ademamix(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adan(
@@ -139,6 +147,7 @@ def adan(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adopt(
@@ -153,6 +162,7 @@ def adopt(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def laprop(
@@ -166,6 +176,7 @@ def laprop(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lamb(
@@ -180,6 +191,7 @@ def lamb(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lars(
@@ -194,6 +206,7 @@ def lars(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adafactor(
@@ -209,6 +222,7 @@ def adafactor(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lion(
@@ -220,6 +234,7 @@ def lion(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def soap(
@@ -240,6 +255,7 @@ def soap(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def kron_psgd(
@@ -262,6 +278,7 @@ def kron_psgd(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def muon(
@@ -280,6 +297,7 @@ def muon(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def sophia(
@@ -296,6 +314,7 @@ def sophia(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def mars(
@@ -314,6 +333,7 @@ def mars(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def prodigy(
@@ -333,6 +353,7 @@ def prodigy(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def normuon(
@@ -350,6 +371,7 @@ def normuon(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def scion(
@@ -370,6 +392,7 @@ def scion(
     stacked: Mapping[str, int] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreeadamw(
@@ -385,6 +408,7 @@ def schedulefreeadamw(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreesgd(
@@ -398,4 +422,5 @@ def schedulefreesgd(
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
+    state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
 ) -> optax.GradientTransformationExtraArgs: ...

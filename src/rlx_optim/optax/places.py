@@ -75,6 +75,8 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
     if not traced:
         spec.check()
     spec.check_modifiers(traced)
+    if spec.state_dtype != "float32":
+        raise ValueError(f"{kind.title}: state_dtype={spec.state_dtype!r} is not done under optax; its state is float32")
     return spec
 
 

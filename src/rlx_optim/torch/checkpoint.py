@@ -18,11 +18,12 @@ from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
 from ..registry import spec_class
 from ..routing import Choice, bare
-from ..spec import Shape, Slot, Spec
+from ..spec import Shape, Spec
+from ..storage import Words
 from .lanes import ARITHMETIC, inner_shape
-from .names import in_dtype, outside
+from .names import in_dtype, outside, part_names
 from .optimizer import RuleOptimizer
-from .state import counter, furnish, piece_shape, room, shape_in_state
+from .state import counter, furnish, layout, piece_shape, put, room, shape_in_state
 from .stepping import plain
 
 COUNTABLE = 2**53  # "step" is a float64
@@ -45,22 +46,28 @@ def parameters_of(opt: RuleOptimizer) -> dict[str, tuple[int, torch.Tensor]]:
     return found
 
 
-def host(tensor: torch.Tensor, what: str) -> np.ndarray:
-    """A tensor's values where NumPy sees them; not copied if they are on the CPU already."""
+def host(tensor: torch.Tensor, what: str, dtype: str = "") -> np.ndarray:
+    """A tensor's values where NumPy sees them; not copied if they are on the CPU already. dtype: of a part of a slot in fewer
+    bits, which is given as it is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(f"{what} is a {type(tensor).__name__}; gather the whole of it first")
     tensor = tensor.detach().cpu()
-    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
+    if dtype == "bfloat16":
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return (tensor if dtype or tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
 
-def wrapped(tensor: torch.Tensor, shape: Shape, what: str, whole: Callable[[], torch.Tensor] | None = None) -> Tensor:
+def wrapped(
+    tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", whole: Callable[[], torch.Tensor] | None = None
+) -> Tensor:
     """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
-    dtype = np.dtype(np.float64 if tensor.dtype is torch.float64 else np.float32)
-    return Tensor(shape, dtype, functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what))
+    kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
+    fetched = functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what, dtype)
+    return Tensor(shape, np.dtype(kind), fetched)
 
 
-def _fetched(whole: Callable[[], torch.Tensor], shape: Shape, what: str) -> np.ndarray:
-    return host(whole(), what).reshape(shape)
+def _fetched(whole: Callable[[], torch.Tensor], shape: Shape, what: str, dtype: str) -> np.ndarray:
+    return host(whole(), what, dtype).reshape(shape)
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
@@ -126,18 +133,19 @@ def _parameter(
     home: Any,
 ) -> Parameter:
     piece = piece_shape(param, batch)
-    shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
+    shape, kind = tuple(param.shape), str(param.dtype).removeprefix("torch.")
     counters = spec.counters()
-    p = Parameter(*where, shape, int(state["step"]), {}, {}, dtype, batch, piece, why)
-    slots = spec.slots(piece)
-    if set(state) - {"step", "batch", *counters, *outside(spec, slots).values()}:  # left by a changed setting, perhaps
+    p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, batch, piece, why)
+    slots = spec.kept(piece)
+    if set(state) - {"step", "batch", *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, piece)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
-    for slot, key in outside(spec, slots).items():
+    for key, (slot, end) in part_names(spec, slots).items():
         if key in state:
             each = slots[slot]
             whole = None if home is None else functools.partial(home.get, state[key], shape_in_state(each, param, batch))
-            p.tensors[slot] = wrapped(state[key], p.stored(each), f"{key!r} of {name!r}", whole)
+            stored, dtype = p.parts(each)[end]
+            p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
     return p
 
 
@@ -162,8 +170,9 @@ def load_into(
             groups = _regrouped(opt, snapshot, known, there, values)
             states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
-            home = opt._home(name, known[name][1], snapshot.spec(p), p.pieces)
-            _fill(states[known[name][1]], snapshot.spec(p), p, home)
+            here = _here(opt, snapshot, p, known[name][0])
+            home = opt._home(name, known[name][1], here, p.pieces)
+            _fill(states[known[name][1]], snapshot.spec(p), here, p, home)
         opt.state.update(states)
         opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
@@ -291,7 +300,7 @@ def _content(
         _check_extra(key, value, group.get(key), (*member.specs[place[1]].fields, "params", "param_names", "rule"))
     lr, rate = group["lr"], values[place]["lr"]
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
-    content |= values[place] | moved | extra | {"rule": member.optimizer}
+    content |= values[place] | moved | extra | {"rule": member.optimizer, "state_dtype": group["state_dtype"]}
     if member.optimizer == group["rule"] and kind.torch.in_dtype:  # a None that follows the dtype stays where it means the file's
         follows = {k: group[k] for k, v in in_dtype(kind, group, torch.float32).items() if v is not group[k]}
         unsaid = {**content, **follows}
@@ -310,36 +319,40 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
 
 def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
     """State for a parameter, to be filled: buffers that fit are used again."""
-    rule, spec = snapshot.members[p.member].optimizer, snapshot.spec(p)
-    slots = _kept(spec, p)
+    rule, spec = snapshot.members[p.member].optimizer, _here(opt, snapshot, p, index)
+    slots = p.slots(spec)
     names = outside(spec, slots)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
     state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.pieces} if p.pieces > 1 else {})
     home = opt._home(None, param, spec, p.pieces)
-    for name in p.tensors:
-        key, slot = names[name], slots[name]
-        old, shape, wanted = before.get(key), shape_in_state(slot, param, p.pieces), (ARITHMETIC[param.dtype], param.device)
-        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == wanted and old.is_contiguous()
-        fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
-        state[key] = old if fits else room(slot, param, p.pieces, home)
+    for name, slot in slots.items():
+        for end, (shape, dtype) in layout(slot, param, p.pieces).items():
+            old = before.get(names[name] + end)
+            fits = (
+                was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype, param.device) and old.is_contiguous()
+            )
+            fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
+            state[names[name] + end] = old if fits else room(slot, param, p.pieces, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
     others, counters = possible(earlier, p.piece)
-    ours = {"step", "batch", *outside(earlier, others).values(), *counters}
+    ours = {"step", "batch", *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
-def _kept(spec: Spec, p: Parameter) -> dict[str, Slot]:
-    """The slots that are in use, or were before a setting changed."""
-    slots = spec.slots(p.piece)
-    return slots if p.tensors.keys() <= slots.keys() else possible(spec, p.piece)[0]
+def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> Spec:
+    """The file's settings, with what state is kept in here."""
+    return snapshot.spec(p).replace(state_dtype=opt.param_groups[index]["state_dtype"])
 
 
 @torch.no_grad()
-def _fill(state: dict[str, Any], spec: Spec, p: Parameter, home: Any) -> None:
-    names = outside(spec, _kept(spec, p))
-    for slot, each in p.tensors.items():
-        buffer, value = state[names[slot]], torch.from_numpy(each.read())
-        if home is None:
-            buffer.copy_(value.reshape(buffer.shape))
+def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: Any) -> None:
+    """Take over a file's state. there, here: its settings, and with what state is kept in here."""
+    slots, mine = p.slots(there), p.slots(here)
+    names = outside(there, slots)
+    for name, slot in slots.items():
+        if home is not None:
+            home.put(state[names[name]], torch.from_numpy(p.values(slots, name)))
         else:
-            home.put(buffer, value)
+            ends = p.parts(slot) if slot.storage == mine[name].storage else None
+            given = {end: p.tensors[name + end].read() for end in ends} if ends else p.values(slots, name)
+            put({end: state[names[name] + end] for end in p.parts(mine[name])}, mine[name].storage, given)

@@ -25,7 +25,7 @@ from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .lanes import inner_shape
-from .names import counted, foreign, in_dtype, outside, translated
+from .names import counted, foreign, in_dtype, outside, part_names, translated
 from .stepping import plain
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
@@ -160,12 +160,12 @@ def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, 
     step = int(state.get("step", 1))  # torch's SGD and Muon do not count, and need not
     counters = {k: float(state[k]) if k in state else float(k == "started") for k in spec.counters()}
     p = Parameter(*where, shape, step, {}, counters, "float32", pieces, piece)
-    slots = spec.slots(piece)
-    for slot, key in outside(spec, slots).items():
-        each, value = slots[slot], state.get(key)
+    slots = spec.kept(piece)
+    for key, (slot, end) in part_names(spec, slots).items():
+        (shape, dtype), value = p.parts(slots[slot])[end], state.get(key)
         if torch.is_tensor(value):
-            p.dtype = str(value.dtype).removeprefix("torch.")
-            p.tensors[slot] = wrapped(value, p.stored(each), f"{slot} of {name!r}")
+            p.dtype = "float32" if dtype else str(value.dtype).removeprefix("torch.")
+            p.tensors[slot + end] = wrapped(value, shape, f"{slot + end} of {name!r}", dtype)
     return p
 
 
@@ -219,7 +219,7 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
 def _group(rule: str, values: Values) -> dict[str, Any]:
     kind, given = spec_class(rule), {k: v for k, v in values.hyperparameters.items() if k not in MODIFIERS}
     for name, field in MODIFIERS.items():
-        if values.hyperparameters.get(name, field.default) != field.default:
+        if name != "state_dtype" and values.hyperparameters.get(name, field.default) != field.default:
             raise CheckpointError(f"{name}={values.hyperparameters[name]!r}, which others' {kind.title} does not have")
     if rule == "soap":
         return {**given, "shampoo_beta": -1 if given["shampoo_beta"] is None else given["shampoo_beta"], **AUTHORS_SOAP}
@@ -237,9 +237,9 @@ def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
     waits = not p.counters.get("started", 1)  # torch's average begins when there is none
-    slots = spec.slots(p.shape)
+    slots = spec.kept(p.shape)
     for slot, key in outside(spec, slots).items() if not waits else ():
-        state[key] = torch.from_numpy(p.tensors[slot].read()).reshape(_shape_there(slots[slot], p.shape))
+        state[key] = torch.from_numpy(p.values(slots, slot)).reshape(_shape_there(slots[slot], p.shape))
     state |= {k: torch.tensor(float(v)) for k, v in p.counters.items() if k == "mu_product"}
     return _to_the_authors(state, spec, p) if rule == "soap" else state
 

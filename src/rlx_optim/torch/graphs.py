@@ -24,6 +24,8 @@ def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
         return f"capturable=True needs the triton engine and CUDA parameters, this is engine {engine!r}"
     if spec.branches:
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
+    if spec.state_dtype != "float32":
+        return f"state_dtype={spec.state_dtype!r} cannot be captured yet; use capturable=False, or float32"
     if nonfinite == "raise":
         return "nonfinite='raise' needs the host to look at every gradient; with capturable=True use 'skip' or 'propagate'"
     return None

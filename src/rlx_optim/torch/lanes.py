@@ -69,12 +69,16 @@ def inner_shape(shape: Shape, batch: int) -> Shape:
     return tuple(kept)
 
 
+#: types of tensors as NumPy has them
+KINDS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int8: "|i1", torch.uint8: "|u1"}
+
+
 class Memory:
     """A contiguous tensor's memory as NumPy finds it. `Tensor.numpy` would keep the storage from ever being resized again."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor  # kept alive
-        kind = "<f8" if tensor.dtype is torch.float64 else "<f4"
+        kind = KINDS[tensor.dtype]
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
             "shape": tuple(tensor.shape),
@@ -85,9 +89,7 @@ class Memory:
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """The same memory as a NumPy array; good as long as nobody replaces it (`Seat.holds` looks)."""
-    return (
-        np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    )
+    return np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), KINDS[tensor.dtype])
 
 
 def written(params: Iterable[torch.Tensor]) -> None:
@@ -294,9 +296,14 @@ class AddressLane(Lane):
 
 
 class CpuLane(AddressLane):
+    engine: Any
+
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
         return array_of(buffer)
+
+    def by_address(self, part: Part) -> bool:
+        return part.bundle.plan is not None or self.engine.compiles(part.bundle)
 
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()

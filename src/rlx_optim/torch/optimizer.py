@@ -197,7 +197,7 @@ class RuleOptimizer(Stepper):
         spec = self._spec_of(added)
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
-            self._check_param(name, param)
+            self._check_param(name, param, added["state_dtype"])
         if (homes := self._all_homes(added["params"], spec)) is not None:
             homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
         for name, param in entries:
@@ -272,7 +272,7 @@ class RuleOptimizer(Stepper):
                 batch = self._pieces(name, param)
                 home = self._home(name, param, spec, batch)
                 if isinstance(home, Owned):
-                    slots = spec.slots(piece_shape(param, batch))
+                    slots = spec.kept(piece_shape(param, batch))
                     shapes = {name: shape_in_state(slots[slot], param, batch) for slot, name in outside(spec, slots).items()}
                     found.append((param, home, shapes))
         return found
@@ -317,7 +317,8 @@ class RuleOptimizer(Stepper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
-            groups = [self._completed(group) for group in state["param_groups"]]
+            here = [group["state_dtype"] for group in self.param_groups]
+            groups = [self._completed({**g, "state_dtype": kept}) for g, kept in zip(state["param_groups"], here, strict=True)]
             state = {"param_groups": groups, "state": self._loaded(groups, state["state"])}
         super().__setstate__(state)
         self._consolidated = (None, None)

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import storage
 from ..spec import Shape, Slot, Spec
 from .lanes import ARITHMETIC, inner_shape
-from .names import outside
+from .names import outside, part_names
 
 
 def piece_shape(param: torch.Tensor, batch: int) -> Shape:
@@ -32,9 +34,15 @@ def shape_in_state(slot: Slot, param: torch.Tensor, batch: int) -> Shape:
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
-def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
-    """A slot as it starts."""
-    dtype, shape = ARITHMETIC[param.dtype], shape_in_state(slot, param, batch)
+def layout(slot: Slot, param: torch.Tensor, batch: int) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Shape and type of the tensors that a slot is kept in, by what is added to its name."""
+    found = storage.parts(slot, shape_in_state(slot, param, batch))
+    return {end: (shape, getattr(torch, dtype) if dtype else ARITHMETIC[param.dtype]) for end, (shape, dtype) in found.items()}
+
+
+def fresh(slot: Slot, param: torch.Tensor, batch: int, end: str = "") -> torch.Tensor:
+    """A slot as it starts, or the part of it with this name."""
+    shape, dtype = layout(slot, param, batch)[end]
     if slot.eye:
         eye = torch.eye(slot.shape[0], dtype=dtype, device=param.device) * slot.fill
         return eye.expand(batch, *slot.shape).reshape(shape).clone(memory_format=torch.contiguous_format)
@@ -53,9 +61,9 @@ def count_of(value: Any) -> float:
         return float(value)
 
 
-def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor:
+def room(slot: Slot, param: torch.Tensor, batch: int, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, where it is kept: home is that of a parameter spread over ranks (`sharded.homes`), else None."""
-    return fresh(slot, param, batch) if home is None else home.room(slot, param, batch)
+    return fresh(slot, param, batch, end) if home is None else home.room(slot, param, batch)
 
 
 def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
@@ -63,10 +71,10 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, 
     state.setdefault("step", counter(0.0))
     if batch > 1:
         state.setdefault("batch", batch)
-    slots = spec.slots(piece_shape(param, batch))
-    for slot, name in outside(spec, slots).items():
+    slots = spec.kept(piece_shape(param, batch))
+    for name, (slot, end) in part_names(spec, slots).items():
         if name not in state:
-            state[name] = room(slots[slot], param, batch, home)
+            state[name] = room(slots[slot], param, batch, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
 
@@ -88,12 +96,23 @@ def handed_on(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]
     return state
 
 
-class Plain:
-    """The home of a plain tensor's state: its own memory."""
+def words(device: torch.device) -> Any:
+    """`storage`'s words on a device."""
+    from ..engines.torch_ import Torch
 
-    @staticmethod
-    def put(buffer: torch.Tensor, value: torch.Tensor) -> None:
-        buffer.copy_(value)
+    return Torch(device)
+
+
+def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any) -> None:
+    """Leave in a slot's tensors its parts, as they are, or its values. kind: what it is kept in."""
+    first = buffers[""]
+    if kind and not isinstance(given, Mapping):
+        value = torch.as_tensor(given).to(first.device).reshape(first.shape)
+        given = storage.encode(words(first.device), kind, value, 0)
+    for end, part in (given if isinstance(given, Mapping) else {"": given}).items():
+        buffer, part = buffers[end], torch.as_tensor(part)
+        part = part.view(torch.bfloat16) if part.dtype is torch.uint16 else part  # as NumPy has it
+        buffer.copy_(part.reshape(buffer.shape))
 
 
 def taken_over(
@@ -107,21 +126,31 @@ def taken_over(
         state["batch"] = batch
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
-    slots = spec.slots(piece_shape(param, batch))
+    slots = spec.kept(piece_shape(param, batch))
     for slot, key in outside(spec, slots).items():
         expected = slots[slot]
-        buffer, shape = room(expected, param, batch, home), shape_in_state(expected, param, batch)
+        buffers = {end: room(expected, param, batch, home, end) for end in storage.PARTS[expected.storage]}
         value = given.pop(key, None)
         if value is None:
             if needed:
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
-        elif not torch.is_tensor(value) or tuple(value.shape) != shape:
-            found = tuple(value.shape) if torch.is_tensor(value) else value
-            raise ValueError(f"{owner}: {key!r} of {name} has shape {found} in the checkpoint, needed is {shape}")
         else:
+            kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
+            parts = {"": value} | {end: given.pop(key + end, None) for end in storage.PARTS[kind] if end}
+            for end, (shape, _) in storage.parts(replace(expected, storage=kind), shape_in_state(expected, param, batch)).items():
+                part = parts[end]
+                if not torch.is_tensor(part) or tuple(part.shape) != shape:
+                    found = tuple(part.shape) if torch.is_tensor(part) else part
+                    raise ValueError(f"{owner}: {key + end!r} of {name} has shape {found} in the checkpoint, needed is {shape}")
+                if end and bool((part < 0).any()):
+                    raise ValueError(f"{owner}: {key + end!r} of {name} has scales below zero in the checkpoint; it is damaged")
             started = True
-            (home or Plain).put(buffer, value)
-        state[key] = buffer
+            if kind == expected.storage and kind:
+                put(buffers, kind, parts)
+            else:
+                values = storage.decode(words(value.device), storage.Coded(kind, *parts.values())) if kind else value
+                put(buffers, expected.storage, values) if home is None else home.put(buffers[""], values)
+        state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
         state[label] = counter(given.pop(label, float(started) if label == "started" else first))
     return state | {k: v.clone() if torch.is_tensor(v) else v for k, v in given.items()}  # the rest is the user's own

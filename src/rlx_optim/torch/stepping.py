@@ -21,6 +21,7 @@ from ..routing import bare
 from ..spec import Spec
 from ..stats import Row, Stats, summed_up
 from ..stepping import Record, check_together, rows
+from ..storage import Coded, parts
 from .again import Again
 from .clip import Clip, clip_of, release, scaled, waits
 from .engines import choose
@@ -30,7 +31,7 @@ from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
 from .names import in_dtype, outside
 from .overlap import Work, rounds
-from .state import count_of, furnish, settle, shape_in_state
+from .state import count_of, furnish, layout, settle
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
@@ -107,7 +108,13 @@ class Stepper(Evaluating):
     def _home(self, name: str | None, param: torch.Tensor, spec: Spec, batch: int) -> Any:
         """Where the state of a parameter that is spread over ranks is kept; None for all others."""
         homes = self._all_homes([param], spec)
-        return None if homes is None else homes.of(name or "", param, spec, batch)
+        found = None if homes is None else homes.of(name or "", param, spec, batch)
+        if found is not None and spec.state_dtype != "float32":
+            raise spec.refuse(
+                f"state_dtype={spec.state_dtype!r} is for parameters that are not spread over ranks; {name!r} of shape "
+                f"{tuple(param.shape)} is"
+            )
+        return found
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -127,8 +134,10 @@ class Stepper(Evaluating):
         """Where a parameter of a group finds its settings in `_views`."""
         return group + len(self.param_groups) * DTYPES.index(dtype) if self._by_dtype() else group
 
-    def _check_param(self, name: str | None, param: torch.Tensor) -> None:
+    def _check_param(self, name: str | None, param: torch.Tensor, state_dtype: Any) -> None:
         what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
+        if state_dtype != "float32" and param.dtype is torch.float64:
+            raise ValueError(f'{what} is float64, and so is its state; give it a group of its own with state_dtype="float32"')
         if param.device.type == "meta":
             raise ValueError(
                 f"{what} is on the meta device; materialise the model (model.to_empty(device=…)) before the optimizer"
@@ -455,7 +464,7 @@ class Stepper(Evaluating):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
-                self._check_param(name, param)
+                self._check_param(name, param, group["state_dtype"])
                 dtype, batch, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, batch)
@@ -499,19 +508,22 @@ class Stepper(Evaluating):
             settle(state, spec)
         seat = Seat(param, state, bare(name), group, batch, spec.counters())
         for i, record in enumerate(seat.records):
-            record.slots = spec.slots(record.shape)
+            record.slots = spec.kept(record.shape)
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
             names = outside(spec, record.slots)
             for slot, expected in record.slots.items():
-                buffer, shape = state[names[slot]], shape_in_state(expected, param, batch)
-                where = (buffer.shape, buffer.dtype, buffer.device)
-                if where != (shape, lane.dtype, lane.device) or not buffer.is_contiguous():
-                    raise RuntimeError(
-                        f"{self._owner}: {names[slot]!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
-                        f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
-                    )
-                record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
+                views = []
+                for end, (shape, dtype) in layout(expected, param, batch).items():
+                    buffer = state[names[slot] + end]
+                    where = (buffer.shape, buffer.dtype, buffer.device)
+                    if where != (shape, dtype, lane.device) or not buffer.is_contiguous():
+                        raise RuntimeError(
+                            f"{self._owner}: {names[slot] + end!r} of {name} must be contiguous, of shape {shape}, {dtype} "
+                            f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                        )
+                    views.append(lane.view(buffer.reshape(batch, *parts(expected)[end][0])[i]))
+                record.state[slot] = Coded(expected.storage, *views) if expected.storage else views[0]
         return seat
 
     # ---- gradient release ------------------------------------------------------------------------------------------------

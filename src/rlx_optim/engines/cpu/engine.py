@@ -15,6 +15,7 @@ from ...language import REDUCTIONS, Rule, signature
 from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
 from ...spec import Shape, Spec
+from ...storage import EXACT
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
@@ -37,9 +38,9 @@ class Kernel:
         self.starts = np.array(starts, np.int64)
         self.elements = sum(math.prod(shape) for shape in shapes)
         columns = len(layout.over_columns)
-        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed)
+        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed) + len(layout.scaled)
         self.addresses = np.zeros((len(shapes), width), np.int64)
-        self.numbers = np.ones((len(shapes), layout.takes.count("number") + 1))
+        self.numbers = np.ones((len(shapes), layout.takes.count("number") + layout.beside))
         self.partial = np.zeros((len(self.chunks), len(layout.over_tensors)))
         self.scratch = np.empty(int((self.chunks[:, 4]).sum()) * columns if columns else 0)
         self.bounds, self.pieces = np.zeros(0, np.int64), 0
@@ -136,7 +137,10 @@ class Prepared:
                 held[plan.buffer[n]] = j
         reduced = {n: (result, how) for result, n, how in step.reduces}
         gives: list[Any] = [reduced[n][1] if n in reduced else held.get(places[n], "store") for n in step.gives]
-        layout = Layout(tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision)
+        coded = tuple(plan.storages.get(plan.buffer.get(n, ""), EXACT) for n in step.takes)
+        layout = Layout(
+            tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision, coded if any(coded) else ()
+        )
         self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes])
         self.sources = [plan.addresses[plan.buffer.get(n, n)] for n in step.takes if n in program.drops]
         self.columns: list[list[np.ndarray]] = []
@@ -148,6 +152,8 @@ class Prepared:
             self.sources.append(plan.addresses[place])
             if n in reduced and reduced[n][1].axis == -2:
                 self.columns.append(plan.scratch[place])
+        self.sources += [plan.addresses[f"{plan.buffer[step.takes[j]]}_scale"] for j in layout.scaled]
+        self.ticks = layout.beside > 1
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
@@ -159,8 +165,8 @@ class Prepared:
         for slot, addresses in enumerate(self.sources):
             self.kernel.addresses[:, slot] = addresses
 
-    def run(self, found: dict[int, Any], scale: float, engine: Cpu) -> None:
-        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale])
+    def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu) -> None:
+        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else [])])
         self.kernel.run()
         if self.columns:
             self.kernel.fold_columns(self.columns)
@@ -181,11 +187,11 @@ class Plan:
         self.bundle, self.engine, self.shapes = bundle, engine, bundle.shapes
         self.scratch: dict[int, list[np.ndarray]] = {}
         self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
+        self.storages = {name: kind for name, (kind,) in bundle.storages.items()}
         for name, arrays in bundle.buffers.items():
-            own = name not in ("p", "g")
-            self.addresses[name] = (
-                np.array([address(a) for a in arrays], np.int64) if own else np.zeros(len(self.shapes), np.int64)
-            )
+            own = {name: arrays} if name not in self.storages else {name + end: part for end, part in coded_parts(arrays).items()}
+            for part, each in own.items():
+                self.addresses[part] = np.array([address(a) for a in each] if name in bundle.slots else [0] * len(self.shapes))
         self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
         self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
         self.version = -1  # of the watch whose addresses these are
@@ -229,6 +235,8 @@ class Plan:
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
+            if self.only.ticks:
+                values.append(numbers["_tick"])
             kernel = self.only.kernel
             if kernel.row is not None:
                 kernel.row[:] = values
@@ -240,7 +248,7 @@ class Plan:
         found |= {n: np.array(each, np.float64) for n, each in self.kept}
         for step in self.steps:
             if isinstance(step, Prepared):
-                step.run(found, scale, self.engine)
+                step.run(found, scale, numbers.get("_tick"), self.engine)
             else:
                 with np.errstate(all="ignore"):
                     self.engine.number(step, found)
@@ -248,6 +256,11 @@ class Plan:
             for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
                 buffer[()] = value
         return {name: found[n] for name, n in self.program.given.items()}
+
+
+def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
+    """The parts of slots in fewer bits, by what is added to their name: one array per tensor."""
+    return {end: [each.parts[end] for each in buffers] for end in buffers[0].parts}
 
 
 class Cpu(ArrayEngine):
@@ -277,8 +290,12 @@ class Cpu(ArrayEngine):
         check.run()
         return bool(np.isfinite(check.partial).all())
 
+    def compiles(self, bundle: Bundle) -> bool:
+        """Whether the passes of a bundle are compiled."""
+        return bundle.program is not None and bundle.coded_in_passes
+
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
-        if bundle.program is None:
+        if not (bundle.plan or self.compiles(bundle)):
             with threads.blas():
                 return super().run(bundle, move)
         if bundle.plan is None:

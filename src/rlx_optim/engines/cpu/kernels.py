@@ -22,6 +22,7 @@ from typing import Any
 
 from ... import vocabulary
 from ...language import Reduction, Rule, checked
+from ...storage import BLOCK, HALF, PARTS, POSITIVE, SIGNED, TINY, TOP
 from .cache import kept
 
 #: columns of the chunk table
@@ -39,16 +40,29 @@ class Layout:
     replacement is not a store to a second pointer, because the compiler's overlap check would then always fail and the loop run
     one element at a time.
     element, arithmetic: "float32" or "float64", of the buffers and of the computation.
+    coded: per argument what it is kept in (`storage`), "" as it is; no row, column or reduction of such goes with that.
     """
 
     takes: tuple[str, ...]
     gives: tuple[str | int | Reduction, ...]
     element: str = "float32"
     arithmetic: str = "float32"
+    coded: tuple[str, ...] = ()
 
     @property
     def by_row(self) -> bool:
-        return any(kind in ROWWISE for kind in self.takes) or any(how.axis is not None for _, how in self.reductions)
+        lines = any(kind in ROWWISE for kind in self.takes) or any(how.axis is not None for _, how in self.reductions)
+        return lines or bool(self.scaled)
+
+    @property
+    def scaled(self) -> list[int]:
+        """Arguments that have scales beside their codes."""
+        return [j for j, storage in enumerate(self.coded) if len(PARTS[storage]) > 1]
+
+    @property
+    def beside(self) -> int:
+        """How many numbers stand behind the rule's own: the scale of gradients, and the step where chance rounds."""
+        return 2 if HALF in self.coded else 1
 
     @property
     def reductions(self) -> list[tuple[int, Reduction]]:
@@ -88,6 +102,41 @@ def _kept(into: str, value: str, how: Reduction) -> str:
     return f"{into} = {'maximum' if how.largest else 'loose_add'}({into}, {value})"
 
 
+#: what `native` has for slots in fewer bits
+CODED = {"int8_at", "uint8_at", "uint16_at", "room", "chance", "larger", "magnitude", "sqrt"}
+CODED |= {f"{way}_{kind}" for way in ("from", "to") for kind in ("signed", "positive", "half")}
+#: how a slot in fewer bits is read and written: the type of its codes, its bytes, and two functions of `native`
+CODES = {
+    SIGNED: ("int8", 1, "from_signed", "to_signed"),
+    POSITIVE: ("uint8", 1, "from_positive", "to_positive"),
+    HALF: ("uint16", 2, "from_half", "to_half"),
+}
+
+
+def _coded(layout: Layout, j: int, codes: str, scale: str, start: str, n: str) -> tuple[list[str], str, list[str], list[str]]:
+    """Of an argument in fewer bits: what is fetched before a block, how a coordinate is read, what is written of it, and after
+    the block. codes, scale: their addresses. start, n: where the block begins, and how long it is."""
+    storage = layout.coded[j]
+    kind, size, read, write = CODES[storage]
+    k = next((k for k, place in enumerate(layout.gives) if place == j), None)
+    before = [f"_a{j} = carray({kind}_at({codes} + {size} * ({start})), {n})"]
+    if storage == HALF:
+        inner = [f"_a{j}[_i] = {write}(float32(_y{k}), chance({start} + _i, _tick))"]
+        return before, f"_F({read}(_a{j}[_i], float32(0)))", [] if k is None else inner, []
+    top = TOP[storage]
+    before += [
+        f"_k{j} = float32_at({scale} + 4 * (_r * _blocks + _q))",
+        f"_z{j} = _k{j}[0] * float32({top**-2})",
+        f"_m{j} = int32(0)",
+    ]
+    before += [f"_t{j} = carray(room(), {BLOCK})"]
+    value = f"sqrt(_y{k})" if storage == POSITIVE else f"_y{k}"
+    inner = [f"_e{j} = float32({value})", f"_t{j}[_i] = _e{j}", f"_m{j} = larger(_m{j}, _e{j})"]
+    after = [f"_k{j}[0] = magnitude(_m{j}, int32(0))", f"_v{j} = float32({top**2}) / max(_k{j}[0], float32({TINY}))"]
+    after += ["for _i in range(_w):", f"    _a{j}[_i] = {write}(_t{j}[_i], _v{j})"]
+    return before, f"_F({read}(_a{j}[_i], _z{j}))", *(([], []) if k is None else (inner, after))
+
+
 def source(rule: Rule, layout: Layout) -> str:
     """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names
     that it makes up begin with an underscore, which those of a rule never do."""
@@ -95,26 +144,36 @@ def source(rule: Rule, layout: Layout) -> str:
     arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
     numbers = [j for j, kind in enumerate(layout.takes) if kind == "number"]
     placed, by_row = layout.placed, layout.by_row
-    width, size = len(arrays) + len(placed), 4 if layout.element == "float32" else 8
+    width, size = len(arrays) + len(placed) + len(layout.scaled), 4 if layout.element == "float32" else 8
     words = {word for word in vocabulary.RULE if word in rule.__code__.co_names} | {"maximum"}
+    words |= CODED if any(layout.coded) else set()
 
     def where(slot: int, offset: str, n: str | None) -> str:
         pointer = f"{layout.element}_at(_address_of[{width} * _t + {slot}] + {size} * ({offset}))"
         return f"carray({pointer}, {n})" if n else f"{pointer}[0]"
 
-    setup = []  # what is fetched before the innermost loop
+    setup: list[str] = []  # what is fetched before the innermost loop
     start, n = ("_r * _columns", "_columns") if by_row else ("_first", "_last - _first")
+    start, n = ("_o", "_w") if layout.scaled else (start, n)
+    loads: dict[int, str] = {}
+    coded: list[str] = []
+    after: list[str] = []
     for slot, j in enumerate(arrays):
         kind = layout.takes[j]
-        if kind in ("row", "matrix"):
+        if layout.coded and layout.coded[j]:
+            scale = len(arrays) + len(placed) + (layout.scaled.index(j) if j in layout.scaled else 0)
+            codes, scales = (f"_address_of[{width} * _t + {place}]" for place in (slot, scale))
+            before, loads[j], inside, behind = _coded(layout, j, codes, scales, start, n)
+            setup, coded, after = setup + before, coded + inside, after + behind
+        elif kind in ("row", "matrix"):
             setup.append(f"_a{j} = _F({where(slot, ROWWISE[kind], None)})")
         else:
             setup.append(f"_a{j} = {where(slot, ROWWISE.get(kind, start), n)}")
-    loads = {"number": "_n{}", "row": "_a{}", "matrix": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
-    values = ", ".join(loads.get(kind, "_F(_a{}[_i])").format(j) for j, kind in enumerate(layout.takes))
+    usual = {"number": "_n{}", "row": "_a{}", "matrix": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
+    values = ", ".join(loads.get(j, usual.get(kind, "_F(_a{}[_i])").format(j)) for j, kind in enumerate(layout.takes))
     results = ", ".join(f"_y{k}" for k in range(len(layout.gives)))
-    inner, after = [f"{results} = _rule({values})"], []
-    inner += [f"_a{j}[_i] = _y{k}" for k, j in enumerate(layout.gives) if isinstance(j, int)]
+    inner = [f"{results} = _rule({values})", *coded]
+    inner += [f"_a{j}[_i] = _y{k}" for k, j in enumerate(layout.gives) if isinstance(j, int) and j not in loads]
     for slot, k in enumerate(placed, len(arrays)):
         how = layout.gives[k]
         if not isinstance(how, Reduction):
@@ -134,11 +193,15 @@ def source(rule: Rule, layout: Layout) -> str:
     lines = ["_t = _chunk[0]", "_first = _chunk[1]", "_last = _chunk[2]"]
     lines += ["_rows = _chunk[3]", "_columns = _chunk[4]"] if by_row else []
     lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
+    lines += [f"_tick = int64(_number[{len(numbers) + 1}])"] if layout.beside > 1 else []
     lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
     for i, (k, how) in enumerate(layout.over_columns):
         lines.append(f"_c{k} = carray(float64_at(_scratch + 8 * (_chunk[5] + {i} * _columns)), _columns)")
         lines.append(f"_c{k}[:] = {_start(how)}")
     loop = [*setup, f"for _i in range({n}):", *(f"    {line}" for line in inner), *after]
+    if layout.scaled:
+        loop = [f"_o = _r * _columns + {BLOCK} * _q", f"_w = min({BLOCK}, _columns - {BLOCK} * _q)", *loop]
+        loop = [f"_blocks = -(-_columns // {BLOCK})", "for _q in range(_blocks):", *(f"    {line}" for line in loop)]
     lines += ["for _r in range(_first, _last):", *(f"    {line}" for line in loop)] if by_row else loop
     lines += [f"_out[{i}] = _s{k}" for i, (k, _) in enumerate(layout.over_tensors)]
 
@@ -146,7 +209,7 @@ def source(rule: Rule, layout: Layout) -> str:
     native_names = ", ".join(["float32_at", "float64_at", "int64_at", "loose_add", *sorted(words)])
     return f'''"""Generated from {rule.__module__}.{rule.__qualname__}({", ".join(takes)}); do not edit."""
 from math import inf
-from numba import carray, cfunc, float32, float64, int64, njit, void
+from numba import carray, cfunc, float32, float64, int32, int64, njit, void
 from rlx_optim.engines.cpu.native import {native_names}
 
 _F = {layout.arithmetic}
@@ -161,7 +224,7 @@ def kernel(_address, _numbers, _chunks, _start, _stop, _partial, _scratch):
     _address_of = int64_at(_address)
     for _c in range(_start, _stop):
         _chunk = int64_at(_chunks + {8 * len(CHUNK)} * _c)
-        _number = float64_at(_numbers + {8 * (len(numbers) + 1)} * _chunk[0])
+        _number = float64_at(_numbers + {8 * (len(numbers) + layout.beside)} * _chunk[0])
         _out = float64_at(_partial + {8 * len(layout.over_tensors)} * _c)
 {body}
 '''

@@ -12,6 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...storage import BLOCK
+
 
 def _pointer_to(element):
     @intrinsic
@@ -28,6 +30,9 @@ int64_at = _pointer_to(types.int64)
 int32_at = _pointer_to(types.int32)
 float64_at = _pointer_to(types.float64)
 float32_at = _pointer_to(types.float32)
+int8_at = _pointer_to(types.int8)
+uint8_at = _pointer_to(types.uint8)
+uint16_at = _pointer_to(types.uint16)
 
 
 @intrinsic
@@ -51,6 +56,119 @@ def call(typing_context, function, address, columns, chunks, first, last, partia
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), codegen
+
+
+# ---- state in fewer bits: `storage` in 32-bit words, which numba's own integers would widen --------------------------------
+_word32, _real = ir.IntType(32), ir.FloatType()
+
+
+def _f(value):
+    return ir.Constant(_real, value)
+
+
+def _i(value):
+    return ir.Constant(_word32, value)
+
+
+def _bits(b, x):
+    return b.bitcast(x, _word32)
+
+
+def _size(b, x):
+    return b.bitcast(b.and_(_bits(b, x), _i(0x7FFFFFFF)), _real)
+
+
+def _code(b, x, width):
+    """The nearest integer, ties to even: the last bits of what a large number added leaves."""
+    return b.trunc(_bits(b, b.fadd(x, _f(12582912.0))), ir.IntType(width))
+
+
+def _root(b, x):
+    return b.call(b.module.declare_intrinsic("llvm.sqrt", [_real]), [x])
+
+
+def _of_two(result, first, second):
+    """A function of two values for compiled code, from one that builds its instructions."""
+
+    def made(build):
+        @intrinsic
+        def function(typing_context, a, b):
+            def codegen(context, builder, signature, arguments):
+                return build(builder, *arguments)
+
+            return result(first, second), codegen
+
+        return function
+
+    return made
+
+
+@_of_two(types.float32, types.int8, types.float32)
+def from_signed(b, code, scale):
+    c = b.sitofp(code, _real)
+    return b.fmul(scale, b.fmul(c, _size(b, c)))
+
+
+@_of_two(types.int8, types.float32, types.float32)
+def to_signed(b, x, inverse):
+    c = _root(b, b.fmul(_size(b, x), inverse))
+    return _code(b, b.bitcast(b.or_(_bits(b, c), b.and_(_bits(b, x), _i(0x80000000))), _real), 8)
+
+
+@_of_two(types.float32, types.uint8, types.float32)
+def from_positive(b, code, scale):
+    c = b.uitofp(code, _real)
+    x = b.fmul(scale, b.fmul(c, c))
+    return b.fmul(x, x)
+
+
+@_of_two(types.uint8, types.float32, types.float32)
+def to_positive(b, x, inverse):
+    c = _root(b, b.fmul(x, inverse))
+    return _code(b, b.select(b.fcmp_ordered(">", c, _f(1.0)), c, _f(1.0)), 8)
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def to_half(b, x, noise):
+    bits = _bits(b, x)
+    there = b.select(b.fcmp_ordered("==", x, x), b.add(bits, noise), bits)
+    return b.trunc(b.lshr(there, _i(16)), ir.IntType(16))
+
+
+@_of_two(types.float32, types.uint16, types.float32)
+def from_half(b, code, scale):
+    return b.bitcast(b.shl(b.zext(code, _word32), _i(16)), _real)
+
+
+@_of_two(types.int32, types.int64, types.int64)
+def chance(b, place, t):
+    z = b.xor(b.mul(b.trunc(place, _word32), _i(0x9E3779B1)), b.mul(b.trunc(t, _word32), _i(0x85EBCA77)))
+    return b.lshr(b.mul(b.xor(z, b.lshr(z, _i(15))), _i(0x2C1B3C6D)), _i(16))
+
+
+@_of_two(types.int32, types.int32, types.float32)
+def larger(b, most, x):
+    """The larger magnitude, as its bits: in their order NaN is above all."""
+    bits = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    return b.select(b.icmp_signed(">", bits, most), bits, most)
+
+
+@_of_two(types.float32, types.int32, types.int32)
+def magnitude(b, most, nothing):
+    return b.bitcast(most, _real)
+
+
+@intrinsic
+def room(typing_context):
+    """Memory for a block of float32, on the stack."""
+
+    def codegen(context, builder, signature, arguments):
+        block = ir.ArrayType(_real, BLOCK)
+        with builder.goto_entry_block():
+            place = builder.alloca(block)
+        return builder.bitcast(place, _real.as_pointer())
+
+    return types.CPointer(types.float32)(), codegen
 
 
 # ---- the vocabulary on one coordinate, as NumPy defines it: NaN in, NaN out ------------------------------------------------

@@ -16,16 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import random
+from ... import random, storage
 from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
-from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
+from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HALF, HIGH, PLAIN, POSITIVE, ROW, ROWS, SIGNED, STRIPS, TENSOR, WIDE
 from .pile import Pile, dense
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
+
+CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
 
 
 class Triton(Torch):
@@ -43,7 +45,10 @@ class Triton(Torch):
 
     # bundles -----------------------------------------------------------------------------------------------------------
     def sweeps(self, bundle: Any) -> bool:
-        """Rows and columns of tensors that are not matrices are left to the torch engine."""
+        """Rows and columns of tensors that are not matrices are left to the torch engine, and state in fewer bits that a pass
+        cannot code as it goes."""
+        if bundle.storages and (bundle.program is None or not bundle.coded_in_passes):
+            return False
         drops = [slot.drop for slot in bundle.slots.values()]
         lines = any(drops if bundle.program is None else bundle.program.drops.values())
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
@@ -62,6 +67,8 @@ class Triton(Torch):
             else:
                 address, dtypes = plan.cached(name, lambda each=each: self._standing(each))
             arrays[name] = Placed(address, dtypes, slot.drop if slot else (), gradient=name == "g")
+            if name in bundle.storages:
+                arrays[name].storage, arrays[name].scale = plan.cached((name, "scale"), lambda each=each: self._scales(each))
         return arrays
 
     def values(self, bundle: Any) -> Values:
@@ -78,8 +85,15 @@ class Triton(Torch):
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
         return Values(arrays, **numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
 
+    @classmethod
+    def _scales(cls, each: Any) -> tuple[str, Placed | None]:
+        """What codes are, and where their scales are."""
+        scales = [coded.scale for coded in each]
+        return each[0].storage, None if scales[0] is None else Placed(*cls._standing(scales))
+
     @staticmethod
     def _standing(each: Any) -> tuple[np.ndarray, tuple[torch.dtype, ...]]:
+        each = [array.codes if isinstance(array, storage.Coded) else array for array in each]
         return np.array([array.data_ptr() for array in each], np.int64), tuple([array.dtype for array in each])
 
     def run(self, bundle: Any, move: bool = True) -> Mapping[str, Any]:
@@ -113,7 +127,7 @@ class Triton(Torch):
                 found[n] = torch.stack(list(bundle.buffers[name])).double()
         for position, step in enumerate(program.steps):
             if isinstance(step, Pass):
-                self._apply(plan, position, program, step, where, found, scale, flag)
+                self._apply(plan, position, program, step, where, found, scale, flag, bundle.numbers.get("_tick"))
             else:
                 self.number(step, found)
         for name, n in program.buffers.items():
@@ -124,7 +138,8 @@ class Triton(Torch):
         return {name: found[n] for name, n in program.given.items()}
 
     def _apply(
-        self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
+        self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any,
+        tick: Any,
     ) -> None:  # fmt: skip
         """A pass: the arrays that it reads, then the ones that it only writes."""
         values = [found[n] for n in step.takes]
@@ -144,6 +159,11 @@ class Triton(Torch):
         order += [j for j, value in enumerate(values) if not isinstance(value, Placed)]
         if order != list(range(len(values))):
             raise AssertionError("arrays come before numbers")
+        if any(array.storage for array in arrays):
+            sums, kinds = self._sums(step, results, lines=False), [how for _, _, how in step.reduces]
+            given = self._strips(plan, position, step, arrays, reads, [*numbers, tick], tuple(stores), sums, kinds, scale, flag)
+            found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
+            return
         drops = {array.drop for array in arrays}
         lines = any(how.axis is not None for _, _, how in step.reduces)
         tiled = len(drops) > 1 or (not step.domain and lines)
@@ -191,6 +211,37 @@ class Triton(Torch):
             if sums:
                 self._fold(plan, partial, blocks.first, plan.lengths(drop), kinds, indices, made)
         return [] if made is None else [self._of_all(row, how, plan.lengths(drop)) for row, how in zip(made, kinds, strict=True)]
+
+    def _strips(
+        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, sums: Any, kinds: Any,
+        scale: Any, flag: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """As `_launch`, where some arrays are codes: decoded and encoded in the same launch."""
+        codes = tuple([CODES[array.storage] for array in arrays])
+        every, places = list(arrays), []
+        for array in arrays:
+            places.append(len(every) if array.scale is not None else 0)
+            every += [array.scale] if array.scale is not None else []
+        codes, places = codes + (PLAIN,) * (len(every) - len(codes)), (*places, *[0] * (len(every) - len(places)))
+        n = len(plan.shapes)
+        this = self._pass(plan, key, every, n)
+        table, shared = self._numbers(plan, key, [*numbers, scale], n)
+        gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
+        made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
+        bases = tuple([array.base for array in every])
+        for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(every, self.sender), strict=True):
+            rows = plan.strips(indices)
+            mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
+            partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
+            kernels.strips[(rows.n,)](
+                address, bases, rows.rows, rows.columns, rows.across, rows.tensor, rows.index, mine, shared, partial,
+                address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), codes,
+                places, len(numbers), gradient, reads, stores, sums, len(step.gives) == 1, aligned, rows.even, flag is not None,
+                table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY, num_warps=2,
+            )  # fmt: skip
+            if sums:
+                self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
+        return [] if made is None else [self._of_all(row, how, plan.sizes) for row, how in zip(made, kinds, strict=True)]
 
     def _of_all(self, row: torch.Tensor, how: Reduction, lengths: list[int]) -> torch.Tensor:
         if not how.everything:

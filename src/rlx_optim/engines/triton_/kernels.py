@@ -17,6 +17,10 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
+#: blocks of neighbours with one scale that a program takes
+STRIPS = 8
+#: how an array is kept: as it is, or as one of `storage`'s codes
+PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column
 FULL, ROW, COLUMN = 0, 1, 2
 #: what a result is reduced over; beside it stand whether its squares are taken, and whether the largest is kept and not the sum
@@ -135,6 +139,129 @@ def sweep(
         one_block(where, s, scale, live, out, rule, False, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
     else:
         one_block(where, s, scale, live, out, rule, True, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
+
+
+@triton.jit
+def chance(place, tick):
+    """`storage.chance`: 16 random bits."""
+    z = (place.to(tl.uint32) * 0x9E3779B1) ^ (tick.to(tl.uint32) * 0x85EBCA77)
+    return ((z ^ (z >> 15)) * 0x2C1B3C6D) >> 16
+
+
+@triton.jit
+def one_strip(
+    where, scales, s, scale, tick, flat, live, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr,
+    CODES: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
+    SINGLE: tl.constexpr, F: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """Load, decode, apply the rule, encode, store."""
+    some = tl.sum(live.to(tl.int32), 1) > 0
+    x = ()
+    for j in tl.static_range(READS):
+        if MASKED:
+            value = tl.load(where[j] + flat, mask=live, other=0.0).to(F)
+        else:
+            value = tl.load(where[j] + flat).to(F)
+        if CODES[j] == 1:
+            value = value * tl.abs(value) * (tl.load(scales[j], mask=some, other=0.0) * (1.0 / 16129.0))[:, None]
+        elif CODES[j] == 2:
+            value = value * value * (tl.load(scales[j], mask=some, other=0.0) * (1.0 / 65025.0))[:, None]
+            value = value * value
+        if j == GRADIENT:
+            value = value * scale
+        x = x + (value,)
+    y = rule(*x, *s)
+    if SINGLE:
+        y = (y,)
+    for k in tl.static_range(len(STORES)):
+        result = tl.broadcast_to(y[STORES[k][0]], live.shape)
+        if CODES[STORES[k][1]] == 3:
+            bits = result.to(tl.uint32, bitcast=True)
+            bits = tl.where(result == result, bits + chance(flat, tick), bits) >> 16
+            result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        elif CODES[STORES[k][1]] == 0:
+            result = result.to(ELEMENTS[STORES[k][1]])
+        else:
+            if CODES[STORES[k][1]] == 2:
+                result = tl.sqrt(result)
+            bits = tl.abs(result).to(tl.int32, bitcast=True)
+            if MASKED:
+                bits = tl.where(live, bits, 0)
+            most = tl.max(bits, 1).to(tl.float32, bitcast=True)  # NaN is above all
+            tl.store(scales[STORES[k][1]], most, mask=some)
+            if CODES[STORES[k][1]] == 2:
+                code = tl.sqrt(result * (65025.0 / tl.maximum(most, TINY))[:, None])
+                code = (tl.maximum(code, 1.0) + 12582912.0) - 12582912.0
+                result = code.to(tl.int32).to(tl.uint8)
+            else:
+                code = tl.sqrt(tl.abs(result) * (16129.0 / tl.maximum(most, TINY))[:, None])
+                code = (code + 12582912.0) - 12582912.0
+                result = tl.where(result < 0, -code, code).to(tl.int32).to(tl.int8)
+        if MASKED:
+            tl.store(where[STORES[k][1]] + flat, result, mask=live)
+        else:
+            tl.store(where[STORES[k][1]] + flat, result)
+    for k in tl.static_range(len(SUMS)):
+        value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
+        if SUMS[k][2]:
+            value = value * value
+        if MASKED:
+            value = tl.where(live, value, nothing(SUMS[k][3]))
+        tl.store(out + k, together(together(value, 1, SUMS[k][3]), 0, SUMS[k][3]))
+
+
+@triton.jit
+def strips(
+    ADDRESS, BASES, ROWS, COLUMNS, ACROSS, TENSOR, INDEX, NUMBERS, SHARED, PARTIAL, FLAG, T,
+    rule: tl.constexpr, ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, NUMS: tl.constexpr,
+    GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN: tl.constexpr, FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which array has its
+    scales. The last of the numbers is the step. EVEN: rows are whole blocks."""
+    if FLAGGED:
+        if tl.load(FLAG) != 0:
+            return
+    b = tl.program_id(0)
+    t = tl.load(TENSOR + b)
+    row = tl.load(INDEX + b).to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    rows = tl.load(ROWS + t)
+    at = tl.arange(0, WIDE)
+    if EVEN:
+        flat = row[:, None] * WIDE + at[None, :]
+        live = (row < rows)[:, None] & (at >= 0)[None, :]
+    else:
+        columns, across = tl.load(COLUMNS + t), tl.load(ACROSS + t)
+        column = (row % across * WIDE)[:, None] + at[None, :]
+        flat = (row // across * columns)[:, None] + column
+        live = (row < rows)[:, None] & (column < columns)
+    where = ()
+    scales = ()
+    for j in tl.static_range(len(ELEMENTS)):
+        base = tl.load(ADDRESS + j * T + t) + BASES[j]
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        where = where + (base.to(tl.pointer_type(ELEMENTS[j])),)
+    for j in tl.static_range(len(ELEMENTS)):
+        scales = scales + (where[SCALES[j]] + row,)
+    numbers, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
+    s = ()
+    for k in tl.static_range(NUMS - 1):
+        s = s + (numbers[k],)
+    tick = numbers[NUMS - 1].to(tl.int32)
+    out = PARTIAL + b.to(tl.int64) * len(SUMS)
+    first = tl.load(INDEX + b).to(tl.int64) * HIGH
+    if EVEN and first + HIGH <= rows:
+        one_strip(
+            where, scales, s, scale, tick, flat, live, out, rule, False, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE, F,
+            TINY,
+        )  # fmt: skip
+    else:
+        one_strip(
+            where, scales, s, scale, tick, flat, live, out, rule, True, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE, F,
+            TINY,
+        )  # fmt: skip
 
 
 @triton.jit

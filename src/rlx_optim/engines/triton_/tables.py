@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .kernels import BLOCK, DEEP, HIGH, WIDE
+from ... import storage
+from .kernels import BLOCK, DEEP, HIGH, STRIPS, WIDE
 
 ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
 
@@ -68,6 +69,25 @@ class Blocks:
         self.index = (torch.arange(self.n) - starts).to(torch.int32).to(device)
 
 
+class Rows:
+    """Blocks of neighbours that share a scale (`storage`), STRIPS of them to a program; the last of a row may be shorter."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device):
+        columns = [shape[-1] for shape in shapes]
+        across = [-(-n // storage.BLOCK) for n in columns]
+        rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
+        counts = [-(-n // STRIPS) for n in rows]
+        self.first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
+        self.n, self.even = sum(counts), all(n % storage.BLOCK == 0 for n in columns)
+        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)[repeated]
+        self.tensor = repeated.to(torch.int32).to(device)
+        self.index = (torch.arange(self.n) - starts).to(torch.int32).to(device)
+        self.rows, self.columns, self.across = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across)
+        )
+
+
 class Grid:
     """Tiles of some matrices, and where their rows' and columns' sums go: one line per tile across (down)."""
 
@@ -96,16 +116,18 @@ class Placed:
     """One array per tensor of a bundle, known by address.
 
     base: what is added to every address; it goes with the launch, so arrays that lie elsewhere every time need no new table.
-    drop: the axes of the parameter that the arrays lack. gradient: these are the bundle's gradients, still to be scaled.
+    drop: the axes of the parameter that the arrays lack. gradient: these are the bundle's gradients, still to be scaled. storage,
+    scale: of codes, what they are, and where their scales are.
     """
 
-    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held")
+    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held", "scale", "storage")
 
     def __init__(
-        self, address: Any, dtypes: Any, drop: tuple[int, ...] = (), held: Any = None, base: int = 0, gradient: bool = False
-    ):
+        self, address: Any, dtypes: Any, drop: tuple[int, ...] = (), held: Any = None, base: int = 0, gradient: bool = False,
+        storage: str = "", scale: Any = None,
+    ):  # fmt: skip
         self.address, self.dtypes, self.drop, self.held = address, dtypes, drop, held
-        self.base, self.gradient = base, gradient
+        self.base, self.gradient, self.storage, self.scale = base, gradient, storage, scale
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,6 +187,12 @@ class Plan:
         return self.cached(
             ("grid", indices),
             lambda: Grid(self.shapes if indices is None else [self.shapes[i] for i in indices], self.device),
+        )
+
+    def strips(self, indices: tuple[int, ...] | None) -> Rows:
+        return self.cached(
+            ("strips", indices),
+            lambda: Rows(self.shapes if indices is None else [self.shapes[i] for i in indices], self.device),
         )
 
     def divisor(self, lengths: Sequence[int]) -> torch.Tensor:

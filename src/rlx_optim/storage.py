@@ -1,0 +1,247 @@
+"""State in fewer bits: which formats there are, what a slot is kept in, and the codes themselves.
+
+`state_dtype` says how many bits; what a slot *means* says how they are used. A slot of 8 bits is two ordinary arrays, the codes
+and, for every 128 neighbours of a row (the last block of a row may be shorter), a float32 scale s, their largest magnitude:
+
+    with a sign (m)       x = m    code = round(127·√(|x|/s)) with the sign of x    back: x = s·code·|code|/127²    int8
+    not below zero (v)    x = √v   code = round(255·√(x/s)), 1 at least             back: x = s·code²/255²          uint8
+
+Scales are exact: an average with a decay of 0.999 moves less in a step than a rounded scale would show, and would never decay. A
+block with a NaN or an infinity has such a scale, and is not finite as a whole. 16 bits are bfloat16, rounded up or down by chance
+for the same reason; chance is a hash of the step and the place. All of it is in float32 arithmetic, on every engine, by the
+functions below, in the words of the engine E; compiled engines have them in their kernels. Rules know nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+FORMATS = ("float32", "bfloat16", "int8")
+BLOCK = 128  # neighbours with one scale
+SMALL = 4096  # elements below which a tensor's state is exact
+TINY = 1e-33  # a scale that is divided by
+
+SIGNED, POSITIVE, HALF, EXACT = "signed", "positive", "half", ""
+
+#: how slots are coded by the first words of what they mean; all others stay exact
+MEANINGS = {
+    "first moment": SIGNED,
+    "second moment": POSITIVE,
+    "largest second moment": POSITIVE,
+    "average of": SIGNED,
+    "sum of steps": SIGNED,
+    "sum of scaled gradients": SIGNED,
+    "last gradient": SIGNED,
+    "minus the last gradient": SIGNED,
+    "curvature": SIGNED,
+}
+#: what is added to a slot's name for the parts that it is kept in, and their types; "" is the arithmetic's own
+PARTS: Mapping[str, Mapping[str, str]] = {
+    EXACT: {"": ""},
+    HALF: {"": "bfloat16"},
+    SIGNED: {"": "int8", "_scale": "float32"},
+    POSITIVE: {"": "uint8", "_scale": "float32"},
+}
+TOP = {SIGNED: 127.0, POSITIVE: 255.0}  # the largest code
+STORED = {dtype: storage for storage, parts in PARTS.items() if storage for dtype in [parts[""]]}  # by the type of the codes
+
+
+class Formats(dict[str, str]):
+    """A format for each of some slots, by name."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def checked(value: Any) -> Any:
+    """A `state_dtype`: one format, or formats by slot."""
+    if isinstance(value, Mapping):
+        if all(isinstance(name, str) and each in FORMATS for name, each in value.items()):
+            return Formats(value)
+    elif isinstance(value, str) and value in FORMATS:
+        return value
+    raise ValueError
+
+
+def kind_of(slot: Any) -> str | None:
+    """How a slot's values are coded, by what they mean; None: they stay exact."""
+    whole = slot.drop == () and not slot.factor and not slot.eye and not slot.fill
+    return next((kind for words, kind in MEANINGS.items() if whole and f"{slot.meaning} ".startswith(f"{words} ")), None)
+
+
+def storage_of(slot: Any, wanted: str) -> str:
+    """What a slot is kept in, by the format that is wanted: small tensors and vectors stay exact."""
+    kind = kind_of(slot)
+    if kind is None or wanted == "float32" or len(slot.shape) < 2 or math.prod(slot.shape) < SMALL:
+        return EXACT
+    return HALF if wanted == "bfloat16" else kind
+
+
+def assigned(slots: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """Slots with what they are kept in."""
+    if wanted == "float32":
+        return slots
+    each = wanted if isinstance(wanted, Mapping) else dict.fromkeys(slots, wanted)
+    return {name: dataclasses.replace(slot, storage=storage_of(slot, each.get(name, "float32"))) for name, slot in slots.items()}
+
+
+def refusal(slots: Mapping[str, Any], wanted: Any) -> str | None:
+    """What is wrong with formats by slot for a rule that has these slots; None: nothing."""
+    for name in wanted if isinstance(wanted, Mapping) else ():
+        if name not in slots:
+            return f"state_dtype names {name!r}, which is no slot of this rule; it has {', '.join(map(repr, slots)) or 'none'}"
+        if wanted[name] != "float32" and kind_of(slots[name]) is None:
+            return f"state_dtype: {name!r} ({slots[name].meaning or 'of no meaning that others know'}) stays exact; leave it out"
+    return None
+
+
+# ---- the arrays of a slot -------------------------------------------------------------------------------------------------
+def parts(slot: Any, shape: tuple[int, ...] | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of the arrays that a slot is kept in, by what is added to its name. shape: of the slot, where it is not
+    its own."""
+    shape = slot.shape if shape is None else shape
+    scales = (*shape[:-1], -(-shape[-1] // BLOCK)) if shape else ()
+    return {end: (scales if end else shape, dtype) for end, dtype in PARTS[slot.storage].items()}
+
+
+def bytes_of(slot: Any, own: int = 4) -> int:
+    """How many bytes a slot takes; own: those of a number in the arithmetic's own type."""
+    size = {"": own, "bfloat16": 2, "int8": 1, "uint8": 1, "float32": 4}
+    return sum(math.prod(shape) * size[dtype] for shape, dtype in parts(slot).values())
+
+
+class Coded:
+    """A slot in fewer bits: its parts, as arrays of whatever library. A bfloat16 is a uint16 where the library has none."""
+
+    __slots__ = ("codes", "scale", "storage")
+
+    def __init__(self, storage: str, codes: Any, scale: Any = None):
+        self.storage, self.codes, self.scale = storage, codes, scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """By what is added to the slot's name."""
+        return {end: self.scale if end else self.codes for end in PARTS[self.storage]}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays by name, of slots by name."""
+    return {
+        name + end: part
+        for name, each in state.items()
+        for end, part in (each.parts if isinstance(each, Coded) else {"": each}).items()
+    }
+
+
+def kept(E: Any, slot: Any, value: Any) -> Any:
+    """A buffer of an engine's making, with this value in it."""
+    buffer = E.allocate(slot)
+    filled(E, buffer, value)
+    return buffer
+
+
+def filled(E: Any, buffer: Any, value: Any) -> None:
+    """Leave a value in a buffer of an engine's making."""
+    if isinstance(buffer, Coded):
+        E.closed(buffer, value, 0)
+    else:
+        buffer[...] = value
+
+
+# ---- codes, in the words of an engine -------------------------------------------------------------------------------------
+class Words:
+    """What is asked of an array library, here NumPy. Engines are such."""
+
+    xp: Any = np
+    #: the types of parts; NumPy has no bfloat16
+    types: ClassVar[Mapping[str, Any]] = {"bfloat16": np.uint16, "int8": np.int8, "uint8": np.uint8, "float32": np.float32}
+
+    def cast(self, X: Any, dtype: str) -> Any:
+        return X.astype(dtype)
+
+    def row_max(self, X: Any) -> Any:
+        """The largest along the last axis; NaN if there is one."""
+        return X.max(-1)
+
+    def floor(self, X: Any, low: float) -> Any:
+        return self.xp.maximum(X, low)
+
+    def to_half(self, X: Any) -> Any:
+        """Float32 numbers that are bfloat16, as such."""
+        return (X.view(np.uint32) >> 16).astype(np.uint16)
+
+    def from_half(self, X: Any) -> Any:
+        return (X.astype(np.uint32) << 16).view(np.float32)
+
+    def counter(self, n: int) -> Any:
+        return self.xp.arange(n, dtype=self.xp.int64)
+
+    def word(self, n: Any) -> Any:
+        return n
+
+
+NUMPY = Words()
+
+
+def encode(E: Any, storage: str, x: Any, t: Any) -> dict[str, Any]:
+    """The parts of values, by what is added to the slot's name. t: the step, by which bfloat16 is rounded."""
+    x = E.cast(x, "float32")
+    if storage == HALF:
+        return {"": E.to_half(rounded(E, x, t))}
+    x = E.xp.sqrt(x) if storage == POSITIVE else x
+    scale = largest(E, x)
+    code = E.xp.round(TOP[storage] * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
+    code = E.floor(code, 1.0) if storage == POSITIVE else E.xp.where(x < 0, -code, code)
+    code = E.xp.where(code == code, code, 0.0)  # of what is not finite, as the scale says
+    return {"": E.cast(code, PARTS[storage][""]), "_scale": scale}
+
+
+def decode(E: Any, coded: Coded) -> Any:
+    """The values, in float32."""
+    if coded.storage == HALF:
+        return E.from_half(coded.codes)
+    code, scale = E.cast(coded.codes, "float32"), spread(E, coded.scale, coded.codes.shape)
+    x = scale * TOP[coded.storage] ** -2 * (code * abs(code))
+    return x * x if coded.storage == POSITIVE else x
+
+
+def largest(E: Any, x: Any) -> Any:
+    """The largest magnitude of each block."""
+    whole = x.shape[-1] // BLOCK * BLOCK
+    blocks = [abs(x[..., :whole]).reshape(*x.shape[:-1], whole // BLOCK, BLOCK)] if whole else []
+    blocks += [abs(x[..., whole:])[..., None, :]] if whole < x.shape[-1] else []
+    found = [E.row_max(block) for block in blocks]
+    return found[0] if len(found) == 1 else E.xp.concatenate(found, -1)
+
+
+def spread(E: Any, scale: Any, shape: Any) -> Any:
+    """A number for each coordinate, of one for each block."""
+    wide = E.xp.broadcast_to(scale[..., None], (*scale.shape, BLOCK))
+    return wide.reshape(*scale.shape[:-1], scale.shape[-1] * BLOCK)[..., : shape[-1]]
+
+
+def rounded(E: Any, x: Any, t: Any) -> Any:
+    """Float32 numbers that are bfloat16: the next above or below, the nearer the likelier."""
+    bits = x.reshape(-1).view(E.xp.int32)
+    there = ((bits + E.cast(chance(E, t, bits.shape[0]), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
+    return E.xp.where(x == x, there, x)
+
+
+def chance(E: Any, t: Any, n: int) -> Any:
+    """16 random bits for each of n places at step t: a hash of both."""
+    mask = E.word(0xFFFFFFFF)
+    z = ((E.counter(n) * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask)
+    return (((z ^ (z >> 15)) * E.word(0x2C1B3C6D)) & mask) >> 16
