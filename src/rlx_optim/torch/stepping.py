@@ -290,10 +290,10 @@ class Stepper(Evaluating):
         again = self._again
         if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
             return False
-        grads = again.gradients()
-        if grads is None or any(lane.structures != [spec.likeness() for spec in specs] for lane, _ in again.lanes):
+        structures = [spec.likeness() for spec in specs]
+        if any(lane.structures != structures for lane, _ in again.lanes):
             return False
-        again.step(grads, specs)
+        again.step(specs)
         return True
 
     def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
