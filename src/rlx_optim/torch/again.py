@@ -8,6 +8,7 @@ tables of addresses are right. Anything else goes the long way, which finds out 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class Again:
     def __init__(self, groups: Groups, state: State, lanes: Sequence[AddressLane]):
         self.structure = kept(groups, state)
         self.lanes = [(lane, Standing(lane)) for lane in lanes]
+        self.specs: Sequence[Spec] = ()  # those last seen to ask for the lanes' passes
 
     @classmethod
     def after(cls, opt: Stepper, taken: Work) -> Again | None:
@@ -47,12 +49,19 @@ class Again:
             and all(standing.stands(lane) for lane, standing in self.lanes)
         )
 
-    def step(self, specs: Sequence[Spec]) -> None:
+    def step(self, specs: Sequence[Spec]) -> bool:
+        """Take it; False, and nothing done, where the specs ask for other passes."""
+        if len(specs) != len(self.specs) or not all(map(operator.is_, specs, self.specs)):
+            structures = [spec.likeness() for spec in specs]
+            if any(lane.structures != structures for lane, _ in self.lanes):
+                return False
+            self.specs = specs
         for lane, standing in self.lanes:
             lane.numbers.clear()
             grads = [] if lane.all_by_address else [p.grad for p in standing.params]
             lane.launch(lane.seats, standing.params, grads, specs, lane.sign)  # type: ignore[arg-type]
             lane.count(standing.every)
+        return True
 
 
 class Standing:
