@@ -63,7 +63,7 @@ MAY = {
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "check": {"named", "registry"},
     "cli": {
-        "check", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
+        "check", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
         "checkpoint", "torch", "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain",
         "__init__",
     },

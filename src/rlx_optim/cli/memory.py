@@ -2,16 +2,16 @@
 
     rlx-optim memory --shapes gpt2-124m --optimizer soap
     rlx-optim memory --shapes shapes.json --optimizer all
+    rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8
 
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
-the compiled engines allocate: float32 buffers. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
+the compiled engines allocate: float32 buffers, or what state_dtype says. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ import typer
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
 from ..registry import aliases
+from ..storage import bytes_of
 from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
@@ -44,10 +45,10 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
     for name, shape in shapes.items():
         member, record, _ = optimizer._lookup(name, shape)
         rule = type(member).__name__
-        for slot, buffer in member._specs()[record.group].slots(shape).items():
+        for slot, buffer in member._specs()[record.group].kept(shape).items():
             row = found.setdefault((rule, slot), SlotBytes(rule, slot))
             row.tensors += 1
-            row.bytes += ITEM * math.prod(buffer.shape)
+            row.bytes += bytes_of(buffer, ITEM)
     return list(found.values())
 
 

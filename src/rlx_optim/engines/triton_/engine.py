@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,57 @@ from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
-from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HALF, HIGH, PLAIN, POSITIVE, ROW, ROWS, SIGNED, STRIPS, TENSOR, WIDE
+from .kernels import (
+    BLOCK,
+    COLUMN,
+    COLUMNS,
+    DEEP,
+    FULL,
+    HALF,
+    HIGH,
+    PLAIN,
+    POSITIVE,
+    ROW,
+    ROWS,
+    SIGNED,
+    STRIPS,
+    TENSOR,
+    WARPS,
+    WIDE,
+)
 from .pile import Pile, dense
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
 
 CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
+SCALE = -1  # among the numbers of a program, by number
+
+
+class Ready(NamedTuple):
+    """What a launch of a pass is told, but for its numbers: their places among the values are in `numbers`."""
+
+    arrays: list[Placed]
+    reads: int
+    numbers: list[int]
+    stores: tuple[tuple[int, int], ...]
+    stored: dict[int, Placed]
+    results: dict[int, int]
+    tiled: bool
+    codes: tuple[int, ...] = ()  # how each array is kept, where one is kept in fewer bits; their scales come last
+    scales: tuple[int, ...] = ()  # which array has its scales
+
+
+def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    """The steps of a program with their places: functions of numbers that the host has, then all others."""
+    known = {n for n, value in found.items() if not isinstance(value, Placed)}
+    early, late = [], []
+    for position, step in enumerate(steps):
+        if isinstance(step, Pass) or not known.issuperset(step.takes):
+            late.append((position, step))
+        else:
+            early.append((position, step))
+            known.update(step.gives)
+    return early, late
 
 
 class Triton(Torch):
@@ -47,6 +92,8 @@ class Triton(Torch):
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine, and state in fewer bits that a pass
         cannot code as it goes."""
+        if bundle.plan is not None:
+            return True
         if bundle.storages and (bundle.program is None or not bundle.coded_in_passes):
             return False
         drops = [slot.drop for slot in bundle.slots.values()]
@@ -54,26 +101,31 @@ class Triton(Torch):
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
 
     def placed(self, bundle: Any) -> dict[str, Placed]:
-        """Where the arrays of a bundle are."""
-        plan, watch, arrays = bundle.plan, bundle.watch, {}
-        for name, each in bundle.buffers.items():
-            slot = bundle.slots.get(name)
-            if slot is not None and slot.drop is None:
-                continue  # a number a tensor, and no array
-            if slot is None and watch is not None:
-                address, dtypes = plan.mine(name, watch, bundle.index)
-            elif slot is None:
-                address, dtypes = self._standing(each)
-            else:
-                address, dtypes = plan.cached(name, lambda each=each: self._standing(each))
-            arrays[name] = Placed(address, dtypes, slot.drop if slot else (), gradient=name == "g")
-            if name in bundle.storages:
-                arrays[name].storage, arrays[name].scale = plan.cached((name, "scale"), lambda each=each: self._scales(each))
+        """Where the arrays of a bundle are: always the same objects, which say it anew where parameters or gradients moved."""
+        plan, watch, arrays = bundle.plan, bundle.watch, bundle.plan.where
+        if not arrays:
+            for name, each in bundle.buffers.items():
+                slot = bundle.slots.get(name)
+                if slot is None:
+                    arrays[name] = Placed(None, None, (), gradient=name == "g")
+                elif slot.drop is not None:  # a number a tensor is no array
+                    arrays[name] = Placed(*self._standing(each), slot.drop)
+                if name in bundle.storages:
+                    arrays[name].storage, arrays[name].scale = self._scales(each)
+        if watch is None:
+            for name in ("p", "g"):
+                arrays[name].address, arrays[name].dtypes = self._standing(bundle.buffers[name])
+        elif plan.version != watch.version:
+            plan.version = watch.version
+            for name in ("p", "g"):
+                arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
         return arrays
 
     def values(self, bundle: Any) -> Values:
+        if bundle.plan is None:  # state in fewer bits has no address to be used at
+            return super().values(bundle)
         plan, n = bundle.plan, len(bundle.shapes)
-        arrays: dict[str, Any] = self.placed(bundle)
+        arrays: dict[str, Any] = {**self.placed(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
@@ -117,17 +169,46 @@ class Triton(Torch):
 
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
-        program, plan, scale = bundle.program, bundle.plan, bundle.scale
-        where, flag = self.placed(bundle), getattr(bundle.watch, "flag", None)
-        found: dict[int, Any] = {}
+        program, plan = bundle.program, bundle.plan
+        where, found = self.placed(bundle), {}
         for name, n in program.inputs.items():
             if name in where or name in bundle.numbers:
                 found[n] = where[name] if name in where else bundle.numbers[name]
-            elif name in bundle.buffers:
+        early, late = plan.cached("order", lambda: apart(program.steps, found))
+        for _, step in early:  # numbers that follow from numbers: on the host, where those are
+            self.number(step, found)
+        numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
+        if len(late) > 1 and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
+            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+            return replayed(
+                plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
+                lambda: self._tables(plan, late),
+            )  # fmt: skip
+        return self._late(bundle, late, found, bundle.scale)
+
+    def _standing_still(self, bundle: Any) -> bool:
+        """Whether all that differs from step to step are addresses that a watch knows, and numbers of the host."""
+        watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
+        return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
+
+    def _tables(self, plan: Plan, steps: Any) -> tuple[Any, ...]:
+        """Bring the tables of addresses up to date; gives what launches depend on beside what stands in them."""
+        found = []
+        for position in [position for position, step in steps if isinstance(step, Pass)]:
+            arrays = plan.made["pass", position].arrays
+            table = self._pass(plan, position, arrays, len(plan.shapes))
+            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
+        return tuple(found)
+
+    def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
+        """The passes, and what follows from their sums."""
+        program, plan, where, flag = bundle.program, bundle.plan, bundle.plan.where, getattr(bundle.watch, "flag", None)
+        for name, n in program.inputs.items():
+            if n not in found and name in bundle.buffers:
                 found[n] = torch.stack(list(bundle.buffers[name])).double()
-        for position, step in enumerate(program.steps):
+        for position, step in steps:
             if isinstance(step, Pass):
-                self._apply(plan, position, program, step, where, found, scale, flag, bundle.numbers.get("_tick"))
+                self._apply(plan, position, step, where, found, scale, flag)
             else:
                 self.number(step, found)
         for name, n in program.buffers.items():
@@ -137,38 +218,41 @@ class Triton(Torch):
                 torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
         return {name: found[n] for name, n in program.given.items()}
 
-    def _apply(
-        self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any,
-        tick: Any,
-    ) -> None:  # fmt: skip
+    def _apply(self, plan: Plan, position: int, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any) -> None:
         """A pass: the arrays that it reads, then the ones that it only writes."""
-        values = [found[n] for n in step.takes]
-        arrays = [value for value in values if isinstance(value, Placed)]
-        numbers = [value for value in values if not isinstance(value, Placed)]  # a matrix's one number is no array here
+        ready = plan.cached(("pass", position), lambda: self._ready(plan, step, where, found))
+        found |= ready.stored
+        numbers = [found[n] for n in ready.numbers]
+        if ready.codes:
+            return self._strips(plan, position, step, ready, numbers, found, scale, flag)
+        launch = self._tiles if ready.tiled else self._sweep
+        launch(plan, position, step, ready.arrays, ready.reads, numbers, ready.stores, ready.results, found, scale, flag)
+
+    def _ready(self, plan: Plan, step: Pass, where: Any, found: dict[int, Any]) -> Ready:
+        arrays = [found[n] for n in step.takes if isinstance(found[n], Placed)]
+        numbers = [n for n in step.takes if not isinstance(found[n], Placed)]  # a matrix's one number is no array here
+        if [n for n in step.takes if isinstance(found[n], Placed)] + numbers != list(step.takes):
+            raise AssertionError("arrays come before numbers")
         reads, held = len(arrays), {id(value): j for j, value in enumerate(arrays)}
         results = {n: k for k, n in enumerate(step.gives)}
-        stores = []
+        stores, stored = [], {}
         for n, place in step.stores:
             target = where[place] if isinstance(place, str) else plan.strip(n, step.domain, self.dtype)
             if id(target) not in held:
                 held[id(target)] = len(arrays)
                 arrays.append(target)
             stores.append((results[n], held[id(target)]))
-            found[n] = target
-        order = [j for j, value in enumerate(values) if isinstance(value, Placed)]
-        order += [j for j, value in enumerate(values) if not isinstance(value, Placed)]
-        if order != list(range(len(values))):
-            raise AssertionError("arrays come before numbers")
-        if any(array.storage for array in arrays):
-            sums, kinds = self._sums(step, results, lines=False), [how for _, _, how in step.reduces]
-            given = self._strips(plan, position, step, arrays, reads, [*numbers, tick], tuple(stores), sums, kinds, scale, flag)
-            found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
-            return
-        drops = {array.drop for array in arrays}
+            stored[n] = target
         lines = any(how.axis is not None for _, _, how in step.reduces)
-        tiled = len(drops) > 1 or (not step.domain and lines)
-        launch = self._tiles if tiled else self._sweep
-        launch(plan, position, step, arrays, reads, numbers, tuple(stores), results, found, scale, flag)
+        tiled = len({array.drop for array in arrays}) > 1 or (not step.domain and lines)
+        if not any(array.storage for array in arrays):
+            return Ready(arrays, reads, numbers, tuple(stores), stored, results, tiled)
+        scaled = [array for array in arrays if array.scale is not None]
+        codes = tuple([CODES[array.storage] for array in (*arrays, *scaled)])
+        codes = codes[: len(arrays)] + (PLAIN,) * len(scaled)
+        places = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * len(scaled)
+        arrays = [*arrays, *[array.scale for array in scaled]]
+        return Ready(arrays, reads, [*numbers, plan.tick], tuple(stores), stored, results, False, codes, places)
 
     def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
         """(result, over what, squared, largest) of each reduction."""
@@ -213,35 +297,30 @@ class Triton(Torch):
         return [] if made is None else [self._of_all(row, how, plan.lengths(drop)) for row, how in zip(made, kinds, strict=True)]
 
     def _strips(
-        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, sums: Any, kinds: Any,
-        scale: Any, flag: Any,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """As `_launch`, where some arrays are codes: decoded and encoded in the same launch."""
-        codes = tuple([CODES[array.storage] for array in arrays])
-        every, places = list(arrays), []
-        for array in arrays:
-            places.append(len(every) if array.scale is not None else 0)
-            every += [array.scale] if array.scale is not None else []
-        codes, places = codes + (PLAIN,) * (len(every) - len(codes)), (*places, *[0] * (len(every) - len(places)))
-        n = len(plan.shapes)
-        this = self._pass(plan, key, every, n)
+        self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any
+    ) -> None:  # fmt: skip
+        """As `_sweep`, where some arrays are codes: decoded and encoded in the same launch."""
+        sums, kinds, n = self._sums(step, ready.results, lines=False), [how for _, _, how in step.reduces], len(plan.shapes)
+        this = self._pass(plan, key, ready.arrays, n)
         table, shared = self._numbers(plan, key, [*numbers, scale], n)
-        gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
+        gradient = next((j for j, array in enumerate(ready.arrays) if array.gradient), -1)
         made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
-        bases = tuple([array.base for array in every])
-        for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(every, self.sender), strict=True):
+        bases = tuple([array.base for array in ready.arrays])
+        for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(ready.arrays, self.sender), strict=True):
             rows = plan.strips(indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             kernels.strips[(rows.n,)](
                 address, bases, rows.rows, rows.columns, rows.across, rows.tensor, rows.index, mine, shared, partial,
-                address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), codes,
-                places, len(numbers), gradient, reads, stores, sums, len(step.gives) == 1, aligned, rows.even, flag is not None,
-                table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY, num_warps=2,
+                address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
+                ready.codes, ready.scales, len(numbers), gradient, ready.reads, ready.stores, sums, len(step.gives) == 1,
+                aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY,
+                num_warps=WARPS,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
-        return [] if made is None else [self._of_all(row, how, plan.sizes) for row, how in zip(made, kinds, strict=True)]
+        for (result, _, how), row in zip(step.reduces, made if sums else (), strict=True):
+            found[result] = self._of_all(row, how, plan.sizes)
 
     def _of_all(self, row: torch.Tensor, how: Reduction, lengths: list[int]) -> torch.Tensor:
         if not how.everything:
@@ -330,6 +409,8 @@ class Triton(Torch):
         """A table on the device with a row per tensor; or, where all tensors share every number, just the numbers, which go with
         the launch (as float32: enough only for float32 arithmetic). Reductions are on the device already and stay there."""
         there = any(map(torch.is_tensor, values))
+        if there and all(map(torch.is_tensor, values)):
+            return torch.stack([value.double().expand(n) for value in values], 1), (0.0,)
         if not there and self.dtype is torch.float32 and not any(isinstance(value, np.ndarray) for value in values):
             return None, tuple(map(float, values))
         host = np.zeros((n, len(values)))
@@ -357,10 +438,12 @@ class Triton(Torch):
         """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are.
         Reductions, and rows or columns beside whole tensors or alone, are torch's."""
         plan = x.get("_plan")
+        if plan is None:
+            return super().map(rule, x, **reduce)
         takes, gives = signature(rule)
         piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
         sizes = {math.prod(pile.shape[1:]) for pile in piles}
-        if plan is None or reduce or sizes != {math.prod(plan.shapes[0])}:
+        if reduce or sizes != {math.prod(plan.shapes[0])}:
             given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
             return x.set(**{name: given[name] for name in gives})
         n = len(plan.shapes)

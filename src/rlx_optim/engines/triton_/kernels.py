@@ -17,8 +17,8 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
-#: blocks of neighbours with one scale that a program takes
-STRIPS = 8
+#: blocks of neighbours with one scale that a program takes, and its warps
+STRIPS, WARPS = 8, 2
 #: how an array is kept: as it is, or as one of `storage`'s codes
 PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column
@@ -254,13 +254,13 @@ def strips(
     first = tl.load(INDEX + b).to(tl.int64) * HIGH
     if EVEN and first + HIGH <= rows:
         one_strip(
-            where, scales, s, scale, tick, flat, live, out, rule, False, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE, F,
-            TINY,
+            where, scales, s, scale, tick, flat, live, out, rule, False, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE,
+            F, TINY,
         )  # fmt: skip
     else:
         one_strip(
-            where, scales, s, scale, tick, flat, live, out, rule, True, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE, F,
-            TINY,
+            where, scales, s, scale, tick, flat, live, out, rule, True, ELEMENTS, CODES, GRADIENT, READS, STORES, SUMS, SINGLE,
+            F, TINY,
         )  # fmt: skip
 
 
