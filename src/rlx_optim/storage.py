@@ -214,7 +214,7 @@ def decode(E: Any, coded: Coded) -> Any:
     if coded.storage == HALF:
         return E.from_half(coded.codes)
     code, scale = E.cast(coded.codes, "float32"), spread(E, coded.scale, coded.codes.shape)
-    x = scale * TOP[coded.storage] ** -2 * (code * abs(code))
+    x = scale * (code * abs(code) * TOP[coded.storage] ** -2)
     return x * x if coded.storage == POSITIVE else x
 
 

@@ -126,7 +126,7 @@ def _coded(layout: Layout, j: int, codes: str, scale: str, start: str, n: str) -
     top = TOP[storage]
     before += [
         f"_k{j} = float32_at({scale} + 4 * (_r * _blocks + _q))",
-        f"_z{j} = _k{j}[0] * float32({top**-2})",
+        f"_z{j} = _k{j}[0]",
         f"_m{j} = int32(0)",
     ]
     before += [f"_t{j} = carray(room(), {BLOCK})"]

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...storage import BLOCK
+from ...storage import BLOCK, POSITIVE, SIGNED, TOP
 
 
 def _pointer_to(element):
@@ -106,7 +106,7 @@ def _of_two(result, first, second):
 @_of_two(types.float32, types.int8, types.float32)
 def from_signed(b, code, scale):
     c = b.sitofp(code, _real)
-    return b.fmul(scale, b.fmul(c, _size(b, c)))
+    return b.fmul(scale, b.fmul(b.fmul(c, _size(b, c)), _f(TOP[SIGNED] ** -2)))
 
 
 @_of_two(types.int8, types.float32, types.float32)
@@ -118,7 +118,7 @@ def to_signed(b, x, inverse):
 @_of_two(types.float32, types.uint8, types.float32)
 def from_positive(b, code, scale):
     c = b.uitofp(code, _real)
-    x = b.fmul(scale, b.fmul(c, c))
+    x = b.fmul(scale, b.fmul(b.fmul(c, c), _f(TOP[POSITIVE] ** -2)))
     return b.fmul(x, x)
 
 

@@ -163,9 +163,9 @@ def one_strip(
         else:
             value = tl.load(where[j] + flat).to(F)
         if CODES[j] == 1:
-            value = value * tl.abs(value) * (tl.load(scales[j], mask=some, other=0.0) * (1.0 / 16129.0))[:, None]
+            value = value * tl.abs(value) * (1.0 / 16129.0) * tl.load(scales[j], mask=some, other=0.0)[:, None]
         elif CODES[j] == 2:
-            value = value * value * (tl.load(scales[j], mask=some, other=0.0) * (1.0 / 65025.0))[:, None]
+            value = value * value * (1.0 / 65025.0) * tl.load(scales[j], mask=some, other=0.0)[:, None]
             value = value * value
         if j == GRADIENT:
             value = value * scale

@@ -1,0 +1,148 @@
+"""State in 8 and 16 bits in torch: state dicts, files, other formats, split parameters, and what is refused."""
+
+import io
+
+import numpy as np
+import pytest
+from test_storage import FORMATS, RULES, made, relative, start, walk
+
+import rlx_optim
+from rlx_optim.storage import NUMPY, SIGNED, Coded, decode
+
+torch = pytest.importorskip("torch")
+import rlx_optim.torch  # noqa: E402
+import rlx_optim.torch.foreign  # noqa: E402
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_torch_engine_agrees_with_the_reference(name, wanted):
+    begin, opt = start(), made(name, engine="reference", state_dtype=wanted)
+    want = walk(opt, start(), 4)
+    kind = getattr(rlx_optim.torch, type(opt).__name__)
+    params = {each: torch.nn.Parameter(torch.from_numpy(p.copy())) for each, p in begin.items()}
+    settings = {each: opt.hyperparameters()[each] for each in opt.spec.fields}
+    other = {} if opt.otherwise is None else {"otherwise": rlx_optim.AdamW(**opt.otherwise.hyperparameters())}
+    theirs = kind(params.items(), engine="torch", **settings, **other)
+    for i in range(4):
+        for each, g in start(100 + i).items():
+            params[each].grad = torch.from_numpy(g)
+        theirs.step()
+    for each, p in params.items():
+        assert relative(p.detach().numpy() - begin[each], want[each] - begin[each]) < 2e-3, each
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(200, 40), torch.nn.Linear(40, 130))
+
+
+def steps(net, opt, first, count):
+    for i in range(first, first + count):
+        generator = torch.Generator().manual_seed(i)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        opt.step()
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("wanted", [*FORMATS, {"m": "int8", "v": "bfloat16"}], ids=str)
+def test_torch_resumes_and_changes_format(engine, wanted, tmp_path):
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, lr=1e-2, engine=engine, state_dtype=wanted)
+    steps(net, opt, 0, 3)
+    buffer = io.BytesIO()
+    torch.save(opt.state_dict(), buffer)
+    opt.save(tmp_path / "a.safetensors")
+
+    def other(kept, how):
+        mine = model()
+        mine.load_state_dict(net.state_dict())
+        theirs = rlx_optim.torch.AdamW(mine, lr=1e-2, engine=engine, state_dtype=kept)
+        how(theirs)
+        return mine, theirs
+
+    loaded = torch.load(io.BytesIO(buffer.getvalue()))
+    branches = [other(wanted, lambda o: o.load_state_dict(loaded)), other(wanted, lambda o: o.load(tmp_path / "a.safetensors"))]
+    wide = [other("float32", lambda o: o.load_state_dict(loaded)), other("float32", lambda o: o.load(tmp_path / "a.safetensors"))]
+    back = other(wanted, lambda o: o.load_state_dict(wide[0][1].state_dict()))
+    first = next(iter(net.parameters()))
+    codes = {k: v.clone() for k, v in opt.state[first].items()}
+    for mine, theirs in [*branches, back]:
+        assert theirs.param_groups[0]["state_dtype"] == wanted
+        for key, value in theirs.state[next(iter(mine.parameters()))].items():
+            assert value.dtype == codes[key].dtype
+            assert (value != codes[key]).float().mean() < (1e-3 if theirs is back[1] else 1e-9)
+    for mine, theirs in wide:
+        assert all(v.dtype in (torch.float32, torch.float64) for v in theirs.state[next(iter(mine.parameters()))].values())
+    steps(net, opt, 3, 2)
+    for mine, theirs in branches:
+        steps(mine, theirs, 3, 2)
+        assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), net.parameters(), strict=True))
+    for mine, theirs in [*wide, back]:
+        steps(mine, theirs, 3, 2)
+        assert all((a - b).abs().max() < 1e-3 for a, b in zip(mine.parameters(), net.parameters(), strict=True))
+
+
+def test_torch_state_is_ordinary_tensors_and_half_precision_parameters_have_it_too():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        net = model().to(dtype)
+        opt = rlx_optim.torch.AdamW(net, lr=1e-2, state_dtype="int8")
+        steps(net, opt, 0, 2)
+        state = opt.state[net[0].weight]
+        kinds = {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if k != "step"}
+        shape = (40, 200)
+        assert kinds == {
+            "exp_avg": (torch.int8, shape), "exp_avg_scale": (torch.float32, (40, 2)),
+            "exp_avg_sq": (torch.uint8, shape), "exp_avg_sq_scale": (torch.float32, (40, 2)),
+        }  # fmt: skip
+
+
+def test_torch_split_parameters_and_gradient_release():
+    found = []
+    for engine in ("cpu", "torch"):
+        torch.manual_seed(0)
+        net = torch.nn.Module()
+        net.experts = torch.nn.Parameter(torch.randn(4, 64, 130))
+        opt = rlx_optim.torch.Muon(net, lr=1e-2, engine=engine, state_dtype="int8", split={"experts": 4}, route={"*": "own"})
+        detach = opt.attach(net)
+        for i in range(3):
+            (net.experts * torch.randn(4, 64, 130, generator=torch.Generator().manual_seed(i))).sum().backward()
+        detach()
+        assert opt.state[net.experts]["momentum_buffer_scale"].shape == (4, 64, 2)
+        assert net.experts.grad is None
+        found.append(net.experts.detach())
+    assert relative(found[0].numpy(), found[1].numpy()) < 1e-5
+
+
+def test_torch_optim_takes_over_what_is_decoded(tmp_path):
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, lr=1e-2, state_dtype="int8")
+    steps(net, opt, 0, 2)
+    opt.save(tmp_path / "a.safetensors")
+    theirs = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
+    theirs.load_state_dict(rlx_optim.torch.foreign.to_state_dict(tmp_path / "a.safetensors"))
+    mine, state = theirs.state[net[0].weight]["exp_avg"], opt.state[net[0].weight]
+    want = decode(NUMPY, Coded(SIGNED, state["exp_avg"].numpy(), state["exp_avg_scale"].numpy()))
+    assert np.array_equal(mine.numpy(), want)
+
+
+def test_refused_in_torch():
+    double = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
+    with pytest.raises(ValueError, match="is float64, and so is its state"):
+        rlx_optim.torch.AdamW([double], state_dtype="int8")
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, state_dtype="int8")
+    steps(net, opt, 0, 1)
+    good = opt.state_dict()
+    for change, message in (
+        ({"exp_avg_scale": -good["state"][0]["exp_avg_scale"]}, "'exp_avg_scale' of .* has scales below zero in the checkpoint"),
+        ({"exp_avg_scale": None}, "'exp_avg_scale' of .* has shape None in the checkpoint"),
+        ({"exp_avg_scale": torch.ones(3)}, r"'exp_avg_scale' of .* has shape \(3,\) in the checkpoint, needed is \(40, 2\)"),
+    ):
+        bad = {**good, "state": {**good["state"], 0: {**good["state"][0], **change}}}
+        with pytest.raises(ValueError, match=message):
+            opt.load_state_dict(bad)
+    opt.param_groups[0]["state_dtype"] = "float32"
+    with pytest.raises(ValueError, match="state_dtype shapes the state"):
+        opt.step()
