@@ -98,6 +98,22 @@ def test_torch_state_is_ordinary_tensors_and_half_precision_parameters_have_it_t
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_torch_sophia_codes_its_curvature(wanted):
+    found = []
+    for engine in ("cpu", "torch"):
+        net = model()
+        opt = rlx_optim.torch.Sophia(net, lr=1e-3, engine=engine, state_dtype=wanted)
+        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(5))
+        opt.update_hessian(lambda net=net, x=x: net(x).square().mean())
+        steps(net, opt, 0, 2)
+        opt.update_hessian(lambda net=net, x=x: net(x).square().mean())
+        found.append((net[0].weight.detach(), opt.state[net[0].weight]["hessian"].float()))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-6
+    assert (found[0][1] != found[1][1]).float().mean() < 0.01
+    assert found[0][1].any()
+
+
 def test_torch_split_parameters_and_gradient_release():
     found = []
     for engine in ("cpu", "torch"):

@@ -5,8 +5,8 @@
     rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8
 
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
-the compiled engines allocate: float32 buffers, or what state_dtype says. Counters are a few numbers on the host (torch keeps them as
-4-byte tensors).
+the compiled engines allocate: float32 buffers, or what state_dtype says. Counters are a few numbers on the host (torch keeps them
+as 4-byte tensors).
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class CurvatureOptimizer(RuleOptimizer):
         spec: Any = spec_of[record.group]
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
         buffers: Any = {"g": [lane.view(given)], "h": [record.state["h"]]}
-        numbers = spec.scalars(record.t + 1, record.counters)
+        numbers = spec.numbers(record.t + 1, record.counters)
         if record.size:
             program = trace(spec, record.slots, "observe")
             lane.engine.run(Bundle(spec, [record.name], [record.shape], record.slots, buffers, program, numbers))

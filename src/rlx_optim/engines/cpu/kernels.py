@@ -103,7 +103,7 @@ def _kept(into: str, value: str, how: Reduction) -> str:
 
 
 #: what `native` has for slots in fewer bits
-CODED = {"int8_at", "uint8_at", "uint16_at", "room", "chance", "larger", "magnitude", "sqrt"}
+CODED = {"int8_at", "uint8_at", "uint16_at", "room", "chance", "spun", "onward", "larger", "magnitude", "sqrt"}
 CODED |= {f"{way}_{kind}" for way in ("from", "to") for kind in ("signed", "positive", "half")}
 #: how a slot in fewer bits is read and written: the type of its codes, its bytes, and two functions of `native`
 CODES = {
@@ -121,7 +121,7 @@ def _coded(layout: Layout, j: int, codes: str, scale: str, start: str, n: str) -
     k = next((k for k, place in enumerate(layout.gives) if place == j), None)
     before = [f"_a{j} = carray({kind}_at({codes} + {size} * ({start})), {n})"]
     if storage == HALF:
-        inner = [f"_a{j}[_i] = {write}(float32(_y{k}), chance({start} + _i, _tick))"]
+        inner = [f"_a{j}[_i] = {write}(float32(_y{k}), chance(_u, _tick))"]
         return before, f"_F({read}(_a{j}[_i], float32(0)))", [] if k is None else inner, []
     top = TOP[storage]
     before += [
@@ -193,7 +193,10 @@ def source(rule: Rule, layout: Layout) -> str:
     lines = ["_t = _chunk[0]", "_first = _chunk[1]", "_last = _chunk[2]"]
     lines += ["_rows = _chunk[3]", "_columns = _chunk[4]"] if by_row else []
     lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
-    lines += [f"_tick = int64(_number[{len(numbers) + 1}])"] if layout.beside > 1 else []
+    if layout.beside > 1:
+        lines.append(f"_tick = spun(int64(_number[{len(numbers) + 1}]), {0x85EBCA77})")
+        setup.append(f"_u = spun({start}, {0x9E3779B1})")
+        inner.append(f"_u = onward(_u, int32({0x9E3779B1 - 2**32}))")
     lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
     for i, (k, how) in enumerate(layout.over_columns):
         lines.append(f"_c{k} = carray(float64_at(_scratch + 8 * (_chunk[5] + {i} * _columns)), _columns)")

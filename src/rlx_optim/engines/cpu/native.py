@@ -141,8 +141,20 @@ def from_half(b, code, scale):
 
 
 @_of_two(types.int32, types.int64, types.int64)
+def spun(b, count, factor):
+    """A product modulo 2^32: what `chance` is given, of the place and of the step."""
+    return b.mul(b.trunc(count, _word32), b.trunc(factor, _word32))
+
+
+@_of_two(types.int32, types.int32, types.int32)
+def onward(b, word, step):
+    """The word of the next place: a sum, so that the loop's own counter is one of 32 bits."""
+    return b.add(word, step)
+
+
+@_of_two(types.int32, types.int32, types.int32)
 def chance(b, place, t):
-    z = b.xor(b.mul(b.trunc(place, _word32), _i(0x9E3779B1)), b.mul(b.trunc(t, _word32), _i(0x85EBCA77)))
+    z = b.xor(place, t)
     return b.lshr(b.mul(b.xor(z, b.lshr(z, _i(15))), _i(0x2C1B3C6D)), _i(16))
 
 
