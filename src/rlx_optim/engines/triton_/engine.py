@@ -113,7 +113,7 @@ class Triton(Torch):
                 if name in bundle.storages:
                     arrays[name].storage, arrays[name].scale = self._scales(each)
         if watch is None:
-            for name in ("p", "g"):
+            for name in arrays.keys() & {"p", "g"}:  # an estimate moves no p
                 arrays[name].address, arrays[name].dtypes = self._standing(bundle.buffers[name])
         elif plan.version != watch.version:
             plan.version = watch.version
