@@ -162,3 +162,46 @@ def test_refused_in_torch():
     opt.param_groups[0]["state_dtype"] = "float32"
     with pytest.raises(ValueError, match="state_dtype shapes the state"):
         opt.step()
+
+
+# ---- triton ---------------------------------------------------------------------------------------------------------------
+CASES = [("AdamW", {}), ("AdamW", {"cautious": True}), ("Lion", {}), ("Lamb", {}), ("Muon", {"route": {"*": "own"}})]
+
+
+def coded_in_kernels(device="cpu"):
+    """By rule and format: how far the triton engine ends from torch's, and the largest share of codes that differ."""
+    found = {}
+    for name, settings in CASES if device == "cuda" else CASES[:1]:
+        for wanted in FORMATS:
+            ends, states = [], []
+            for engine in ("torch", "triton"):
+                torch.manual_seed(0)
+                net = torch.nn.ParameterDict({"a": torch.randn(33, 130), "b": torch.randn(17, 256)}).to(device)
+                opt = getattr(rlx_optim.torch, name)(net, lr=1e-2, engine=engine, state_dtype=wanted, **settings)
+                for i in range(2):
+                    for p in net.values():
+                        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(device)
+                    opt.step()
+                ends.append(torch.cat([p.detach().flatten() for p in net.values()]).cpu().numpy())
+                states.append(
+                    [v.float().cpu() for p in net.values() for k, v in opt.state[p].items() if k.startswith(("exp", "mom"))]
+                )
+            share = max(float((a != b).float().mean()) for a, b in zip(*states, strict=True) if a.shape[-1] > 2)
+            found[f"{name} {settings} {wanted}"] = [float(relative(*ends)), share]
+    return found
+
+
+def test_triton_in_the_interpreter():
+    pytest.importorskip("triton")
+    from test_triton import in_the_interpreter
+
+    for case, (gap, share) in in_the_interpreter("coded_in_kernels", "test_storage_torch").items():
+        assert gap < 1e-5, case
+        assert share < 0.01, case
+
+
+@pytest.mark.gpu
+def test_triton_on_the_gpu():
+    for case, (gap, share) in coded_in_kernels("cuda").items():
+        assert gap < 1e-4, case
+        assert share < 0.02, case

@@ -253,7 +253,7 @@ def test_everything_compiles_for_hopper():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert set(kernels) == {"sweep", "tiles", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "fill"}
+    assert set(kernels) == {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "fill"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
 
@@ -290,6 +290,10 @@ def built():
         for p in params:
             p.grad = torch.ones_like(p)
         getattr(front, spec_class(name).__name__)(params, engine="triton", **settings).step()
+    for wanted in ("int8", "bfloat16"):
+        p = torch.nn.Parameter(torch.ones(64, 65))
+        p.grad = torch.ones_like(p)
+        front.AdamW([p], engine="triton", state_dtype=wanted).step()
     from rlx_optim.engines.triton_ import products
 
     for side in (1024, 136):
