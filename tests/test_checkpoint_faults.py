@@ -204,7 +204,7 @@ def at(path, value):
 W = ("parameters", "w")
 CHANGES = {
     "wrong dtype": (lambda h, m, d: h["w/m"].update(dtype="F64"), "does not fill"),
-    "unknown dtype": (lambda h, m, d: h["w/m"].update(dtype="BF16"), "dtype is 'BF16'; known are F32, F64"),
+    "unknown dtype": (lambda h, m, d: h["w/m"].update(dtype="F16"), "dtype is 'F16'; known are F32, F64, BF16, I8, U8"),
     "dtype of other width": (lambda h, m, d: h["w/m"].update(dtype="F64", shape=[3]), "'m' has shape \\(3,\\), needed is \\(3, 2\\)"),
     "wrong shape": (lambda h, m, d: h["w/m"].update(shape=[2, 3]), "'m' has shape \\(2, 3\\), needed is \\(3, 2\\)"),
     "negative shape": (lambda h, m, d: h["w/m"].update(shape=[-3, -2]), "whole numbers"),
@@ -229,7 +229,7 @@ CHANGES = {
     "data too long": (lambda h, m, d: d + b"\0\0\0\0", "longer than its header says"),
     "data too short": (lambda h, m, d: d[:-4], "cut off: it has"),
     "NaN in it": (lambda h, m, d: np.float32(np.nan).tobytes() + d[4:], "m of 'w' holds NaN"),
-    "future version": (at(("format_version",), 2), "format version 2 is not known here .this rlx_optim reads 1"),
+    "future version": (at(("format_version",), 3), "format version 3 is not known here .this rlx_optim reads 1 and 2"),
     "version of another kind": (at(("format_version",), "1"), "'format_version' cannot be '1'"),
     "no version": (at(("format_version",), KeyError), "lacks 'format_version'"),
     "no optimizer": (at(("optimizers",), []), "names no optimizer"),
