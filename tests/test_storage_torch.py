@@ -1,6 +1,7 @@
 """State in 8 and 16 bits in torch: state dicts, files, other formats, split parameters, and what is refused."""
 
 import io
+import types
 
 import numpy as np
 import pytest
@@ -162,6 +163,16 @@ def test_refused_in_torch():
     opt.param_groups[0]["state_dtype"] = "float32"
     with pytest.raises(ValueError, match="state_dtype shapes the state"):
         opt.step()
+
+
+def test_refused_where_it_is_not_done():
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, state_dtype="int8")
+    spec = opt._current_specs()[0]
+    assert "state_dtype='int8' cannot be captured yet" in rlx_optim.torch.graphs.refusal(spec, "triton", "propagate")
+    opt._homes = types.SimpleNamespace(of=lambda *given: "somewhere")
+    with pytest.raises(ValueError, match=r"state_dtype='int8' is for parameters that are not spread over ranks; '0.weight'"):
+        opt._home("0.weight", net[0].weight, spec, 1)
 
 
 # ---- triton ---------------------------------------------------------------------------------------------------------------
