@@ -293,6 +293,15 @@ def test_nan_in_a_scale_is_not_saved_unless_asked(tmp_path):
     assert np.isnan(params["w"][3, :128]).all()
 
 
+def test_damaged_scales_in_a_file_are_refused(tmp_path):
+    opt = rlx_optim.AdamW(state_dtype="int8")
+    walk(opt, start(), 1)
+    opt._records["w"].state["m"].scale[3, 0] *= -1
+    with pytest.raises(ValueError, match="tensor 'w/m_scale' has scales below zero"):
+        opt.save(tmp_path / "a.safetensors")  # it is read back before it is there
+    assert not (tmp_path / "a.safetensors").exists()
+
+
 def test_nonfinite_gradients_leave_codes_alone():
     for policy in ("skip", "raise"):
         opt, params = rlx_optim.AdamW(state_dtype="int8", nonfinite=policy), start()

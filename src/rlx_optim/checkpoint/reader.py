@@ -141,7 +141,7 @@ class Reader:
             raise CheckpointError(f"{state}: it has {self.size} bytes, its header accounts for {self.data_at + end}")
 
     def verify(self, allow_nan: bool) -> None:
-        """Read every byte once: the digest must be right, and no tensor may hold NaN unless allowed."""
+        """Read every byte once: the digest must be right, no tensor may hold NaN unless allowed, no scale be below zero."""
         digest = hashlib.sha256(self._bytes(0, DIGEST_AT))
         digest.update(BLANK)
         for start, stop in _steps(DIGEST_AT + 64, self.data_at):
@@ -153,12 +153,19 @@ class Reader:
                 digest.update(piece.data)
                 try:
                     refuse_nan(name, piece, span.dtype, allow_nan or problem is not None)
+                    if self._scales(name) and (piece.view(span.dtype) < 0).any():
+                        raise CheckpointError(f"tensor {name!r} has scales below zero")
                 except CheckpointError as found:
                     problem = found  # a damaged file is the graver news
         if digest.hexdigest() != self.digest:
             raise CheckpointError("damaged: its bytes do not have the SHA-256 written in it")
         if problem is not None:
             raise problem
+
+    def _scales(self, name: str) -> bool:
+        """Whether a tensor holds the scales of another that is codes."""
+        codes = self.spans.get(name.removesuffix("_scale")) if name.endswith("_scale") else None
+        return codes is not None and codes.dtype.itemsize == 1
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: self._tensor(span) for name, span in self.spans.items()}
