@@ -69,7 +69,7 @@ class Page:
         self.sent.synchronize()  # that was PAGES steps ago: the host seldom is as far ahead
         self.view[:] = host
         room.copy_(self.memory, non_blocking=True)
-        self.sent.record()
+        self.sent.record(torch.cuda.current_stream(room.device))
 
 
 class Passes:
