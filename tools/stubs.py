@@ -24,7 +24,7 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 """
-TORCH = """from collections.abc import Callable, Iterable, Mapping
+TORCH = """from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,7 +40,7 @@ Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 def create(name: str, params: Params, **settings: Any) -> RuleOptimizer: ...
 """
-OPTAX = """from collections.abc import Callable, Mapping
+OPTAX = """from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
