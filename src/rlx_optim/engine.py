@@ -119,11 +119,18 @@ class Engine(Protocol):
     def stack(self, shape: Shape) -> int:
         """How many tensors of this shape a matrix rule should be given at once."""
 
+    def mixes(self, shape: Shape) -> bool:
+        """Whether a rule that takes tensors of unequal shapes (`Spec.ragged`) should be given such a one together with others."""
+
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
         """Whether every entry of every gradient is finite."""
 
     def live(self, spec: Spec) -> str:
         """In words: what runs this spec here."""
+
+
+class Several(list[Any]):
+    """Tensors of unequal shapes, as a rule that takes such sees them (`Spec.ragged`)."""
 
 
 # ---- an engine from any array library -----------------------------------------------------------------------------------
@@ -204,6 +211,9 @@ class ArrayEngine:
 
     def stack(self, shape: Shape) -> int:
         return 1
+
+    def mixes(self, shape: Shape) -> bool:
+        return False
 
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
         return all(bool(np.isfinite(g).all()) for g in grads)
@@ -332,6 +342,10 @@ class ArrayEngine:
         with axes of length 1, so that it lines up with the stack."""
         takes, gives = signature(rule)
         given = [x[name] for name in takes]
+        if several := next((value for value in given if isinstance(value, Several)), None):
+            rows = [[v[i] if isinstance(v, Several) else self.one_number(v, i) for v in given] for i in range(len(several))]
+            found = [[self.apart(value, row) for value in tupled(self.bound(rule)(*row), gives)] for row in rows]
+            return x.set(**{name: Several(each) for name, each in zip(gives, zip(*found, strict=True), strict=True)})
         shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
         results = tupled(self.bound(rule)(*given), gives)
         for k, name in enumerate(gives):
@@ -420,6 +434,13 @@ class ArrayEngine:
     def upper_transposed(self, R: Array, X: Array) -> Array:
         """R^T X for upper triangular R."""
         return R.mT @ X
+
+    def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
+        """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
+        where shapes differ."""
+        if isinstance(X, Several):
+            return self.column([function(each.shape[0], math.prod(each.shape[1:])) for each in X])
+        return function(X.shape[1], math.prod(X.shape[2:]))
 
     def orthogonalize(self, X: Array, steps: int, coefficients: linalg.Coefficients, eps: float) -> Array:
         return linalg.orthogonalize(self, X, steps, coefficients, eps)

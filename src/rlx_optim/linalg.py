@@ -128,11 +128,14 @@ def of_each_step(coefficients: Coefficients, steps: int) -> list[Any]:
 
 
 def orthogonalize(E: Any, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
-    """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side."""
+    """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side. Further axes
+    are columns too."""
+    shape = X.shape
+    X = X.reshape(*shape[:2], -1)
     tall = X.shape[1] > X.shape[2]
     X = X.mT if tall else X
     X = X / (E.norm(X) + eps)
     for a, b, c in of_each_step(coefficients, steps):
         A = X @ X.mT
         X = a * X + (b * A + c * (A @ A.mT)) @ X  # A is symmetric; saying so lets BLAS halve the work
-    return X.mT if tall else X
+    return (X.mT if tall else X).reshape(shape)

@@ -418,6 +418,11 @@ class Spec(abc.ABC):
         """None if this rule takes a tensor of this shape, else why not."""
         return None
 
+    def ragged(self) -> bool:
+        """Whether a matrix rule's `update` takes tensors of unequal shapes at once: with them it may use `E.map`,
+        `E.by_shape` and `E.orthogonalize` alone."""
+        return False
+
     @abc.abstractmethod
     def slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape."""

@@ -76,12 +76,14 @@ def bundle_up(
     records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
 ) -> list[Part]:
     """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
-    shape and count. Empty tensors are left out. asked: their steps say what they did (`Part.told`)."""
+    shape and count, or of many shapes where it and the engine can. Empty tensors are left out. asked: their steps say what they
+    did (`Part.told`)."""
     alike: dict[Any, list[tuple[int, Record]]] = {}
     for place, record in records:
         if record.size:
             spec = specs[record.group]
-            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.likeness()
+            mixed = spec.ragged() and not asked and engine.mixes(record.shape)
+            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else spec.likeness()
             alike.setdefault((tuple(record.slots), key), []).append((place, record))
     parts = []
     for members in alike.values():

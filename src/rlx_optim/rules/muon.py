@@ -103,6 +103,9 @@ class Muon(Spec):
     caution = None  # the authors' c_muon.py masks the momentum before Newton–Schulz; pytorch_optimizer masks X after it
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
+    def ragged(self):
+        return self.convention != "rlx" and not self.cautious and self.decay != "hyperball"  # those two measure
+
     def takes(self, shape):
         return None if len(shape) >= 2 or self.convention == "rlx" else f"{len(shape)} dimensions; Muon takes 2 or more"
 
@@ -126,7 +129,5 @@ class Muon(Spec):
         x = modifiers.masked(E, x) if self.cautious else x
         if self.convention == "rlx" and x.u.ndim != 3:
             return x
-        U = x.u.reshape(*x.u.shape[:2], -1)
-        X = E.orthogonalize(U, *steps_of(self.ns_coefficients, self.ns_steps), self.eps)
-        scale = SCALES[self.convention](*U.shape[1:])
-        return x.set(u=X.reshape(x.u.shape), step=x.step * scale)
+        X = E.orthogonalize(x.u, *steps_of(self.ns_coefficients, self.ns_steps), self.eps)
+        return x.set(u=X, step=x.step * E.by_shape(SCALES[self.convention], x.u))

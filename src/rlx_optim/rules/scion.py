@@ -70,8 +70,8 @@ def spectral(spec, E, x):
     shape = x.u.shape[1:]
     ratio = shape[0] / shape[1] if spec.chosen(True) else shape[0]
     factor = math.sqrt(max(1.0, ratio) if spec.max_scale else ratio) / math.prod(shape[2:3]) ** (len(shape) - 2)
-    X = E.orthogonalize(x.u.reshape(*x.u.shape[:2], -1), *spec.steps(), EPS)
-    return x.set(u=X.reshape(x.u.shape), step=x.step * factor)
+    X = E.orthogonalize(x.u, *spec.steps(), EPS)
+    return x.set(u=X, step=x.step * factor)
 
 
 def signs(spec, E, x):

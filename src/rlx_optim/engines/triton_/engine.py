@@ -23,7 +23,7 @@ from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
-from .pile import Pile, dense
+from .pile import Pile, Ragged, dense
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
 
@@ -70,7 +70,9 @@ class Triton(Torch):
         numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
-            if slot is None or not (slot.factor or slot.drop):
+            if len(set(bundle.shapes)) > 1:
+                arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
+            elif slot is None or not (slot.factor or slot.drop):
                 scale = bundle.scale if name == "g" else 1.0
                 arrays[name] = Pile(bundle.buffers[name], bundle.shapes[0], where, self.dtype, scale)
             else:
@@ -307,16 +309,17 @@ class Triton(Torch):
         Reductions, and rows or columns beside whole tensors or alone, are torch's."""
         plan = x.get("_plan")
         takes, gives = signature(rule)
-        piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
+        ragged = any(isinstance(x[name], Ragged) for name in takes)
+        piles = [] if ragged else [x[name] for name in takes if self._is_stack(x[name], plan)]
         sizes = {math.prod(pile.shape[1:]) for pile in piles}
-        if plan is None or reduce or sizes != {math.prod(plan.shapes[0])}:
+        if not ragged and (plan is None or reduce or sizes != {math.prod(plan.shapes[0])}):
             given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
             return x.set(**{name: given[name] for name in gives})
         n = len(plan.shapes)
         arrays, names, numbers, keep = [], [], [], []
         for name in takes:
             value = x[name]
-            if isinstance(value, Pile):
+            if isinstance(value, (Pile, Ragged)):
                 arrays.append(value.placed)
             elif self._is_stack(value, plan):
                 keep.append(value := value.contiguous())
@@ -326,15 +329,22 @@ class Triton(Torch):
                 continue
             names.append(name)
         out: dict[str, Any] = {}
+        apart: dict[str, Placed] = {}
         for name in gives:
-            if not (isinstance(x.get(name), Pile) and x[name].each):  # no buffer of the bundle
+            if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
+                continue
+            if ragged:
+                out[name], apart[name] = plan.room(self.dtype)
+            else:
                 out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
-        apart = {name: placed(value) for name, value in out.items()}
+                apart[name] = placed(out[name])
         only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
         reads, every = len(arrays), [*arrays, *only.values()]
         where = {name: j for j, name in enumerate([*names, *only])}
         stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
-        sums = tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out else ()
+        sums = (
+            tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
+        )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
         found = self._launch(
             plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
@@ -343,6 +353,8 @@ class Triton(Torch):
         for name in gives:
             if name not in out:
                 x[name].written()
+        if ragged:
+            return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
 
     def each(self, function: Rule, x: Values) -> Values:
@@ -364,16 +376,38 @@ class Triton(Torch):
         takes, _ = signature(rule)
         return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
 
+    def by_shape(self, function: Any, X: Any) -> Any:
+        """On the device, where shapes differ: so may be what it is multiplied with."""
+        if not isinstance(X, Ragged):
+            return super().by_shape(function, X)
+        found = X.plan.cached(function, lambda: self.sender.send(np.array([function(*shape) for shape in X.plan.shapes])))
+        return found
+
+    def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
+        """Matrices of many shapes, in few stacks."""
+        room, where = X.plan.room(self.dtype)
+        for sides, table in X.plan.stacks():
+            stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
+            n = math.prod(sides)
+            grid = (-(-n // 1024), len(table))
+            products.repack[grid](X.room, table, stack, n, sides[1], False, 1024)
+            done = super().orthogonalize(stack, steps, coefficients, eps)
+            products.repack[grid](room, table, done, n, sides[1], True, 1024)
+        return Ragged((), where, room, X.plan)
+
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
+        if isinstance(X, Ragged):
+            return self._padded(X, steps, coefficients, eps)
         norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
-        X = dense(X)
+        whole = dense(X)
+        X = whole.reshape(*whole.shape[:2], -1)
         if not products.pays(X):
-            return super().orthogonalize(X, steps, coefficients, eps)
+            return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
         if plan is None or not replay.pays(X) or self.sender.capturing():
-            return products.orthogonalize(X, norm, steps, coefficients, eps)
+            return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
-        return kept(X, norm, eps)
+        return kept(X, norm, eps).reshape(whole.shape)
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
         with products.tf32():

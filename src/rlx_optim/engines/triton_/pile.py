@@ -1,4 +1,4 @@
-"""Tensors of one shape, as matrix rules see them: stacked only when somebody needs the stack."""
+"""Tensors as matrix rules see them: of one shape, stacked only when somebody needs the stack; or of several."""
 
 # mypy: ignore-errors
 
@@ -68,6 +68,18 @@ class Pile:
         return self.stack * other
 
     __rmul__ = __mul__
+
+
+class Ragged:
+    """Tensors of several shapes. each: a bundle's own; room: one flat memory of those that are scratch; plan: the bundle's."""
+
+    __slots__ = ("each", "placed", "plan", "room")
+
+    def __init__(self, each: Any, placed: Any, room: torch.Tensor | None, plan: Any):
+        self.each, self.placed, self.room, self.plan = each, placed, room, plan
+
+    def written(self) -> None:
+        """Nothing was stacked."""
 
 
 def dense(X: Any) -> Any:

@@ -118,6 +118,22 @@ def shrink(U, X, FACTOR, n, BLOCK: tl.constexpr):
     tl.store(X + b * n + at, value.to(X.dtype.element_ty), mask=at < n)
 
 
+@triton.jit
+def repack(FLAT, TABLE, STACK, n, C, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Matrices from flat memory into a stack of larger ones, with zeros around them; or (OUT) back. n: entries of one there,
+    C: its columns. TABLE: `Plan.stacks`."""
+    b = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i, j = at // C, at % C
+    row = TABLE + b * 5
+    flat = FLAT + tl.load(row) + i * tl.load(row + 1) + j * tl.load(row + 2)
+    inside = (at < n) & (i < tl.load(row + 3)) & (j < tl.load(row + 4))
+    if OUT:
+        tl.store(flat, tl.load(STACK + b * n + at, mask=inside, other=0.0), mask=inside)
+    else:
+        tl.store(STACK + b * n + at, tl.load(flat, mask=inside, other=0.0), mask=at < n)
+
+
 def product(
     X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
     gamma: float = 0.0, tall: bool = False,

@@ -72,6 +72,9 @@ class Updates:
     def stack(self, shape: Shape) -> int:
         return self.engine.stack(shape)
 
+    def mixes(self, shape: Shape) -> bool:
+        return False  # a bundle's numbers are those of all its tensors
+
     def run(self, bundle: Bundle) -> Mapping[str, Any]:
         x = self.engine.run(bundle, move=False)
         numbers = [float(x.get(name) or 0.0) for name in bundle.spec.committed]
