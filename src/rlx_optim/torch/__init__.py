@@ -45,6 +45,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     shared = places[: places.index(kind.torch.shared) + 1] if kind.torch.shared else places
     fields = [parameter(field, default, either if field in shared else keyword) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if kind.matrix or kind.otherwise_default else {}
+    routed |= {"heads": False} if kind.matrix else {}
     seed = {"hessian_seed": 0} if kind.observes else {}
     ranks = {"process_group": None} if kind.matrix else {}
     extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **ranks}.items()]

@@ -398,7 +398,8 @@ class SOAP(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
     ) -> None: ...
 
@@ -433,7 +434,8 @@ class KronPSGD(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
     ) -> None: ...
 
@@ -463,7 +465,8 @@ class Muon(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
     ) -> None: ...
 
@@ -517,7 +520,7 @@ class MARS(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None: ...
 
 class Prodigy(RuleOptimizer):
@@ -575,7 +578,8 @@ class NorMuon(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
     ) -> None: ...
 
@@ -608,7 +612,8 @@ class Scion(RuleOptimizer):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
     ) -> None: ...
 

@@ -55,6 +55,11 @@ def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     return early, late
 
 
+def left(u):
+    p = u
+    return p
+
+
 class Triton(Torch):
     """CUDA devices with Triton installed."""
 
@@ -133,7 +138,9 @@ class Triton(Torch):
         return x
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
-        return super().moved(spec, x) if move else x.set(p=dense(x.u))
+        if move:
+            return super().moved(spec, x)
+        return self.map(left, x) if isinstance(x.u, Ragged) else x.set(p=dense(x.u))
 
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
