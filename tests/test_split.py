@@ -134,7 +134,7 @@ def test_refused(split, message):
 
 def test_what_is_no_table_is_refused():
     p = [("w", nn.Parameter(noise((20, 6), 0)))]
-    with pytest.raises(TypeError, match='split must be a dict such as {"\\*.qkv.weight": 3}, got 3'):
+    with pytest.raises(TypeError, match=r'split must be a dict such as {"\*.qkv.weight": 3}, got 3'):
         Muon(p, split=3)
     with pytest.raises(TypeError, match="heads must be a dict"):
         Muon(p, heads=4)
@@ -255,7 +255,9 @@ def test_a_model_steps_as_its_matrices_would():
     """GPT-2's fused columns and Mixtral's experts, bit for bit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = Model({"n_embd": 12, "n_head": 3, "num_experts": 2}, attn=Layer(c_attn=(12, 36)), experts=Experts(down_proj=(2, 8, 6)))
+        model = Model(
+            {"n_embd": 12, "n_head": 3, "num_experts": 2}, attn=Layer(c_attn=(12, 36)), experts=Experts(down_proj=(2, 8, 6))
+        )
         fused, experts = model.layers["attn"].c_attn.weight, model.layers["experts"].down_proj
         parts = [nn.Parameter(p) for p in (*cut(fused.detach(), (12, 12, 12)), *experts.detach().clone())]
         opt, apart = Muon(model), Muon(parts)

@@ -134,6 +134,11 @@ class Homes:
                 f"{self.owner}: {name!r} is sharded, and its {number(split)} matrices would be cut anywhere; "
                 "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there"
             )
+        if layout.shards and not isinstance(split, int):
+            raise ValueError(
+                f"{self.owner}: {name!r} is sharded along several dimensions of its mesh, and its parts of {split} would be cut "
+                "anywhere; split it into equal parts, or shard it along one"
+            )
         return Shards(layout, whole=spec.matrix)
 
     def circle_of(self, layout: Layout | None, spec: Spec) -> Circle | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine
 from ...pieces import WHOLE, shapes_of, slots_of
@@ -83,6 +84,11 @@ class Updates:
         return x
 
 
+def sets(seat: Seat) -> int:
+    """How many times numbers are committed with: once for equal pieces."""
+    return len(seat.records) if isinstance(seat.split, tuple) else 1
+
+
 def _number(value: Any) -> Any:
     """A number that is committed with, or one per tensor, on the host."""
     return 0.0 if value is None else value.tolist() if torch.is_tensor(value) else value
@@ -118,9 +124,21 @@ class Landing:
     """Where the update of a seat lands."""
 
     def __init__(self, seat: Seat):
-        first = seat.records[0]
-        self.param, self.split, self.columns = seat.param, WHOLE, False
-        self.records = [Record(first.name, tuple(here(seat.param).shape), first.group)]
+        first, shape = seat.records[0], tuple(here(seat.param).shape)
+        self.param, self.split, self.columns = seat.param, WHOLE, seat.columns
+        self.records = [Record(first.name, shape, first.group)]
+        if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
+            axis = int(seat.columns)
+            self.split = lengths(seat.param, seat.split, axis)
+            shapes = [(*shape[:axis], n, *shape[axis + 1 :]) for n in self.split]
+            self.records = [Record(first.name, each, first.group) for each in shapes]
+
+
+def lengths(param: torch.Tensor, split: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """How much of each piece is here."""
+    first, last = Layout(param).extent(axis) if isinstance(param, DTensor) else (0, param.shape[axis])
+    ends = list(itertools.accumulate(split))
+    return tuple(max(0, min(last, end) - max(first, end - n)) for n, end in zip(split, ends, strict=True))
 
 
 class OwnerLane(Lane):
@@ -188,14 +206,15 @@ class OwnerLane(Lane):
         numbers = {}
         updates = {i: unpacked(update, seats[i]) for i, update in updates.items()}
         for i, k in first.items():
-            numbers[i] = [*engine.found[k], *seats[i].records[0].counters.values()]
+            committed = [x for j in range(sets(seats[i])) for x in engine.found[k + j]]
+            numbers[i] = [*committed, *seats[i].records[0].counters.values()]
         return updates, numbers
 
     @staticmethod
     def _length(seat: Seat, specs: Sequence[Spec]) -> int:
         """How many numbers travel with an update."""
         record = seat.records[0]
-        return len(specs[record.group].committed) + len(record.counters)
+        return sets(seat) * len(specs[record.group].committed) + len(record.counters)
 
     def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
@@ -240,14 +259,15 @@ class OwnerLane(Lane):
         cohorts = []
         for i, numbers in zip(chosen, told, strict=True):
             seat, home = self.seats[i], self.homes[i]
-            record, landed = seat.records[0], self.landing.seats[i].records[0]
-            names = specs[record.group].committed
-            landed.counters = dict(zip(names, numbers, strict=False))
+            record, names = seat.records[0], specs[seat.records[0].group].committed
+            last = sets(seat) * len(names)
+            for landed, first in zip(self.landing.seats[i].records, range(0, last, len(names)), strict=True):
+                landed.counters = dict(zip(names, numbers[first:], strict=False))
             if isinstance(home, Owned) and not home.mine:
                 for each in seat.records:
                     each.t += bool(each.size)
-                    each.counters = dict(zip(each.counters, numbers[len(names) :], strict=True))
-            cohorts.append((record.group, *numbers[: len(names)]))
+                    each.counters = dict(zip(each.counters, numbers[last:], strict=True))
+            cohorts.append((record.group, *numbers[:last]))
         moves = [move(spec) for spec in specs]
         together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
         self.landing.step(chosen, moves, together, parts, 1.0)
