@@ -563,6 +563,11 @@ def mixed(world):
             opt.step()
             opt.found_inf = None
         out[kind] = wholes({**params, "odd": late}), state_of(opt)
+        query, key = (
+            nn.Parameter(place(how, tensors(-1)[k])) for how, k in (("w", "w"), ("side", "twin"))
+        )  # by rows, by columns
+        ours.qk_clip_(query, key, [50.0, 200.0, 300.0, 100.0])
+        out[f"{kind}, clipped"] = wholes({"query": query, "key": key})
     return out if world.rank == 0 else None
 
 

@@ -18,13 +18,14 @@ from ..named import create as create_named
 from ..spec import MODIFIERS, REQUIRED, Spec
 
 try:
+    from .attention import qk_clip_
     from .clip import clip_grad_norm_
     from .curvature import CurvatureOptimizer
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "torch", ("torch",)) from None
 
-__all__ = ["RuleOptimizer", "clip_grad_norm_", "create"] + [kind.title for kind in registry.OURS]
+__all__ = ["RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
 
 COMMON = {
     "maximize": False, "engine": "auto", "nonfinite": "propagate", "skip_above": None, "capturable": False, "amp_scaling": False,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine
-from ...pieces import WHOLE, shapes_of, slots_of
+from ...pieces import WHOLE, Split, shapes_of, slots_of
 from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
@@ -125,12 +125,13 @@ class Landing:
 
     def __init__(self, seat: Seat):
         first, shape = seat.records[0], tuple(here(seat.param).shape)
-        self.param, self.split, self.columns = seat.param, WHOLE, seat.columns
+        self.param, self.columns = seat.param, seat.columns
+        self.split: Split = WHOLE
         self.records = [Record(first.name, shape, first.group)]
         if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
             axis = int(seat.columns)
-            self.split = lengths(seat.param, seat.split, axis)
-            shapes = [(*shape[:axis], n, *shape[axis + 1 :]) for n in self.split]
+            self.split = here_of = lengths(seat.param, seat.split, axis)
+            shapes = [(*shape[:axis], n, *shape[axis + 1 :]) for n in here_of]
             self.records = [Record(first.name, each, first.group) for each in shapes]
 
 
