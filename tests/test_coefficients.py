@@ -1,5 +1,6 @@
 """Newton–Schulz with one triple, several, or a scheme by its name: against the polynomial of the singular values in float64."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -195,3 +196,16 @@ def test_the_named_steps_cost_what_they_are():
     """Owners of matrices are shared out by their work."""
     spec = rlx_optim.Muon(ns_coefficients="deepseek_v4").spec
     assert spec(ns_coefficients="deepseek_v4").work((8, 16)) == 2 * spec().work((8, 16))
+
+
+def test_the_table_of_the_page():
+    """docs/matrices.md says what its own lines compute."""
+    text = (Path(__file__).parent.parent / "docs" / "matrices.md").read_text()
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "said" in block]
+    space = {}
+    exec(code, space)
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in text.splitlines() if line.startswith('| `"')]
+    assert rows == [
+        [f'`"{name}"`', str(steps), *(f"{far:#.2g}".rstrip(".") for far in distances)]
+        for name, (steps, *distances) in space["said"].items()
+    ]
