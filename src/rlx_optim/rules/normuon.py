@@ -35,12 +35,6 @@ from ..coefficients import SAFETY, SCHEMES, STEPS, steps_of
 from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real, triples
 from .muon import heavy_ball, nesterov
 
-
-def levelled(o, gain):
-    u = o * gain
-    return u
-
-
 #: of each convention: whether with nesterov, the coefficients and what joins the norm before them, what joins the root of v and
 #: the least v, what joins ‖N‖ and the least of it
 CONVENTIONS = {
@@ -125,16 +119,16 @@ class NorMuon(Spec):
         flat = self.by_columns(rows, columns)
         X = E.orthogonalize(U, *self.steps(), eps)
         across, count = (-2, rows) if flat else (-1, columns)
-        squares = E.lines(X, across)  # and from here on one number a line: X is read once more, by `levelled`
+        squares = E.lines(X, across)  # and from here on one number a line: X is read and written once more
         v = x.beta2 * (x.v[:, None, :] if flat else x.v[:, :, None]) + x.alpha2 * squares / count
         gain = 1 / (E.sqrt(E.floor(v, x.least)) + x.joins)
         sums = (each.reshape(each.shape[0], -1).sum(-1) for each in (squares, squares * gain * gain))
         length, now = (E.sqrt(each).reshape(-1, 1, 1) for each in sums)  # of X and of what it becomes
         gain = gain * (length / (E.floor(now, x.least_length) + x.joins_length))
-        x = E.map(levelled, x.set(o=X, v=v, gain=gain))
         scale = math.sqrt(rows / columns if self.convention == "dion" else max(1.0, rows / columns))
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
-        return x.set(u=x.u.reshape(x.p.shape), v=x.v.reshape(x.v.shape[0], -1), step=x.step * scale, shrink=shrink)
+        u = E.scaled(X, gain).reshape(x.p.shape)
+        return x.set(u=u, v=v.reshape(v.shape[0], -1), step=x.step * scale, shrink=shrink)
 
     def way(self):
         """The speedrun's decay is the cautious one."""

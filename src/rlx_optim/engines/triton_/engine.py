@@ -67,13 +67,17 @@ class Triton(Torch):
 
     def __init__(self, device: Any = "cuda", dtype: torch.dtype = torch.float32):
         super().__init__(device, dtype)
-        self.sender = Sender(self.device)
+        self.sender, self.replays = Sender(self.device), replay.Replays()
 
     def live(self, spec: Any) -> str:
         rest = f"; {products.NOTE}" if spec.matrix else ""
         return f"triton: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, one launch a pass{rest}"
 
     # bundles -----------------------------------------------------------------------------------------------------------
+    def stack(self, shape: Any) -> int:
+        """As many as Newton–Schulz replays at once."""
+        return max(1, replay.MOST // math.prod(shape))
+
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine."""
         if bundle.plan is not None:
@@ -476,8 +480,8 @@ class Triton(Torch):
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
         if plan is None or not replay.pays(X) or self.sender.capturing():
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
-        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
-        return kept(X, norm, eps).reshape(whole.shape)
+        key = (tuple(X.shape), steps, coefficients)
+        return plan.cached(("replay", key), lambda: self.replays.get(key, X))(X, norm, eps).reshape(whole.shape)
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
         with products.tf32():
@@ -499,6 +503,11 @@ class Triton(Torch):
 
     def lines(self, X: Any, axis: int) -> torch.Tensor:
         return super().lines(dense(X), axis)
+
+    def scaled(self, X: Any, factors: Any) -> torch.Tensor:
+        """What half precision gave is scaled where it is."""
+        X = dense(X)
+        return X.mul_(factors) if X.dtype is torch.float16 else X * factors
 
     def where(self, condition: Any, yes: Any, no: Any) -> torch.Tensor:
         return super().where(condition, dense(yes), dense(no))
