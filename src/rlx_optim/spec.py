@@ -423,6 +423,11 @@ class Spec(abc.ABC):
         `E.by_shape` and `E.orthogonalize` alone."""
         return False
 
+    def replays(self) -> bool:
+        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, and what `update`
+        reads of the hyperparameters itself are not floats: those reach it through `scalars`."""
+        return False
+
     @abc.abstractmethod
     def slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape."""

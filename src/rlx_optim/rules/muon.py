@@ -106,6 +106,9 @@ class Muon(Spec):
     def ragged(self):
         return self.convention != "rlx" and not self.cautious and self.decay != "hyperball"  # those two measure
 
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
+
     def takes(self, shape):
         return None if len(shape) >= 2 or self.convention == "rlx" else f"{len(shape)} dimensions; Muon takes 2 or more"
 
@@ -118,7 +121,8 @@ class Muon(Spec):
 
     def scalars(self, t, counters):
         alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum
-        return {"beta": self.momentum, "alpha": alpha, "shrink": self.lr * self.weight_decay, "step": self.lr}
+        shrink = self.lr * self.weight_decay
+        return {"beta": self.momentum, "alpha": alpha, "eps": self.eps, "shrink": shrink, "step": self.lr}
 
     def work(self, shape):
         rows, columns = sorted((shape[0], math.prod(shape[1:]))) if shape else (1, 1)
@@ -129,5 +133,5 @@ class Muon(Spec):
         x = modifiers.masked(E, x) if self.cautious else x
         if self.convention == "rlx" and x.u.ndim != 3:
             return x
-        X = E.orthogonalize(x.u, *steps_of(self.ns_coefficients, self.ns_steps), self.eps)
+        X = E.orthogonalize(x.u, *steps_of(self.ns_coefficients, self.ns_steps), x.eps)
         return x.set(u=X, step=x.step * E.by_shape(SCALES[self.convention], x.u))

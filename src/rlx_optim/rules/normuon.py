@@ -78,6 +78,9 @@ class NorMuon(Spec):
     def by_columns(self, rows, columns):
         return self.convention == "speedrun" and rows < columns
 
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
+
     def slots(self, shape):
         """m: the average of gradients.
         v: the average of each row's mean square, or of each column's.

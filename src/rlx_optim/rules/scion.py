@@ -147,6 +147,9 @@ class Scion(Spec):
     def structure(self):
         return (*super().structure(), self.averages)
 
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
+
     def slots(self, shape):
         """m: the average of gradients; only with momentum below 1."""
         return like(shape, m="first moment") if self.averages else {}

@@ -105,17 +105,19 @@ class Triton(Torch):
                 arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
         return arrays
 
-    def values(self, bundle: Any) -> Values:
+    def values(self, bundle: Any, numbers: Mapping[str, Any] | None = None) -> Values:
+        """numbers: in place of the bundle's own, with the scale of gradients as _scale."""
         plan, n = bundle.plan, len(bundle.shapes)
         arrays: dict[str, Any] = {**self.placed(bundle)}
-        numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
+        numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
+        numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
             if len(set(bundle.shapes)) > 1:
                 arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
             elif slot is None or not (slot.factor or slot.drop):
-                scale = bundle.scale if name == "g" else 1.0
-                arrays[name] = Pile(bundle.buffers[name], bundle.shapes[0], where, self.dtype, scale)
+                scale = numbers["_scale"] if name == "g" else 1.0
+                arrays[name] = Pile(bundle.buffers[name], bundle.shapes[0], where, self.dtype, scale, moves=slot is None)
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
@@ -133,13 +135,46 @@ class Triton(Torch):
         with torch.no_grad():
             if bundle.program is not None:
                 return self._execute(bundle)
-            start = self.values(bundle)
-            x = self.updated(bundle, start, move)
-            for name in bundle.written():
-                if x[name] is not start[name]:  # what is not by address has been computed apart
-                    apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
-                    torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
+            numbers = {**bundle.numbers, "_scale": bundle.scale}
+            if not move or not self._replayable(bundle, numbers):
+                return self._matrices(bundle, numbers, move)
+            return self._replayed(bundle, numbers)
+
+    def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+        plan = bundle.plan
+        self.placed(bundle)
+        read = [value for value in bundle.spec.values().values() if type(value) is not float]
+
+        def run(now: Mapping[str, Any]) -> dict[str, Any]:
+            self._matrices(bundle, now)
+            return {}  # the values would keep gradients
+
+        replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+        return replayed((plan.version, read), numbers, run, lambda: (self._maps(plan), read))
+
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
+        """A step of a matrix rule."""
+        start = self.values(bundle, numbers)
+        x = self.updated(bundle, start, move)
+        for name in bundle.written():
+            if x[name] is not start[name]:  # what is not by address has been computed apart
+                apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
+
+    def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
+        small = sum(bundle.plan.sizes) <= replay.SMALL
+        can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
+        return can and not any(map(torch.is_tensor, numbers.values()))
+
+    def _maps(self, plan: Plan) -> tuple[Any, ...]:
+        """`_tables` of the maps of a matrix rule."""
+        found = []
+        for key, arrays in plan.mapped.items():
+            table = self._pass(plan, key, arrays, len(plan.shapes))
+            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
+        return tuple(found)
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
@@ -420,6 +455,7 @@ class Triton(Torch):
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
+        plan.mapped[key] = every
         found = self._launch(
             plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
         )  # fmt: skip
@@ -478,7 +514,8 @@ class Triton(Torch):
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        if plan is None or not replay.pays(X) or self.sender.capturing():
+        alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
+        if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         key = (tuple(X.shape), steps, coefficients)
         return plan.cached(("replay", key), lambda: self.replays.get(key, X))(X, norm, eps).reshape(whole.shape)

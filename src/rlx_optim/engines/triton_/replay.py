@@ -3,8 +3,8 @@
 `Replay`: Newton–Schulz on a stack, some twenty launches. The graph's input and output stay allocated, four bytes an entry, and
 what is between them once for all graphs, which is why stacks are not larger than MOST. Stacks of one shape take turns with one.
 
-`Passes`: the passes of a rule that measures its tensors. Where the arrays are and what the numbers are stands in tables on the
-device, so a step sends what has changed of them and replays.
+`Passes`: the passes of a rule that measures its tensors, or the whole step of small matrices. Where the arrays are and what the
+numbers are stands in tables on the device, so a step sends what has changed of them and replays.
 """
 
 # mypy: ignore-errors
@@ -24,6 +24,7 @@ from ...linalg import Coefficients
 from . import products
 
 MOST = 1 << 27  # entries of a stack: 256 MiB in and as much out
+SMALL = 1 << 26  # entries of a bundle of matrices up to which its whole step is recorded
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 _thread = threading.local()
 

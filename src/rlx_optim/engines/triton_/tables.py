@@ -138,6 +138,7 @@ class Plan:
         self.shares: dict[str, tuple[Any, ...]] = {}
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
+        self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
