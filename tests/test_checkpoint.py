@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import MATRIX, NAMES, copies, distance, make, problem, run, same_bits
+from helpers import MATRIX, NAMES, copies, distance, make, problem, run, same_bits, slowly
 
 import rlx_optim
 from rlx_optim import CheckpointError
@@ -625,7 +625,7 @@ class Optax:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slowly(NAMES))
 def test_optax_resumes_bit_for_bit(name, tmp_path):
     shapes = SMALL if name not in MATRIX else {k: SMALL[k] for k in ("w", "b")}
     params, gradients = problem(shapes, steps=6)
@@ -1024,7 +1024,7 @@ OPTAX = {
 }
 
 
-@pytest.mark.parametrize("name", OPTAX)
+@pytest.mark.parametrize("name", slowly(OPTAX))
 def test_optax_states_to_ours_and_back(name):
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     import rlx_optim.optax as front

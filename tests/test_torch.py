@@ -1486,19 +1486,19 @@ def test_nothing_grows(name):
             opt.step()
         gc.collect()
 
-    few, many = (100, 500) if name in ("SOAP", "KronPSGD") else (500, 2000)
+    few, many = (100, 600) if name in ("SOAP", "Muon", "Sophia", "Adafactor") else (300, 1200)
     steps(few)
     objects, blocks = len(gc.get_objects()), sys.getallocatedblocks()
     steps(many)
     assert len(gc.get_objects()) - objects < 30
-    assert sys.getallocatedblocks() - blocks < many / 4  # Python's free lists fill up; one object a step would be `many`
-    if name in ("AdamW", "Muon", "Sophia"):
+    assert sys.getallocatedblocks() - blocks < many / 2  # Python's free lists fill up; one object a step would be `many`
+    if name in ("AdamW", "Muon"):
         tracemalloc.start()
         try:
             steps(few)
             memory = tracemalloc.get_traced_memory()[0]
-            steps(1000)
-            assert tracemalloc.get_traced_memory()[0] - memory < 28 * 1000  # the smallest object has 28 bytes
+            steps(many)
+            assert tracemalloc.get_traced_memory()[0] - memory < 28 * many  # the smallest object has 28 bytes
         finally:
             tracemalloc.stop()
 
