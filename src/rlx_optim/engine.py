@@ -119,14 +119,19 @@ class Engine(Protocol):
     def stack(self, shape: Shape) -> int:
         """How many tensors of this shape a matrix rule should be given at once."""
 
-    def mixes(self, shape: Shape) -> bool:
-        """Whether a rule that takes tensors of unequal shapes (`Spec.ragged`) should be given such a one together with others."""
-
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
         """Whether every entry of every gradient is finite."""
 
     def live(self, spec: Spec) -> str:
         """In words: what runs this spec here."""
+
+
+@runtime_checkable
+class Mixing(Protocol):
+    """An engine that takes tensors of unequal shapes at once, for rules that do (`Spec.ragged`)."""
+
+    def mixes(self, shape: Shape) -> bool:
+        """Whether it should be given such a one together with others."""
 
 
 class Several(list[Any]):
@@ -211,9 +216,6 @@ class ArrayEngine:
 
     def stack(self, shape: Shape) -> int:
         return 1
-
-    def mixes(self, shape: Shape) -> bool:
-        return False
 
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
         return all(bool(np.isfinite(g).all()) for g in grads)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .engine import Bundle, Engine
+from .engine import Bundle, Engine, Mixing
 from .program import Program, trace
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
@@ -84,7 +84,7 @@ def bundle_up(
     for place, record in records:
         if record.size:
             spec = specs[record.group]
-            mixed = spec.ragged() and not asked and engine.mixes(record.shape)
+            mixed = spec.ragged() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
             key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else spec.likeness()
             alike.setdefault((tuple(record.slots), key), []).append((place, record))
     parts = []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...engine import Bundle, Engine
+from ...engine import Bundle, Engine, Mixing
 from ...pieces import WHOLE, Split, shapes_of, slots_of
 from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
@@ -75,7 +75,7 @@ class Updates:
         return self.engine.stack(shape)
 
     def mixes(self, shape: Shape) -> bool:
-        return self.engine.mixes(shape)
+        return isinstance(self.engine, Mixing) and self.engine.mixes(shape)
 
     def run(self, bundle: Bundle) -> Mapping[str, Any]:
         x = self.engine.run(bundle, move=False)
