@@ -355,7 +355,7 @@ class Cpu(ArrayEngine):
         values = [x[name] for name in takes]
         stacks = [v for v in values if isinstance(v, np.ndarray) and v.ndim]
         shape = np.broadcast_shapes(*(v.shape for v in stacks))
-        arrays = [np.ascontiguousarray(np.broadcast_to(v, shape), self.dtype) for v in stacks]
+        arrays = [np.ascontiguousarray(v if v.shape == shape else np.broadcast_to(v, shape), self.dtype) for v in stacks]
         kinds = tuple("full" if isinstance(v, np.ndarray) and v.ndim else "number" for v in values)
         kept, key = x.get("_kernels", {}), (rule, kinds, shape)
         if (made := kept.get(key)) is None:
