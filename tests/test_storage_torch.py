@@ -132,6 +132,35 @@ def test_torch_split_parameters_and_gradient_release():
     assert relative(found[0].numpy(), found[1].numpy()) < 1e-5
 
 
+def test_torch_splits_of_unequal_parts_change_format(tmp_path):
+    def made(wanted):
+        torch.manual_seed(0)
+        net = torch.nn.Module()
+        net.qkv, net.wide = torch.nn.Parameter(torch.randn(128, 130)), torch.nn.Parameter(torch.randn(64, 200))
+        split = {"qkv": (64, 32, 32), "wide": (120, 80)}  # rows, columns
+        return net, rlx_optim.torch.Muon(net, lr=1e-2, state_dtype=wanted, split=split, route={"*": "own"})
+
+    net, opt = made("int8")
+    steps(net, opt, 0, 2)
+    assert opt.state[net.qkv]["momentum_buffer"].dtype is torch.int8
+    assert opt.state[net.wide]["momentum_buffer"].dtype is torch.float32  # rows of two lengths
+    opt.save(tmp_path / "a.safetensors")
+    ends = []
+    for wanted in ("int8", "float32"):
+        for how in ("file", "dict"):
+            mine, other = made(wanted)
+            mine.load_state_dict(net.state_dict())
+            other.load(tmp_path / "a.safetensors") if how == "file" else other.load_state_dict(opt.state_dict())
+            steps(mine, other, 2, 1)
+            ends.append(torch.cat([p.detach().flatten() for p in mine.parameters()]))
+    steps(net, opt, 2, 1)
+    want = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(ends[0], want)
+    assert torch.equal(ends[1], want)
+    assert (ends[2] - want).abs().max() < 1e-5
+    assert (ends[3] - want).abs().max() < 1e-5
+
+
 def test_torch_optim_takes_over_what_is_decoded(tmp_path):
     net = model()
     opt = rlx_optim.torch.AdamW(net, lr=1e-2, state_dtype="int8")

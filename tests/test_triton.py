@@ -253,7 +253,8 @@ def test_everything_compiles_for_hopper():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert set(kernels) == {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "fill"}
+    names = {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "repack", "fill"}
+    assert set(kernels) == names
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
 
@@ -286,7 +287,7 @@ def built():
     front.engines.os = types.SimpleNamespace(environ={"TRITON_INTERPRET": "1"})  # lets it take tensors on the CPU
     for name in rlx_optim.list_optimizers():
         settings = AS_NAMED.get(name, {})
-        params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (24,))]
+        params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (20, 36), (24,))]
         for p in params:
             p.grad = torch.ones_like(p)
         getattr(front, spec_class(name).__name__)(params, engine="triton", **settings).step()

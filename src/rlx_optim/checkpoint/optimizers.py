@@ -211,7 +211,7 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
 def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
     record.slots, record.counters, record.t = spec.kept(p.shape), dict(p.counters), p.step
-    for name, slot in p.slots(spec).items():
+    for name, (slot,) in p.used(spec).items():
         record.state[name] = opt._engine.allocate(slot)
-        for key, part in parts_of({name: record.state[name]}).items():
-            np.copyto(part, p.tensors[key].read())
+        for key, each in parts_of({name: record.state[name]}).items():
+            np.copyto(each, p.tensors[key].read())

@@ -16,6 +16,7 @@ import numpy as np
 from .. import random, storage
 from ..guard import checked
 from ..optimizer import NONFINITE
+from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
@@ -75,33 +76,53 @@ class Parameter:
     counters: dict[str, float] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     pieces: int = 1  # the rule sees it as so many tensors
-    piece: Shape = ()  # of this shape; its own, if it is not split
+    piece: Shape = ()  # of this shape; its own, if it is not split; the first's, if they differ
     reason: str = ""  # for its member
     stepped: bool = False  # already, in the iteration that has not ended
+    parts: tuple[int, ...] = ()  # how long the pieces are along an axis, where that is said
 
     @property
     def split(self) -> bool:
         return self.piece != self.shape
 
-    def slots(self, spec: Spec) -> dict[str, Slot]:
-        """The slots that are in use, or were before a setting changed."""
-        slots = spec.kept(self.piece)
-        names = {name + end for name, slot in slots.items() for end in self.parts(slot)}
-        slots = slots if self.tensors.keys() <= names else possible(spec, self.piece)[0]
-        return {name: slot for name, slot in slots.items() if name in self.tensors}
+    @property
+    def way(self) -> Split:
+        """How it is split."""
+        return self.parts or self.pieces
 
-    def parts(self, slot: Slot) -> dict[str, tuple[Shape, str]]:
-        """The tensors of a slot in the file, by what is added to its name: shape and type."""
-        return storage.parts(slot, self.stored(slot))
+    def slots(self, spec: Spec) -> dict[str, tuple[Slot, ...]]:
+        """The slots of its pieces: of one where they are equal."""
+        return slots_of(spec, self.shape, self.parts) if self.parts else slots_of(spec, self.piece, WHOLE)
 
-    def values(self, slots: Mapping[str, Slot], name: str) -> np.ndarray:
+    def used(self, spec: Spec) -> dict[str, tuple[Slot, ...]]:
+        """Those that there is state for, now or before a setting changed."""
+        slots = self.slots(spec)
+        slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else possible(spec, self)[0]
+        return {name: each for name, each in slots.items() if name in self.tensors}
+
+    def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
+        """The tensors of slots in the file, by name: shape and type."""
+        return {
+            name + end: (self.stored(part(each, end)), dtype)
+            for name, each in slots.items()
+            for end, dtype in storage.PARTS[each[0].storage].items()
+        }
+
+    def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
-        found = [self.tensors[name + end].read() for end in self.parts(slots[name])]
-        kind = slots[name].storage
-        return storage.decode(storage.NUMPY, storage.Coded(kind, *found)) if kind else found[0]
+        kind = slots[name][0].storage
+        found = [self.tensors[name + end].read() for end in storage.PARTS[kind]]
+        if not kind:
+            return found[0]
+        if len(found) > 1:  # the scales of a split parameter may have another shape than its codes
+            found[1] = found[1].reshape(*found[0].shape[:-1], -1)
+        return np.asarray(storage.decode(storage.NUMPY, storage.Coded(kind, *found)))
 
-    def stored(self, slot: Slot) -> Shape:
+    def stored(self, slots: tuple[Slot, ...]) -> Shape:
         """The shape of a slot in the file."""
+        if self.parts:
+            return stored(slots, self.shape, self.parts)
+        (slot,) = slots
         if not self.split:
             return slot.shape
         return self.shape if slot.shape == self.piece else (self.pieces, *slot.shape)
@@ -184,19 +205,26 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
         raise CheckpointError(f"{what} is in group {p.group} of {member.optimizer}, which has {len(member.groups)}")
     if p.dtype not in DTYPES:
         raise CheckpointError(f"{what}: its dtype cannot be {p.dtype!r:.80}; known are {', '.join(DTYPES)}")
-    if p.pieces * math.prod(p.piece) != math.prod(p.shape) or (not p.split and p.pieces != 1):
+    whole = p.pieces * math.prod(p.piece) == math.prod(p.shape) and (p.split or p.pieces == 1)
+    if p.parts:
+        try:
+            shapes = shapes_of(p.shape, p.parts)
+            whole = len(shapes) == p.pieces and shapes[0] == p.piece and p.split
+        except ValueError:
+            whole = False
+    if not whole:
         raise CheckpointError(f"{what}: {p.pieces} pieces of shape {p.piece} are not its shape {p.shape}")
     _check_state(member.specs[p.group], p, what)
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    parts, counters = _parts(spec.kept(p.piece), p), spec.counters()
+    parts, counters = p.arrays(p.slots(spec)), spec.counters()
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
-        slots, known = possible(spec, p.piece)
-        parts = _parts(slots, p)
+        slots, known = possible(spec, p)
+        parts = p.arrays(slots)
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for name, each in p.tensors.items():
@@ -208,18 +236,14 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
             raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
 
 
-def _parts(slots: Mapping[str, Slot], p: Parameter) -> dict[str, tuple[Shape, str]]:
-    """The tensors of slots by name: shape and type."""
-    return {name + end: part for name, slot in slots.items() for end, part in p.parts(slot).items()}
-
-
-def possible(spec: Spec, shape: Shape) -> tuple[dict[str, Slot], dict[str, float]]:
+def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:
     """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back. p: of
     a torch optimizer in evaluation mode, where gradients are taken."""
-    slots, counters = dict(spec.kept(shape)), dict(spec.counters())
-    slots |= {} if spec.evaluated is None else {TRAINED: Slot(shape)}
+    slots, counters = p.slots(spec), dict(spec.counters())
+    shapes = shapes_of(p.shape, p.parts) if p.parts else [p.piece]
+    slots |= {} if spec.evaluated is None else {TRAINED: tuple(map(Slot, shapes))}
     for variant in _variants(spec):
-        slots |= variant.kept(shape)
+        slots |= p.slots(variant)
         counters |= variant.counters()
     return slots, counters
 

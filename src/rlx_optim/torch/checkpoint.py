@@ -16,14 +16,15 @@ from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from ..pieces import Split, number, part, shapes_of
 from ..registry import spec_class
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
-from ..storage import Words
-from .lanes import ARITHMETIC, inner_shape
-from .names import in_dtype, outside, part_names
+from ..storage import PARTS, Words
+from .lanes import ARITHMETIC
+from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, furnish, layout, piece_shape, put, room, shape_in_state
+from .state import counter, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
 from .stepping import plain
 
 COUNTABLE = 2**53  # "step" is a float64
@@ -78,16 +79,16 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     parameters = {}
     for name, (index, param) in parameters_of(opt).items():
         group, state = opt.param_groups[index], opt.state[param]
-        batch = opt._pieces(name, param)
-        home = opt._home(name, param, specs[index], batch)
-        furnish(state, specs[index], param, batch, home)
+        split = opt._pieces(name, param)
+        home = opt._home(name, param, specs[index], split)
+        furnish(state, specs[index], param, split, home)
         parameters[name] = _parameter(
             name,
             where[index, _kind(opt, group, param)],
             specs[index],
             param,
             state,
-            batch,
+            split,
             opt._why.get(param, ""),
             home,
         )
@@ -128,23 +129,25 @@ def _parameter(
     spec: Spec,
     param: torch.Tensor,
     state: Any,
-    batch: int,
+    split: Split,
     why: str,
     home: Any,
 ) -> Parameter:
-    piece = piece_shape(param, batch)
+    piece, parts = piece_shape(param, split), () if isinstance(split, int) else split
     shape, kind = tuple(param.shape), str(param.dtype).removeprefix("torch.")
     counters = spec.counters()
-    p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, batch, piece, why)
-    slots = spec.kept(piece)
+    p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, number(split), piece, why, parts=parts)
+    slots = p.slots(spec)
     if set(state) - {"step", "batch", *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
-        slots, counters = possible(spec, piece)
+        slots, counters = possible(spec, p)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
+    arrays = p.arrays(slots)
     for key, (slot, end) in part_names(spec, slots).items():
         if key in state:
             each = slots[slot]
-            whole = None if home is None else functools.partial(home.get, state[key], shape_in_state(each, param, batch))
-            stored, dtype = p.parts(each)[end]
+            there = shape_in_state(part(each, end) * (p.pieces // len(each)), param, split)
+            whole = None if home is None else functools.partial(home.get, state[key], there)
+            stored, dtype = arrays[slot + end]
             p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
     return p
 
@@ -171,7 +174,7 @@ def load_into(
             states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             here = _here(opt, snapshot, p, known[name][0])
-            home = opt._home(name, known[name][1], here, p.pieces)
+            home = opt._home(name, known[name][1], here, p.way)
             _fill(states[known[name][1]], snapshot.spec(p), here, p, home)
         opt.state.update(states)
         opt._consolidated = (None, None)
@@ -224,7 +227,7 @@ def _check_fit(opt: RuleOptimizer, name: str, p: Parameter, param: torch.Tensor)
     if p.shape != tuple(param.shape):
         raise CheckpointError(f"{name!r} has shape {p.shape} there and {tuple(param.shape)} here")
     try:
-        piece = p.shape if p.pieces == 1 else inner_shape(p.shape, p.pieces)
+        piece = shapes_of(p.shape, p.way)[0]
     except ValueError:
         piece = ()
     if piece != p.piece:
@@ -320,21 +323,18 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
 def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
     """State for a parameter, to be filled: buffers that fit are used again."""
     rule, spec = snapshot.members[p.member].optimizer, _here(opt, snapshot, p, index)
-    slots = p.slots(spec)
-    names = outside(spec, slots)
+    slots = {name: each * (p.pieces // len(each)) for name, each in p.used(spec).items()}
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
-    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.pieces} if p.pieces > 1 else {})
-    home = opt._home(None, param, spec, p.pieces)
-    for name, slot in slots.items():
-        for end, (shape, dtype) in layout(slot, param, p.pieces).items():
-            old = before.get(names[name] + end)
-            fits = (
-                was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype, param.device) and old.is_contiguous()
-            )
-            fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
-            state[names[name] + end] = old if fits else room(slot, param, p.pieces, home, end)
+    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.way} if p.pieces > 1 else {})
+    home = opt._home(None, param, spec, p.way)
+    for key, (name, end) in part_names(spec, slots).items():
+        each = slots[name]
+        old, shape = before.get(key), shape_in_state(part(each, end), param, p.way)
+        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), param.device)
+        fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
+        state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    others, counters = possible(earlier, p.piece)
+    others, counters = possible(earlier, p)
     ours = {"step", "batch", *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
@@ -347,12 +347,12 @@ def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> S
 @torch.no_grad()
 def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: Any) -> None:
     """Take over a file's state. there, here: its settings, and with what state is kept in here."""
-    slots, mine = p.slots(there), p.slots(here)
-    names = outside(there, slots)
+    slots, mine = p.used(there), p.used(here)
+    names = names_of(there, slots)
     for name, slot in slots.items():
         if home is not None:
             home.put(state[names[name]], torch.from_numpy(p.values(slots, name)))
         else:
-            ends = p.parts(slot) if slot.storage == mine[name].storage else None
-            given = {end: p.tensors[name + end].read() for end in ends} if ends else p.values(slots, name)
-            put({end: state[names[name] + end] for end in p.parts(mine[name])}, mine[name].storage, given)
+            kind, wanted = slot[0].storage, mine[name][0].storage
+            same = {end: p.tensors[name + end].read() for end in PARTS[kind]} if kind == wanted else None
+            put({end: state[names[name] + end] for end in PARTS[wanted]}, wanted, same or p.values(slots, name))

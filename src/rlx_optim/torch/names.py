@@ -13,7 +13,6 @@ import torch
 
 from ..registry import OURS
 from ..spec import Slot, Spec
-from ..storage import PARTS
 
 #: what torch calls a slot by the first words of its meaning
 MEANINGS = {
@@ -35,11 +34,6 @@ def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str
         name = kind.torch.slots.get(slot, usual)
         found[slot] = slot if name in found.values() else name
     return found
-
-
-def part_names(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, tuple[str, str]]:
-    """By the names of a tensor's state in a state_dict: the slot, and which part of it (`storage.PARTS`)."""
-    return {name + end: (slot, end) for slot, name in outside(kind, slots).items() for end in PARTS[slots[slot].storage]}
 
 
 def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str, Any]:

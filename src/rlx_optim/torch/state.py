@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,40 +14,66 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import storage
+from ..pieces import WHOLE, Split, checked, part, shapes_of, slots_of, stored
 from ..spec import Shape, Slot, Spec
-from .lanes import ARITHMETIC, inner_shape
-from .names import outside, part_names
+from .lanes import ARITHMETIC
+from .names import outside
+
+Slots = tuple[Slot, ...]  # of each piece of a parameter
 
 
-def piece_shape(param: torch.Tensor, batch: int) -> Shape:
-    """The shape that the rule sees."""
-    shape = tuple(param.shape)
-    return shape if batch == 1 else inner_shape(shape, batch)
+def split_in(state: Mapping[str, Any]) -> Split | None:
+    """How a parameter is split, as its state says."""
+    given = state.get("batch")
+    return None if given is None else checked(given if isinstance(given, (list, tuple)) else int(given))
 
 
-def shape_in_state(slot: Slot, param: torch.Tensor, batch: int) -> Shape:
+def piece_shape(param: torch.Tensor, split: Split) -> Shape:
+    """The shape that the rule sees, at first."""
+    return shapes_of(tuple(param.shape), split)[0]
+
+
+def shape_in_state(slots: Slots, param: torch.Tensor, split: Split) -> Shape:
     """The shape of a slot in a state_dict: torch keeps the axes that row and column means lack, with length 1."""
-    shape = tuple(param.shape)
-    if batch > 1:
-        return shape if slot.shape == piece_shape(param, batch) else (batch, *slot.shape)
+    shape, slot = tuple(param.shape), slots[0]
+    if split != WHOLE:
+        return stored(slots, shape, split)
     if slot.drop == (-1,):
         return (*shape[:-1], 1)
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
-def layout(slot: Slot, param: torch.Tensor, batch: int) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Shape and type of the tensors that a slot is kept in, by what is added to its name."""
-    found = storage.parts(slot, shape_in_state(slot, param, batch))
-    return {end: (shape, getattr(torch, dtype) if dtype else ARITHMETIC[param.dtype]) for end, (shape, dtype) in found.items()}
+def fresh(slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A slot as it starts. dtype: of a part of one in fewer bits."""
+    dtype, shape = dtype or ARITHMETIC[param.dtype], shape_in_state(slots, param, split)
+    if slots[0].eye:
+        each = [torch.eye(slot.shape[0], dtype=dtype, device=param.device).mul_(slot.fill).reshape(-1) for slot in slots]
+        return torch.cat(each).reshape(shape)
+    return torch.full(shape, slots[0].fill, dtype=dtype, device=param.device)
 
 
-def fresh(slot: Slot, param: torch.Tensor, batch: int, end: str = "") -> torch.Tensor:
-    """A slot as it starts, or the part of it with this name."""
-    shape, dtype = layout(slot, param, batch)[end]
-    if slot.eye:
-        eye = torch.eye(slot.shape[0], dtype=dtype, device=param.device) * slot.fill
-        return eye.expand(batch, *slot.shape).reshape(shape).clone(memory_format=torch.contiguous_format)
-    return torch.full(shape, slot.fill, dtype=dtype, device=param.device)
+def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
+    """The names of a parameter's slots in a state_dict."""
+    return outside(spec, {name: each[0] for name, each in slots.items()})
+
+
+def part_names(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, tuple[str, str]]:
+    """By the names of all tensors of a parameter's state: the slot, and which part of it (`storage.PARTS`)."""
+    return {
+        key + end: (slot, end) for slot, key in names_of(spec, slots).items() for end in storage.PARTS[slots[slot][0].storage]
+    }
+
+
+def dtype_of(slots: Slots, param: torch.Tensor, end: str) -> torch.dtype:
+    """The type of a slot's tensor, or of the part of it with this name."""
+    dtype = storage.PARTS[slots[0].storage][end]
+    return getattr(torch, dtype) if dtype else ARITHMETIC[param.dtype]
+
+
+def in_pieces(buffer: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
+    """The part of a slot's memory that is each piece's."""
+    each = buffer.reshape(-1).split([math.prod(slot.shape) for slot in slots])
+    return [piece.view(slot.shape) for piece, slot in zip(each, slots, strict=True)]
 
 
 def counter(value: Any) -> torch.Tensor:
@@ -61,20 +88,23 @@ def count_of(value: Any) -> float:
         return float(value)
 
 
-def room(slot: Slot, param: torch.Tensor, batch: int, home: Any, end: str = "") -> torch.Tensor:
-    """A slot as it starts, where it is kept: home is that of a parameter spread over ranks (`sharded.homes`), else None."""
-    return fresh(slot, param, batch, end) if home is None else home.room(slot, param, batch)
+def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
+    """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
+    (`sharded.homes`), else None."""
+    if home is None:
+        return fresh(part(slots, end), param, split, dtype_of(slots, param, end))
+    return home.room(slots, param, split)
 
 
-def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
     state.setdefault("step", counter(0.0))
-    if batch > 1:
-        state.setdefault("batch", batch)
-    slots = spec.kept(piece_shape(param, batch))
+    if split != WHOLE:
+        state.setdefault("batch", split)
+    slots = slots_of(spec, tuple(param.shape), split)
     for name, (slot, end) in part_names(spec, slots).items():
         if name not in state:
-            state[name] = room(slots[slot], param, batch, home, end)
+            state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
 
@@ -103,33 +133,42 @@ def words(device: torch.device) -> Any:
     return Torch(device)
 
 
+def decoded(kind: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The values of a slot that is kept in these parts."""
+    codes, *scales = parts.values()
+    scales = [each.reshape(*codes.shape[:-1], -1) for each in scales]  # of a split parameter they may have another shape
+    found: torch.Tensor = storage.decode(words(codes.device), storage.Coded(kind, codes, *scales)) if kind else codes
+    return found
+
+
 def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any) -> None:
     """Leave in a slot's tensors its parts, as they are, or its values. kind: what it is kept in."""
     first = buffers[""]
     if kind and not isinstance(given, Mapping):
         value = torch.as_tensor(given).to(first.device).reshape(first.shape)
         given = storage.encode(words(first.device), kind, value, 0)
-    for end, part in (given if isinstance(given, Mapping) else {"": given}).items():
-        buffer, part = buffers[end], torch.as_tensor(part)
-        part = part.view(torch.bfloat16) if part.dtype is torch.uint16 else part  # as NumPy has it
-        buffer.copy_(part.reshape(buffer.shape))
+    for end, found in (given if isinstance(given, Mapping) else {"": given}).items():
+        buffer, value = buffers[end], torch.as_tensor(found)
+        value = value.view(torch.bfloat16) if value.dtype is torch.uint16 else value  # as NumPy has it
+        buffer.copy_(value.reshape(buffer.shape))
 
 
 def taken_over(
-    owner: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str, home: Any = None
+    owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
-    if batch > 1:
-        state["batch"] = batch
+    if split != WHOLE:
+        state["batch"] = split
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
-    slots = spec.kept(piece_shape(param, batch))
-    for slot, key in outside(spec, slots).items():
+    slots = slots_of(spec, tuple(param.shape), split)
+    for slot, key in names_of(spec, slots).items():
         expected = slots[slot]
-        buffers = {end: room(expected, param, batch, home, end) for end in storage.PARTS[expected.storage]}
+        wanted = expected[0].storage
+        buffers = {end: room(expected, param, split, home, end) for end in storage.PARTS[wanted]}
         value = given.pop(key, None)
         if value is None:
             if needed:
@@ -137,19 +176,19 @@ def taken_over(
         else:
             kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
             parts = {"": value} | {end: given.pop(key + end, None) for end in storage.PARTS[kind] if end}
-            for end, (shape, _) in storage.parts(replace(expected, storage=kind), shape_in_state(expected, param, batch)).items():
-                part = parts[end]
-                if not torch.is_tensor(part) or tuple(part.shape) != shape:
-                    found = tuple(part.shape) if torch.is_tensor(part) else part
-                    raise ValueError(f"{owner}: {key + end!r} of {name} has shape {found} in the checkpoint, needed is {shape}")
-                if end and bool((part < 0).any()):
+            there = tuple(replace(each, storage=kind) for each in expected)
+            for end, found in parts.items():
+                shape = shape_in_state(part(there, end), param, split)
+                if not torch.is_tensor(found) or tuple(found.shape) != shape:
+                    said = tuple(found.shape) if torch.is_tensor(found) else found
+                    raise ValueError(f"{owner}: {key + end!r} of {name} has shape {said} in the checkpoint, needed is {shape}")
+                if end and bool((found < 0).any()):
                     raise ValueError(f"{owner}: {key + end!r} of {name} has scales below zero in the checkpoint; it is damaged")
             started = True
-            if kind == expected.storage and kind:
-                put(buffers, kind, parts)
+            if home is not None:
+                home.put(buffers[""], value)
             else:
-                values = storage.decode(words(value.device), storage.Coded(kind, *parts.values())) if kind else value
-                put(buffers, expected.storage, values) if home is None else home.put(buffers[""], values)
+                put(buffers, wanted, parts if kind == wanted else decoded(kind, parts))
         state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
         state[label] = counter(given.pop(label, float(started) if label == "started" else first))
