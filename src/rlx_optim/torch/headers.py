@@ -192,7 +192,8 @@ class Compiled:
 
 def remembered(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Headers:
     """The quickest way there is to tell whether these are as they were. A class may say for itself what a gradient is."""
-    plain = all(kind.grad is torch.Tensor.grad for kind in set(map(type, params)))
+    kinds: set[Any] = set(map(type, params))
+    plain = all(kind.grad is torch.Tensor.grad for kind in kinds)
     if plain and trusted() and (made := Compiled(params, others)).good:
         return made
     return Plainly(params, others)
