@@ -23,6 +23,7 @@ from ...linalg import Coefficients
 from . import products
 
 MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
+PAGES = 8  # sets of numbers that may be under way to the device at once
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 _thread = threading.local()
 
@@ -57,6 +58,20 @@ class Replay:
         return self.output
 
 
+class Page:
+    """Page-locked memory that numbers are sent from, again and again."""
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self.view, self.sent = self.memory.numpy(), torch.cuda.Event()
+
+    def send(self, host: np.ndarray, room: torch.Tensor) -> None:
+        self.sent.synchronize()  # that was PAGES steps ago: the host seldom is as far ahead
+        self.view[:] = host
+        room.copy_(self.memory, non_blocking=True)
+        self.sent.record(torch.cuda.current_stream(room.device))
+
+
 class Passes:
     """The passes of one bundle. The first call runs them, the second with numbers that are on the device, which compiles what is
     to be recorded, the third records. They are recorded anew where something moved that launches depend on."""
@@ -74,6 +89,8 @@ class Passes:
         self.version: Any = None
         self.tables: Any = None
         self.host: Any = None
+        self.ring: Any = None
+        self.turn = 0
         sizes = [0 if column is None else self.count if column else 1 for _, column in form]
         self.room = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         parts = self.room.split(sizes) if sizes else ()
@@ -112,7 +129,10 @@ class Passes:
         )
         if self.host is None or not np.array_equal(host, self.host):
             self.host = host
-            self.room.copy_(torch.from_numpy(host), non_blocking=True)  # so few bytes are taken before the call returns
+            if self.ring is None:
+                self.ring = [Page(len(host)) for _ in range(PAGES)]
+            self.turn = (self.turn + 1) % PAGES
+            self.ring[self.turn].send(host, self.room)
 
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
