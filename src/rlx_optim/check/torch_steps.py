@@ -390,8 +390,8 @@ def leave(s: TorchSubject) -> Any:
 
 # ---- learning rates ---------------------------------------------------------------------------------------------------------
 def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]], None]) -> float:
-    """How far parameters go at a rate of 0 that is theirs after some steps; 0 where it is a momentum that goes on with the rate in
-    it (LARS): then gradients have no part in it."""
+    """How far parameters go at a rate of 0 that is theirs after some steps; 0 where a momentum that has the rate in it goes on
+    (LARS): then gradients have no part in it."""
     ends = []
     for first in (steps, steps + 10):
         params = s.params()
