@@ -97,7 +97,6 @@ def bundle_up(
     for members in alike.values():
         first = members[0][1]
         limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
-        limit = -(-len(members) // -(-len(members) // limit))  # as many of them as need be, about equally long
         for lo in range(0, len(members), limit):
             parts.append(_part(members[lo : lo + limit], specs[first.group], watch, asked))
     if len(parts) > 1:

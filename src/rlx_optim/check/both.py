@@ -13,7 +13,7 @@ from .table import Skip, Wrong, check
 
 LIVELY = {"weight_decay": 0.1, "momentum": 0.9}  # on which other keywords hang, where it is 0 by default
 LEAST = 1e-9  # what moves a parameter of size 1 less does nothing
-RATES = (0.3, 0.1, 0.03, 0.01, 1e-3)
+RATES = (0.3, 0.1, 0.03, 0.01, 1e-3, 10.0)  # the last for rules that scale it down by a trust ratio
 ORTHOGONAL = ("muon", "scion", "dion", "orthogonal")
 
 

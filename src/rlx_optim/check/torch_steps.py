@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -388,17 +389,29 @@ def leave(s: TorchSubject) -> Any:
 
 
 # ---- learning rates ---------------------------------------------------------------------------------------------------------
+def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]], None]) -> float:
+    """How far parameters go at a rate of 0 that is theirs after some steps; 0 where a momentum that has the rate in it goes on
+    (LARS): then gradients have no part in it."""
+    ends = []
+    for first in (steps, steps + 10):
+        params = s.params()
+        opt = s.make(params, **({} if lr is None else {"lr": lr()}), **s.without_decay())
+        s.run(opt, params, 0, steps)
+        before = copies(params)
+        for group in opt.param_groups:
+            stop(group)
+        s.run(opt, params, first, first + 2)
+        far = moved(params, before)
+        ends.append(copies(params))
+        if far <= KEPT:
+            return 0.0
+    return far if moved(params, ends[0]) > KEPT else 0.0
+
+
 @check("lr-read", "param_groups[…]['lr'] is read at every step", "torch")
 def lr_read(s: TorchSubject) -> Any:
     s.lr()
-    params = s.params()
-    opt = s.make(params, **s.without_decay())
-    s.run(opt, params, 0, 2)
-    before = copies(params)
-    for group in opt.param_groups:
-        group["lr"] = 0.0
-    s.run(opt, params, 2, 4)
-    far = moved(params, before)
+    far = stopped(s, 2, None, lambda group: group.update(lr=0.0))
     if far > KEPT:
         raise Wrong(f"parameters moved by {far:.1e} with group['lr'] = 0", far)
     return 0.0
@@ -412,13 +425,10 @@ def lr_tensor(s: TorchSubject) -> Any:
         opt = s.make(params, lr=torch.tensor(lr), **s.without_decay())
         s.run(opt, params, 0, 6)
     seen = s.close(params, s.after(lr=lr, **s.without_decay()), "lr as a tensor ends elsewhere than lr as a number")
-    given = opt.param_groups[0]["lr"]
-    if isinstance(given, torch.Tensor):
-        given.fill_(0.0)
-        before = copies(params)
-        s.run(opt, params, 6, 7)
-        if moved(params, before) > KEPT:
-            raise Wrong("an lr that is filled with 0 in place is not read", moved(params, before))
+    if isinstance(opt.param_groups[0]["lr"], torch.Tensor):
+        far = stopped(s, 6, lambda: torch.tensor(lr), lambda group: group["lr"].fill_(0.0))
+        if far > KEPT:
+            raise Wrong("an lr that is filled with 0 in place is not read", far)
     return seen
 
 

@@ -87,17 +87,13 @@ class Triton(Torch):
 
     def __init__(self, device: Any = "cuda", dtype: torch.dtype = torch.float32):
         super().__init__(device, dtype)
-        self.sender, self.replays = Sender(self.device), replay.Replays()
+        self.sender = Sender(self.device)
 
     def live(self, spec: Any) -> str:
         rest = f"; {products.NOTE}" if spec.matrix else ""
         return f"triton: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, one launch a pass{rest}"
 
     # bundles -----------------------------------------------------------------------------------------------------------
-    def stack(self, shape: Any) -> int:
-        """As many as Newton–Schulz replays at once."""
-        return max(1, replay.MOST // math.prod(shape))
-
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine, and state in fewer bits that a pass
         cannot code as it goes."""
@@ -198,7 +194,7 @@ class Triton(Torch):
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        small = sum(bundle.plan.sizes) <= replay.SMALL
+        small = sum(bundle.plan.sizes) <= replay.MOST
         can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
         return can and not any(map(torch.is_tensor, numbers.values()))
 
@@ -588,8 +584,8 @@ class Triton(Torch):
         alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
         if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
-        key = (tuple(X.shape), steps, coefficients)
-        return plan.cached(("replay", key), lambda: self.replays.get(key, X))(X, norm, eps).reshape(whole.shape)
+        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
+        return kept(X, norm, eps).reshape(whole.shape)
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
         with products.tf32():
