@@ -176,7 +176,7 @@ class Transform:
             if ps[i].size:
                 apart = place.decays or (mixed and gathers(place))
                 key = (id(place.member), apart, tuple(place.slots), str(arithmetic(ps[i])))
-                bundles.setdefault((*key, i) if place.member.kind.matrix else key, []).append(i)
+                bundles.setdefault((*key, place.inner) if place.member.kind.matrix else key, []).append(i)
         programs: list[tuple[Spec, Program, list[str]]] = []
         for indices in bundles.values():
             place = places[indices[0]]
@@ -268,12 +268,14 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
 
 
 def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
-    """Arrays whose first axis counts tensors."""
-    ((place, arrays),) = leaves
-    out = {name: arrays[name].astype(dtype).reshape(-1, *place.inner) for name in ("p", "g")}
-    out |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
+    """Arrays whose first axis counts tensors: all of a shape at once, so that a program has its text once for each shape."""
+    every: list[dict[str, Any]] = []
+    for place, arrays in leaves:
+        every.append({name: arrays[name].astype(dtype).reshape(-1, *place.inner) for name in ("p", "g")})
+        every[-1] |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
+    out = every[0] if len(every) == 1 else {name: jnp.concatenate([each[name] for each in every]) for name in every[0]}
     E = engine_in(dtype)
-    x = Values(out, names=place.names, **numbers, t=t, seed=spec.values().get("seed"))
+    x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
     x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
     committed: Values = traceable(type(spec).commit)(spec, E, x)
     return committed
@@ -308,7 +310,7 @@ def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:
 
 def gathered(value: Any, first: int, last: int) -> Any:
     if not isinstance(value, list):
-        return value
+        return value[first:last]
     return value[first] if last - first == 1 else jnp.stack(value[first:last])
 
 
