@@ -1,5 +1,7 @@
 """Memory that moves between steps, gradients that are not what they look like, modes and clips: each test is a fault that was met."""
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import multiprocessing, nn  # noqa: E402
 
 import rlx_optim.torch as ours  # noqa: E402
-from rlx_optim.torch import headers  # noqa: E402
+from rlx_optim.torch import headers, structure  # noqa: E402
 
 ENGINES = ["cpu", "torch"]
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -265,28 +267,41 @@ def test_headers_are_read_here():
 def test_every_change_of_a_tensor_is_seen(watch, which, change):
     with torch.no_grad():
         p, state, grad = torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4)
-        made = watch([p], [state], [grad])
-        assert made.same([grad]) == 1
-        assert made.same([grad.clone()]) == 2
+        p.grad = grad
+        made = watch([p], [state])
+        assert made.same() == 1
+        p.grad = grad.clone()
+        assert made.same() == 2
         headers.CHANGES[change]((p, state)[which])
-        assert made.same([grad]) == 0
+        assert made.same() == 0
 
 
 @pytest.mark.parametrize("watch", [headers.Compiled, headers.Plainly])
 def test_gradients_of_another_kind_are_seen(watch):
+    def same(made, p, grad):
+        p.grad = grad
+        return made.same()
+
     p, grad = torch.ones(4, 4), torch.ones(4, 4)
-    made = watch([p], [], [grad])
+    p.grad = grad
+    made = watch([p], [])
     moved = torch.zeros(50)[9:25].view(4, 4)
-    assert made.same([moved]) == 2
+    assert same(made, p, moved) == 2
     assert made.addresses.tolist() == [moved.data_ptr()]
     short = torch.ones(4, 4)
     short.untyped_storage().resize_(32)
     inside = torch.zeros(40)
-    made2 = watch([inside[:16].view(4, 4)], [], [grad])
-    assert made2.same([inside[16:32].view(4, 4)]) == 2
-    assert made2.same([inside[15:31].view(4, 4)]) == 0
-    for wrong in (None, p, grad.t(), grad.double(), grad[:2], torch._neg_view(grad), grad.to_sparse(), nn.Parameter(grad), short):
-        assert made.same([wrong]) == 0
+    q = inside[:16].view(4, 4)
+    q.grad = grad
+    made2 = watch([q], [])
+    assert same(made2, q, inside[16:32].view(4, 4)) == 2
+    assert same(made2, q, inside[15:31].view(4, 4)) == 0
+    for wrong in (None, p.view(-1).view(4, 4), grad.t(), torch._neg_view(grad), grad.to_sparse(), short):
+        assert same(made, p, wrong) == 0
+    p.grad = None
+    p.data = torch.ones(5, 4)
+    p.grad = torch.ones(5, 4)
+    assert made.same() == 0
     assert made.addresses.tolist() == [moved.data_ptr()]  # what was refused left no trace
 
 
@@ -298,7 +313,8 @@ def test_what_allocators_leave_in_a_header_is_not_looked_at():
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
     p, grad = torch.ones(4, 4), torch.ones(4, 4)
-    made = headers.Compiled([p], [], [grad])
+    p.grad = grad
+    made = headers.Compiled([p], [])
     for byte in (0, 0xAB, 0xFF):
         for size in range(160, 240, 16):
             dirty = [libc.malloc(size) for _ in range(40)]
@@ -306,12 +322,40 @@ def test_what_allocators_leave_in_a_header_is_not_looked_at():
                 libc.memset(place, byte, size)
             for place in dirty:
                 libc.free(place)
-        assert made.same([grad.clone()]) > 0
+        p.grad = grad.clone()
+        assert made.same() > 0
 
 
 def test_tensors_of_many_dimensions_go_the_plain_way():
     p = torch.ones(1, 2, 1, 2, 1, 2, 1)
-    assert isinstance(headers.remembered([p], [], [torch.ones_like(p)]), headers.Plainly)
+    p.grad = torch.ones_like(p)
+    assert isinstance(headers.remembered([p], []), headers.Plainly)
+
+
+# ---- groups and state ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kept", [structure.Compiled, structure.Plainly])
+def test_every_change_of_groups_and_state_is_seen(kept):
+    if kept is structure.Compiled and not structure.trusted():
+        pytest.skip("this interpreter does not count changes")
+
+    def seen(change):
+        groups, state = [{"params": [torch.ones(1), torch.ones(1)]}], {"p": {"a": torch.ones(1), "b": 1}}
+        made = kept(groups, state)
+        assert made.stands(groups, state)
+        change(groups, state)
+        return not made.stands(groups, state)
+
+    assert all(seen(lambda _, state, f=change: f(state["p"])) for change in structure.CHANGES)
+    assert all(seen(lambda groups, _, f=move: f(groups[0]["params"])) for move in structure.MOVES)
+    assert seen(lambda groups, _: groups.append({"params": []}))
+    assert seen(lambda _, state: state.__setitem__("p", {"a": 2, "b": 1}))
+    assert seen(lambda _, state: state.clear())
+    assert seen(lambda _, state: state["p"].__setitem__("a", state["p"]["a"].clone()))  # equal, and another
+    assert not seen(lambda groups, _: groups[0].update(lr=1.0))
+
+
+def test_changes_are_counted_here():
+    assert structure.trusted() or sys.version_info >= (3, 13)
 
 
 # ---- clipping ------------------------------------------------------------------------------------------------------------------

@@ -418,8 +418,8 @@ class ArrayEngine:
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
     def qr(self, X: Array, surely: bool = False) -> Array:
-        """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them). Unless
-        surely, it may then be no basis at all."""
+        """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
+        Unless surely, it may then be no basis at all."""
         return self.xp.linalg.qr(X)[0]
 
     # what `linalg.gram_schmidt` asks

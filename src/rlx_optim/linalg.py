@@ -77,7 +77,7 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
     others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
 
-    Ordinarily one decomposition tells that it was enough; an engine that does not wait to hear it keeps `near` where it was not."""
+    Ordinarily one decomposition tells that it was enough; an engine that does not wait for it keeps `near` where it was not."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
 
     def surely(Q: Any) -> Any:

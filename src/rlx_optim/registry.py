@@ -152,5 +152,5 @@ def documentation(kind: type[Spec]) -> str:
     """Of the file, which is the optimizer's; of the class, where the file has none or has several."""
     module: Any = sys.modules.get(kind.__module__)
     beside = [each for each in vars(module or kind).values() if isinstance(each, type) and issubclass(each, Spec)]
-    alone = sum(each.__module__ == kind.__module__ for each in beside) == 1
+    alone = kind in beside and all(each.__module__ != kind.__module__ or each in kind.__mro__ for each in beside)
     return (inspect.getdoc(module) if alone else None) or inspect.cleandoc(kind.__doc__ or "")

@@ -55,7 +55,7 @@ class Record:
 class Part:
     """One bundle and, in it, the cohorts whose numbers are taken once."""
 
-    __slots__ = ("bundle", "cohorts", "flat", "index", "owner", "records", "told", "version")
+    __slots__ = ("bundle", "cohorts", "counted", "flat", "index", "owner", "records", "told", "version")
 
     def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
         self.bundle, self.records, self.cohorts = bundle, records, cohorts
@@ -64,6 +64,7 @@ class Part:
         self.owner: Any = None  # the front end's own
         self.version = 0
         self.told: Mapping[str, Any] = {}  # what its last step did, where that was asked
+        self.counted = False  # whether its last step moved a counter
         self.flat = False  # the caller's arrays are, and say their shape beside them
 
     def tell(self, found: Mapping[str, Any]) -> None:
@@ -140,7 +141,7 @@ def run_part(
     now = scalars(first, spec, numbers)
     if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
         part.tell(bundle.runner(now, scale))
-        count(cohorts[0], now)
+        part.counted = count(cohorts[0], now)
         return
     each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
     bundle.numbers, bundle.t, bundle.scale = now if len(each) == 1 else _columns(part, each), first.t + 1, scale
@@ -152,8 +153,8 @@ def run_part(
     finally:
         buffers["p"] = buffers["g"] = ()  # gradients are never kept
     part.tell(counts)
-    for cohort, now in zip(cohorts, each, strict=True):
-        count(cohort, counts if spec.matrix else now)
+    moved = [count(cohort, counts if spec.matrix else now) for cohort, now in zip(cohorts, each, strict=True)]
+    part.counted = any(moved)
 
 
 def rows(parts: Iterable[Part], names: Mapping[Record, str]) -> list[Row]:
@@ -161,16 +162,16 @@ def rows(parts: Iterable[Part], names: Mapping[Record, str]) -> list[Row]:
     return [row for part in parts for row in rows_of(part.told, [names[r] for r in part.records], [r.size for r in part.records])]
 
 
-def count(records: Iterable[Record], now: Mapping[str, Any]) -> None:
-    """Count a step of a cohort: records that share its numbers, and their counters."""
-    changed: dict[str, Any] | None = None
+def count(records: Sequence[Record], now: Mapping[str, Any]) -> bool:
+    """Count a step of a cohort, records that share its numbers; whether a counter of theirs moved."""
+    mine = records[0].counters
+    changed = {name: now[name] for name, value in mine.items() if name in now and now[name] != value} if mine else {}
     for record in records:
         record.t += 1
-        if changed is None:
-            mine = record.counters
-            changed = {name: now[name] for name, value in mine.items() if name in now and now[name] != value} if mine else {}
-        if changed:
+    if changed:
+        for record in records:
             record.counters |= changed
+    return bool(changed)
 
 
 def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -74,17 +74,24 @@ def threading() -> str:
     return layer
 
 
+def more_threads_from() -> int:
+    """The bytes that a pass of float32 tensors moves before the cpu engine takes more than one thread for it."""
+    entries: int = importlib.import_module("rlx_optim.engines.cpu.engine").WORTHWHILE
+    return 4 * entries
+
+
 def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
     engines = [check(engine) for engine in ENGINES]
     kept = cache()
-    known = {"reference", "cpu"}
+    known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
         "healthy": all(e["status"] in ("live", "not here") for e in engines) and kept["status"] != "not writable",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],
-        "threading_layer": threading() if next(e for e in engines if e["engine"] == "cpu")["status"] == "live" else None,
+        "threading_layer": threading() if compiled else None,
+        "more_threads_from_bytes": more_threads_from() if compiled else None,
         "cache": kept,
         "machine": machine(),
         "seconds": time.perf_counter() - start,
@@ -104,6 +111,8 @@ def show(found: dict[str, Any]) -> None:
     say(f"error: the largest of {', '.join(CHECKED)} after {STEPS} steps, as a share of the distance travelled")
     say(f"third-party engines: {others}" if others else "")
     say(f"threads: {m['threads']} of {m['cores']} cores; numba's layer: {found['threading_layer'] or 'not started'}")
+    if (least := found["more_threads_from_bytes"]) is not None:
+        say(f"more than one thread: for passes that move {size(least)} or more")
     where = f"{kept['folder']} ({kept['files']:,} files, {size(kept['bytes'])})" if "folder" in kept else ""
     say(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
     say(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")

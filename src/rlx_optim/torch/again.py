@@ -2,16 +2,15 @@
 
 A step that all lanes have just taken whole, on memory as it is, is remembered: which groups, which state, where every parameter
 and every buffer of state is and how it is laid out, of which kind the gradients were. If this step finds all of that so again
-(`headers` asks the tensors themselves), every check that a step makes has been made and the lanes' tables of addresses are right.
-Anything else goes the long way, which finds out what it is. No gradient is kept.
+(`structure` asks groups and state, `headers` the tensors themselves), every check that a step makes has been made and the lanes'
+tables of addresses are right. Anything else goes the long way, which finds out what it is. No gradient is kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,21 +18,19 @@ from ..spec import Spec
 from .headers import remembered
 from .lanes import AddressLane
 from .overlap import Work
+from .structure import Groups, State, kept
 
 if TYPE_CHECKING:
     from .stepping import Stepper
-
-GRADIENT = operator.attrgetter("grad")
 
 
 class Again:
     """What a whole step, just taken, looked like."""
 
-    def __init__(self, groups: list[dict[str, Any]], state: Any, lanes: Sequence[AddressLane]):
-        self.groups = [list(group["params"]) for group in groups]
-        self.dicts = list(state.values())
-        self.held = [value for each in self.dicts for value in each.values()]
+    def __init__(self, groups: Groups, state: State, lanes: Sequence[AddressLane]):
+        self.structure = kept(groups, state)
         self.lanes = [(lane, Standing(lane)) for lane in lanes]
+        self.specs: Sequence[Spec] = ()  # those last seen to ask for the lanes' passes
 
     @classmethod
     def after(cls, opt: Stepper, taken: Work) -> Again | None:
@@ -43,54 +40,42 @@ class Again:
         simple = len(lanes) == len(taken) == len(opt._lanes or ())
         return cls(opt.param_groups, opt.state, lanes) if simple else None
 
-    def stands(self, groups: list[dict[str, Any]], state: Any) -> bool:
-        """Whether groups and state are what they were."""
+    def stands(self, groups: Groups, state: State) -> bool:
+        """Whether groups, state and counts are what they were, all tensors are where they were, and the gradients are of the kind
+        they were. The lanes have then been told where they are."""
         return (
-            len(groups) == len(self.groups)
-            and all(
-                len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
-                for group, known in zip(groups, self.groups, strict=True)
-            )
-            and len(state) == len(self.dicts)
-            and all(map(operator.is_, state.values(), self.dicts))
-            and sum(map(len, self.dicts)) == len(self.held)
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.dicts)), self.held))
+            self.structure.stands(groups, state)
             and all(lane.version == lane.versions() for lane, _ in self.lanes)
+            and all(standing.stands(lane) for lane, standing in self.lanes)
         )
 
-    def gradients(self) -> list[list[torch.Tensor]] | None:
-        """This step's gradients, by lane, if they are of the kind they were and nothing else has moved; the lanes have been told
-        where they are."""
-        found = []
+    def step(self, specs: Sequence[Spec]) -> bool:
+        """Take it; False, and nothing done, where the specs ask for other passes."""
+        if len(specs) != len(self.specs) or not all(map(operator.is_, specs, self.specs)):
+            structures = [spec.likeness() for spec in specs]
+            if any(lane.structures != structures for lane, _ in self.lanes):
+                return False
+            self.specs = specs
         for lane, standing in self.lanes:
-            if (grads := standing.gradients(lane)) is None:
-                return None
-            found.append(grads)
-        return found
-
-    def step(self, found: list[list[torch.Tensor]], specs: Sequence[Spec]) -> None:
-        for (lane, standing), grads in zip(self.lanes, found, strict=True):
             lane.numbers.clear()
-            lane.launch(lane.seats, standing.params, grads, specs, lane.sign)
+            grads = [] if lane.all_by_address else [p.grad for p in standing.params]
+            lane.launch(lane.seats, standing.params, grads, specs, lane.sign)  # type: ignore[arg-type]
             lane.count(standing.every)
+        return True
 
 
 class Standing:
     """The parameters of a lane and their state: where they are and how they and the gradients are stored."""
 
     def __init__(self, lane: AddressLane):
-        self.params = [seat.param for seat in lane.seats]
+        self.params: list[torch.Tensor] = [seat.param for seat in lane.seats]
         self.every = range(len(self.params))
         state = [value for seat in lane.seats for value in seat.held if isinstance(value, torch.Tensor)]
-        grads: Any = list(map(GRADIENT, self.params))
-        self.headers = remembered(self.params, state, grads)
+        self.headers = remembered(self.params, state)
 
-    def gradients(self, lane: AddressLane) -> list[torch.Tensor] | None:
-        grads = list(map(GRADIENT, self.params))
-        verdict = self.headers.same(grads)
-        if verdict == 0:
-            return None
+    def stands(self, lane: AddressLane) -> bool:
+        verdict = self.headers.same()
         if verdict == 2:
             lane.watch.grads[:] = self.headers.addresses
             lane.watch.version += 1
-        return grads
+        return verdict > 0

@@ -157,12 +157,14 @@ class Lane(abc.ABC):
             self.steps += 1
         else:
             self.steps[chosen] += 1
-        for i in self.empty.intersection(chosen):
-            self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
-        for name, who, shared, before in self.others:
-            now = [seat.records[0].counters[name] for seat in who]
-            if now != before:
-                before[:] = shared.numpy()[:] = now
+        if self.empty:
+            for i in self.empty.intersection(chosen):
+                self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
+        if self.others and (self.spread or any(part.counted for part in self.parts)):
+            for name, who, shared, before in self.others:
+                now = [seat.records[0].counters[name] for seat in who]
+                if now != before:
+                    before[:] = shared.numpy()[:] = now
 
     def pieces(self, tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
         return [tensor] if seat.batch == 1 else list(tensor.reshape(seat.batch, *seat.records[0].shape))
@@ -221,6 +223,7 @@ class AddressLane(Lane):
     """Lanes whose engine reads and writes torch's memory by address."""
 
     scratched = False  # whether something had to be copied
+    _told: tuple[list[Part], list[bool]] = [], []  # for these parts: whether addresses are all that the engine needs
 
     def fresh_watch(self, n: int) -> Addresses:
         self.watch = Addresses(n)
@@ -242,6 +245,16 @@ class AddressLane(Lane):
     def by_address(self, part: Part) -> bool:
         """Whether addresses are all that the engine needs for this part."""
         return not part.bundle.spec.matrix
+
+    def told(self) -> list[bool]:
+        """Of which parts this is so."""
+        if self._told[0] is not self.parts:
+            self._told = self.parts, list(map(self.by_address, self.parts))
+        return self._told[1]
+
+    @property
+    def all_by_address(self) -> bool:
+        return all(self.told())
 
     @abc.abstractmethod
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
@@ -269,7 +282,7 @@ class AddressLane(Lane):
         self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
     ) -> None:
         """Run the parts on memory that has been told."""
-        told = [self.by_address(part) for part in self.parts]
+        told = self.told()
         sides = [] if all(told) else [self.arrays(seats, side) for side in (params, grads)]
         for part, known in zip(self.parts, told, strict=True):
             ps, gs = ([], []) if known else ([side[i] for i in part.bundle.index] for side in sides)

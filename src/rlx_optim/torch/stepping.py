@@ -290,11 +290,7 @@ class Stepper(Evaluating):
         again = self._again
         if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
             return False
-        grads = again.gradients()
-        if grads is None or any(lane.structures != [spec.likeness() for spec in specs] for lane, _ in again.lanes):
-            return False
-        again.step(grads, specs)
-        return True
+        return again.step(specs)
 
     def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
         return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import linalg, threads
 from ...engine import ArrayEngine, Bundle, counted, without
-from ...language import REDUCTIONS, Rule, signature
+from ...language import REDUCTIONS, Reduction, Rule, signature
 from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
 from ...spec import Shape, Spec
@@ -22,7 +22,9 @@ from .triangular import multiply, multiply_transposed, solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
-WORTHWHILE = 16384  # elements from which a second thread pays
+BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
+#: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
+WORTHWHILE = 1 << 19
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
 
@@ -37,6 +39,8 @@ class Kernel:
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
         self.starts = np.array(starts, np.int64)
         self.elements = sum(math.prod(shape) for shape in shapes)
+        stored = [how for how in layout.gives if not isinstance(how, Reduction)]
+        self.moved = self.elements * (len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored))
         columns = len(layout.over_columns)
         width = len(layout.takes) - layout.takes.count("number") + len(layout.placed)
         self.addresses = np.zeros((len(shapes), width), np.int64)
@@ -56,10 +60,10 @@ class Kernel:
             self.numbers[:, j] = value
 
     def run(self) -> None:
-        if self.elements < WORTHWHILE:
+        if self.elements < BRIEF:
             alone_briefly(self.where)
             return
-        count = threads.get_threads()
+        count = threads.get_threads() if self.moved >= WORTHWHILE else 1
         if count < 2 or not may_spread():
             alone(self.where)
             return
@@ -262,7 +266,8 @@ class Cpu(ArrayEngine):
         self.stored = np.dtype(stored)
 
     def live(self, spec: Spec) -> str:
-        how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()})"
+        how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()}) "
+        how += f"for passes that move {WORTHWHILE * self.stored.itemsize >> 20} MiB or more, one thread below"
         return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
 
     # bundles -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,33 @@ from .pile import Pile, dense
 from .soon import Soon
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
+
+SCALE = -1  # among the numbers of a program, by number
+
+
+class Ready(NamedTuple):
+    """What a launch of a pass is told, but for its numbers: their places among the values are in `numbers`."""
+
+    arrays: list[Placed]
+    reads: int
+    numbers: list[int]
+    stores: tuple[tuple[int, int], ...]
+    stored: dict[int, Placed]
+    results: dict[int, int]
+    tiled: bool
+
+
+def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    """The steps of a program with their places: functions of numbers that the host has, then all others."""
+    known = {n for n, value in found.items() if not isinstance(value, Placed)}
+    early, late = [], []
+    for position, step in enumerate(steps):
+        if isinstance(step, Pass) or not known.issuperset(step.takes):
+            late.append((position, step))
+        else:
+            early.append((position, step))
+            known.update(step.gives)
+    return early, late
 
 
 class Triton(Torch):
@@ -47,29 +74,34 @@ class Triton(Torch):
     # bundles -----------------------------------------------------------------------------------------------------------
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine."""
+        if bundle.plan is not None:
+            return True
         drops = [slot.drop for slot in bundle.slots.values()]
         lines = any(drops if bundle.program is None else bundle.program.drops.values())
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
 
     def placed(self, bundle: Any) -> dict[str, Placed]:
-        """Where the arrays of a bundle are."""
-        plan, watch, arrays = bundle.plan, bundle.watch, {}
-        for name, each in bundle.buffers.items():
-            slot = bundle.slots.get(name)
-            if slot is not None and slot.drop is None:
-                continue  # a number a tensor, and no array
-            if slot is None and watch is not None:
-                address, dtypes = plan.mine(name, watch, bundle.index)
-            elif slot is None:
-                address, dtypes = self._standing(each)
-            else:
-                address, dtypes = plan.cached(name, lambda each=each: self._standing(each))
-            arrays[name] = Placed(address, dtypes, slot.drop if slot else (), gradient=name == "g")
+        """Where the arrays of a bundle are: always the same objects, which say it anew where parameters or gradients moved."""
+        plan, watch, arrays = bundle.plan, bundle.watch, bundle.plan.where
+        if not arrays:
+            for name, each in bundle.buffers.items():
+                slot = bundle.slots.get(name)
+                if slot is None:
+                    arrays[name] = Placed(None, None, (), gradient=name == "g")
+                elif slot.drop is not None:  # a number a tensor is no array
+                    arrays[name] = Placed(*self._standing(each), slot.drop)
+        if watch is None:
+            for name in ("p", "g"):
+                arrays[name].address, arrays[name].dtypes = self._standing(bundle.buffers[name])
+        elif plan.version != watch.version:
+            plan.version = watch.version
+            for name in ("p", "g"):
+                arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
         return arrays
 
     def values(self, bundle: Any) -> Values:
         plan, n = bundle.plan, len(bundle.shapes)
-        arrays: dict[str, Any] = self.placed(bundle)
+        arrays: dict[str, Any] = {**self.placed(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
@@ -107,17 +139,46 @@ class Triton(Torch):
 
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
-        program, plan, scale = bundle.program, bundle.plan, bundle.scale
-        where, flag = self.placed(bundle), getattr(bundle.watch, "flag", None)
-        found: dict[int, Any] = {}
+        program, plan = bundle.program, bundle.plan
+        where, found = self.placed(bundle), {}
         for name, n in program.inputs.items():
             if name in where or name in bundle.numbers:
                 found[n] = where[name] if name in where else bundle.numbers[name]
-            elif name in bundle.buffers:
+        early, late = plan.cached("order", lambda: apart(program.steps, found))
+        for _, step in early:  # numbers that follow from numbers: on the host, where those are
+            self.number(step, found)
+        numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
+        if len(late) > 1 and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
+            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+            return replayed(
+                plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
+                lambda: self._tables(plan, late),
+            )  # fmt: skip
+        return self._late(bundle, late, found, bundle.scale)
+
+    def _standing_still(self, bundle: Any) -> bool:
+        """Whether all that differs from step to step are addresses that a watch knows, and numbers of the host."""
+        watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
+        return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
+
+    def _tables(self, plan: Plan, steps: Any) -> tuple[Any, ...]:
+        """Bring the tables of addresses up to date; gives what launches depend on beside what stands in them."""
+        found = []
+        for position in [position for position, step in steps if isinstance(step, Pass)]:
+            arrays = plan.made["pass", position].arrays
+            table = self._pass(plan, position, arrays, len(plan.shapes))
+            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
+        return tuple(found)
+
+    def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
+        """The passes, and what follows from their sums."""
+        program, plan, where, flag = bundle.program, bundle.plan, bundle.plan.where, getattr(bundle.watch, "flag", None)
+        for name, n in program.inputs.items():
+            if n not in found and name in bundle.buffers:
                 found[n] = torch.stack(list(bundle.buffers[name])).double()
-        for position, step in enumerate(program.steps):
+        for position, step in steps:
             if isinstance(step, Pass):
-                self._apply(plan, position, program, step, where, found, scale, flag)
+                self._apply(plan, position, step, where, found, scale, flag)
             else:
                 self.number(step, found)
         for name, n in program.buffers.items():
@@ -127,32 +188,32 @@ class Triton(Torch):
                 torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
         return {name: found[n] for name, n in program.given.items()}
 
-    def _apply(
-        self, plan: Plan, position: Any, program: Any, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
-    ) -> None:  # fmt: skip
+    def _apply(self, plan: Plan, position: int, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any) -> None:
         """A pass: the arrays that it reads, then the ones that it only writes."""
-        values = [found[n] for n in step.takes]
-        arrays = [value for value in values if isinstance(value, Placed)]
-        numbers = [value for value in values if not isinstance(value, Placed)]  # a matrix's one number is no array here
+        ready = plan.cached(("pass", position), lambda: self._ready(plan, step, where, found))
+        found |= ready.stored
+        launch = self._tiles if ready.tiled else self._sweep
+        numbers = [found[n] for n in ready.numbers]
+        launch(plan, position, step, ready.arrays, ready.reads, numbers, ready.stores, ready.results, found, scale, flag)
+
+    def _ready(self, plan: Plan, step: Pass, where: Any, found: dict[int, Any]) -> Ready:
+        arrays = [found[n] for n in step.takes if isinstance(found[n], Placed)]
+        numbers = [n for n in step.takes if not isinstance(found[n], Placed)]  # a matrix's one number is no array here
+        if [n for n in step.takes if isinstance(found[n], Placed)] + numbers != list(step.takes):
+            raise AssertionError("arrays come before numbers")
         reads, held = len(arrays), {id(value): j for j, value in enumerate(arrays)}
         results = {n: k for k, n in enumerate(step.gives)}
-        stores = []
+        stores, stored = [], {}
         for n, place in step.stores:
             target = where[place] if isinstance(place, str) else plan.strip(n, step.domain, self.dtype)
             if id(target) not in held:
                 held[id(target)] = len(arrays)
                 arrays.append(target)
             stores.append((results[n], held[id(target)]))
-            found[n] = target
-        order = [j for j, value in enumerate(values) if isinstance(value, Placed)]
-        order += [j for j, value in enumerate(values) if not isinstance(value, Placed)]
-        if order != list(range(len(values))):
-            raise AssertionError("arrays come before numbers")
-        drops = {array.drop for array in arrays}
+            stored[n] = target
         lines = any(how.axis is not None for _, _, how in step.reduces)
-        tiled = len(drops) > 1 or (not step.domain and lines)
-        launch = self._tiles if tiled else self._sweep
-        launch(plan, position, step, arrays, reads, numbers, tuple(stores), results, found, scale, flag)
+        tiled = len({array.drop for array in arrays}) > 1 or (not step.domain and lines)
+        return Ready(arrays, reads, numbers, tuple(stores), stored, results, tiled)
 
     def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
         """(result, over what, squared, largest) of each reduction."""
@@ -283,6 +344,8 @@ class Triton(Torch):
         """A table on the device with a row per tensor; or, where all tensors share every number, just the numbers, which go with
         the launch (as float32: enough only for float32 arithmetic). Reductions are on the device already and stay there."""
         there = any(map(torch.is_tensor, values))
+        if there and all(map(torch.is_tensor, values)):
+            return torch.stack([value.double().expand(n) for value in values], 1), (0.0,)
         if not there and self.dtype is torch.float32 and not any(isinstance(value, np.ndarray) for value in values):
             return None, tuple(map(float, values))
         host = np.zeros((n, len(values)))

@@ -1,21 +1,35 @@
-"""Newton–Schulz on matrices that are small for the device: some twenty launches become the replay of one CUDA graph.
+"""CUDA graphs of our own, for what the host takes longer to launch than the device to compute.
 
-On such matrices the host takes longer to launch than the device to multiply. The graph's input and output stay allocated, four
-bytes an entry, which is why large ones are not kept.
+`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches. The graph's input and output stay
+allocated, four bytes an entry, which is why large ones are not kept.
+
+`Passes`: the passes of a rule that measures its tensors. Where the arrays are and what the numbers are stands in tables on the
+device, so a step sends what has changed of them and replays.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...linalg import Coefficients
 from . import products
 
 MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
+PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
+_thread = threading.local()
+
+
+def recording() -> bool:
+    """Whether this thread is recording passes."""
+    return getattr(_thread, "recording", False)
 
 
 def pays(X: torch.Tensor) -> bool:
@@ -41,3 +55,86 @@ class Replay:
                 self.output = products.iterate(self.input, *self.how)
         self.graph.replay()
         return self.output
+
+
+class Passes:
+    """The passes of one bundle. The first call runs them, the second with numbers that are on the device, which compiles what is
+    to be recorded, the third records. They are recorded anew where something moved that launches depend on."""
+
+    def __init__(self, device: torch.device, count: int):
+        self.device, self.count = device, count
+        self.form: Any = None
+        self.recorded = 0
+        self._start(())
+
+    def _start(self, form: Any) -> None:
+        """form: of each number whether there is one, and whether there is one per tensor."""
+        self.form, self.calls = form, 0
+        self.graph: Any = None
+        self.version: Any = None
+        self.tables: Any = None
+        self.host: Any = None
+        sizes = [0 if axes is None else self.count if axes else 1 for _, axes in form]
+        self.room = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
+        parts = self.room.split(sizes) if sizes else ()
+        self.views = {
+            n: None if axes is None else part if axes else part.reshape(()) for (n, axes), part in zip(form, parts, strict=True)
+        }
+
+    def __call__(
+        self, version: Any, numbers: Mapping[int, Any], run: Callable[[Any], Any], tables: Callable[[], Any]
+    ) -> dict[str, Any]:
+        """version: moves with addresses. run: the passes with these numbers. tables: see `Triton._tables`."""
+        form = tuple([(n, None if value is None else np.ndim(value)) for n, value in numbers.items()])
+        if form != self.form:
+            self._start(form)
+        self.calls += 1
+        if self.calls == 1 or self.recorded > PATIENCE:
+            return run(numbers)
+        self._send([value for value in numbers.values() if value is not None])
+        if self.calls == 2:
+            return run(self.views)
+        if self.graph is None or version != self.version:
+            now = tables()
+            if (self.graph is None or now != self.tables) and not self._record(run):
+                return run(numbers)
+            self.version, self.tables = version, now
+        self.graph.replay()
+        return self.given
+
+    def _send(self, values: list[Any]) -> None:
+        columns = any(isinstance(value, np.ndarray) for value in values)
+        host = (
+            np.concatenate([np.atleast_1d(np.asarray(v, np.float64)) for v in values])
+            if columns
+            else np.array(values, np.float64)
+        )
+        if self.host is None or not np.array_equal(host, self.host):
+            self.host = host
+            self.room.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+
+    def _record(self, run: Callable[[Any], Any]) -> bool:
+        """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
+        a device may end a recording. Where it fails, nothing has been computed, and it is not tried again."""
+        self.graph, self.recorded = None, self.recorded + 1
+        graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device), gc.isenabled()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        gc.disable()
+        _thread.recording = True
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self.given = run(self.views)
+                finally:
+                    graph.capture_end()
+        except RuntimeError:
+            self.recorded = PATIENCE + 1
+            return False
+        finally:
+            _thread.recording = False
+            if collecting:
+                gc.enable()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.graph = graph
+        return True

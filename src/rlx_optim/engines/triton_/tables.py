@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import replay
 from .kernels import BLOCK, DEEP, HIGH, WIDE
 
 ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
@@ -34,14 +35,17 @@ class Sender:
             self.arena = torch.empty(ARENA, dtype=torch.uint8, pin_memory=True)
 
     def capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether a graph is being captured, other than our own (`replay.Passes`), which reads the standing tables."""
+        return self.device.type == "cuda" and not replay.recording() and torch.cuda.is_current_stream_capturing()
 
-    def send(self, host: np.ndarray) -> torch.Tensor:
+    def send(self, host: np.ndarray, to: torch.Tensor | None = None) -> torch.Tensor:
+        """A table on the device; the given one, with new entries."""
         table = torch.from_numpy(host)
         if self.device.type != "cuda":
-            return table.clone()
+            return table.clone() if to is None else to.copy_(table)
         if not self.capturing():
-            return table.pin_memory().to(self.device, non_blocking=True)
+            pinned = table.pin_memory()
+            return pinned.to(self.device, non_blocking=True) if to is None else to.copy_(pinned, non_blocking=True)
         size = -(-host.nbytes // 16) * 16
         if self.arena is None or self.used + size > ARENA:
             raise RuntimeError(
@@ -131,6 +135,8 @@ class Plan:
         self.numbers: dict[Any, tuple[np.ndarray, torch.Tensor]] = {}
         self.passes: dict[Any, tuple[list[Any], Table]] = {}
         self.shares: dict[str, tuple[Any, ...]] = {}
+        self.where: dict[str, Placed] = {}  # the bundle's arrays
+        self.version: Any = None  # of the watch, when they were told where they are
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
@@ -206,9 +212,10 @@ class Table:
         host = np.stack(now)
         if self.host is None or sender.capturing() or not np.array_equal(host, self.host):
             tables = []
-            for _, indices in self.groups:
+            for k, (_, indices) in enumerate(self.groups):
                 mine = host if indices is None else np.ascontiguousarray(host[:, indices])
-                tables.append((sender.send(mine), not (mine % 16).any()))
+                standing = self.tables[k][0] if self.tables and not sender.capturing() else None
+                tables.append((sender.send(mine, standing), not (mine % 16).any()))
             if sender.capturing():
                 return tables  # the graph's own
             self.host, self.tables = host, tables
