@@ -29,6 +29,16 @@ def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: A
     return X
 
 
+def rotated(E: Any, bases: Mapping[int, Any], X: Any, back: bool = False) -> Any:
+    """X in the basis of each axis that has one; back: out of it. The last axis is rotated where it is, which moves nothing."""
+    for axis, Q in bases.items():
+        if axis == X.ndim - 1:
+            X = E.product(X.reshape(X.shape[0], -1, X.shape[-1]), Q.mT if back else Q).reshape(X.shape)
+        else:
+            X = along(E, functools.partial(E.product, Q if back else Q.mT), X, axis)
+    return X
+
+
 def gram(E: Any, X: Any, axis: int, diagonal: bool = False) -> Any:
     """X contracted with itself over every axis of the tensor but one."""
     U = E.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1)
@@ -126,7 +136,7 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
 def gram_schmidt(E: Any, X: Any) -> Any:
     """The Q of X = QR, in X's own memory: by halves, the second less what the first spans. No basis where columns depend on
     others."""
-    X /= E.floor(E.sqrt((X * X).sum(-2)), TINY)[:, None, :]
+    X /= E.floor(E.sqrt(E.lines(X, -2)), TINY)
     _halve(E, X)
     return X
 
@@ -145,15 +155,17 @@ def _halve(E: Any, X: Any) -> None:
 
 def by_cholesky(E: Any, X: Any) -> Any:
     """The Q of a few columns X = QR: R is the Cholesky factor of their Gram matrix, once they have length 1."""
-    X = X / E.floor(E.sqrt((X * X).sum(-2)), TINY)[:, None, :]
-    return E.solve(E.cholesky(X.mT @ X), X.mT).mT
+    X = X / E.floor(E.sqrt(E.lines(X, -2)), TINY)
+    G, places = X.mT @ X, E.counter(X.shape[-1])
+    return X @ E.solve(E.cholesky(G), 0 * G + (places[:, None] == places)).mT
 
 
 def straightened(E: Any, Q: Any) -> Any:
-    """Q nearly orthonormal, but for the square of what it lacks: with Q'Q = I + D and the upper triangular U that has U + U' = D,
-    Q (I − U), as Q R^-1 would be with the Cholesky factor R of Q'Q."""
+    """Q nearly orthonormal, but for the square of what it lacks: with Q'Q = I + U + U', up to lengths, and U strictly upper
+    triangular it is Q (I − U), as Q R^-1 would be with the Cholesky factor R of Q'Q."""
     D, places = E.square(Q.mT, bounded=True), E.counter(Q.shape[-1])
-    return Q - E.product(Q, E.where(places[:, None] == places, 0.5 * D - 0.5, E.triu(D)))
+    Q = Q - E.product(Q, E.where(places[:, None] < places, D, 0.0))
+    return Q / E.sqrt(E.lines(Q, -2))
 
 
 def skew(E: Any, Q: Any) -> Any:

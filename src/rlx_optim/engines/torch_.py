@@ -336,7 +336,8 @@ class Torch(ArrayEngine):
         return X.clamp(max=high)
 
     def take(self, X: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
-        return torch.take_along_dim(X, index, axis)
+        shape = (*X.shape[:axis], index.shape[axis], *X.shape[axis + 1 :])
+        return torch.gather(X, axis, index.expand(shape))  # take_along_dim would write down the index for every entry
 
     def wide(self, X: torch.Tensor) -> torch.Tensor:
         return X.double() if self.device.type == "cpu" else X

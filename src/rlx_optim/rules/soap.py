@@ -136,19 +136,12 @@ class SOAP(Spec):
         for i in axes:
             L[i], exact[i] = E.average_gram(x[f"L{i}"], G, i, x.beta, x.alpha)
 
-        def to_basis(q, U):
-            return E.product(q.mT, U)
-
-        def from_basis(q, U):
-            return E.product(q, U)
-
         def initialise(m, v, Q):
             return m, m, v, {i: E.narrow(linalg.eigenbasis(E, exact[i], E.wide(Q[i]))) for i in axes}  # Q is the identity
 
         def move(m, v, Q):
-            rotated = linalg.every(E, to_basis, Q, G)
-            y = E.map(direction, x.set(g=rotated, m=m, v=v))
-            u = linalg.every(E, from_basis, Q, y.u)
+            y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
+            u = linalg.rotated(E, Q, y.u, back=True)
             return u, *E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
 
         def refresh(m, v, Q):
@@ -162,8 +155,8 @@ class SOAP(Spec):
                 LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, E.wide(Q[i])))
                 free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
                 new[i] = E.narrow(linalg.orthonormal(E, LQ, near, order, free))
-            whole = linalg.every(E, from_basis, Q, m)
-            return linalg.every(E, to_basis, new, whole), v, new  # m follows the basis
+            whole = linalg.rotated(E, Q, m, back=True)
+            return linalg.rotated(E, new, whole), v, new  # m follows the basis
 
         def same(*x):
             return x

@@ -24,7 +24,7 @@ from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, precise, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
-from .pile import Pile, dense
+from .pile import Pile, dense, same
 from .soon import Soon
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
@@ -129,7 +129,7 @@ class Triton(Torch):
             bundle.plan.cached("soon", Soon).begin()
             x = self.updated(bundle, start, move)
             for name in bundle.written():
-                if x[name] is not start[name]:  # what is not by address has been computed apart
+                if not same(x[name], start[name]):  # what is not by address has been computed apart
                     apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
                     torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x

@@ -81,3 +81,8 @@ for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", 
 def dense(X: Any) -> Any:
     """The stack of a pile; anything else as it is."""
     return X.stack if isinstance(X, Pile) else X
+
+
+def same(X: Any, Y: Any) -> bool:
+    """Whether two values are one, or views of one."""
+    return X is Y or (isinstance(X, Pile) and isinstance(Y, Pile) and X.each is Y.each)

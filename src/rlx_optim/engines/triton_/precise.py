@@ -28,8 +28,8 @@ def split(X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, LOW: tl.constex
     """X·FACTOR[matrix] = h + l, both in half precision: h, or l where LOW says so, into each part of OUT, `part` apart. Rows of X
     are contiguous."""
     b = tl.program_id(2).to(tl.int64)
-    r = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
-    c = tl.program_id(0) * C + tl.arange(0, C)
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.program_id(1) * C + tl.arange(0, C)
     live = (r[:, None] < rows) & (c[None, :] < columns)
     x = tl.load(X + b * sb + r[:, None] * sr + c[None, :], mask=live, other=0.0) * tl.load(FACTOR + b)
     h = x.to(tl.float16)
@@ -40,8 +40,8 @@ def split(X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, LOW: tl.constex
 
 
 @triton.jit
-def renew(H, L, ADDRESS, ALPHA, BETA, M, K: tl.constexpr, TALL: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
-    """A ← BETA·A + ALPHA·G with G = XX', X = H + L (M, K), or X'X of X (K, M) where TALL; A (M, M) by address, ALPHA and BETA by
+def renew(H, L, ADDRESS, FACTOR, ALPHA, BETA, M, K: tl.constexpr, TALL: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+    """A ← BETA·A + ALPHA·G with G = XX', X·FACTOR = H + L (M, K), or X'X of X (K, M) where TALL; A (M, M) by address, numbers by
     tensor. Tiles that touch or lie above the diagonal, mirrored. M is a multiple of S. Where ALPHA is 0, G may be NaN."""
     b = tl.program_id(1).to(tl.int64)
     i, j = tile_of(tl.program_id(0), 1)
@@ -63,11 +63,11 @@ def renew(H, L, ADDRESS, ALPHA, BETA, M, K: tl.constexpr, TALL: tl.constexpr, S:
         acc = tl.dot(hx, ly, acc)
         acc = tl.dot(lx, hy, acc)
         acc = tl.dot(hx, hy, acc)
-    alpha, beta = tl.load(ALPHA + b), tl.load(BETA + b)
+    alpha, beta, scale = tl.load(ALPHA + b), tl.load(BETA + b), 1 / tl.load(FACTOR + b)
     A = tl.load(ADDRESS + b).to(tl.pointer_type(tl.float32))
     at = A + ri[:, None].to(tl.int64) * M + rj[None, :]
     before = tl.load(at)
-    out = tl.where(alpha == 0.0, before, beta * before + alpha * acc)
+    out = tl.where(alpha == 0.0, before, beta * before + acc * scale * (scale * alpha))
     tl.store(at, out)
     if i != j:
         tl.store(A + rj[:, None].to(tl.int64) * M + ri[None, :], tl.trans(out))
@@ -81,7 +81,7 @@ def sizes(X: torch.Tensor) -> torch.Tensor:
 def scales(largest: torch.Tensor) -> torch.Tensor:
     """The powers of two that scale matrices of such largest entries; 1 where there is none, as for zeros, NaN or infinity."""
     exponent = torch.frexp(largest).exponent
-    power = torch.ldexp(torch.ones_like(largest), (HIGH - exponent).clamp(-60, 60))
+    power = torch.ldexp(torch.ones_like(largest), (HIGH - exponent).clamp(-100, 100))
     return torch.where((largest > 0) & largest.isfinite(), power, 1.0)
 
 
@@ -99,7 +99,7 @@ def parts(X: torch.Tensor, factor: torch.Tensor, low: tuple[bool, ...], axis: in
         2: ((batch, rows, n * columns), columns),
     }[along]
     out = torch.empty(shape, dtype=torch.float16, device=X.device)
-    grid = (-(-columns // 256), -(-rows // 8), batch)
+    grid = (-(-rows // 8), -(-columns // 256), batch)
     split[grid](
         N, out, factor, rows, columns, N.stride(0), N.stride(1), out.stride(0) if along else rows * columns, out.stride(1), part,
         low, 8, 256, num_warps=4,
@@ -114,7 +114,9 @@ def product(A: torch.Tensor, B: torch.Tensor, bounded: bool = False) -> torch.Te
     high, low = False, True
     X, Y = parts(A, left, (high, high, low), 2), parts(B, right, (high, low, high), 1)
     out = torch.bmm(X, Y, out_dtype=torch.float32) if A.device.type == "cuda" else X.float() @ Y.float()
-    return out.mul_((1 / (left * right))[:, None, None])
+    if bounded:
+        return out.mul_(4.0 ** (1 - HIGH))
+    return out.mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # their product may be too small a number
 
 
 def pays(*arrays: torch.Tensor) -> bool:
@@ -130,7 +132,7 @@ def average_gram(
     factor = scales(largest)
     sound = X.shape[1 if tall else 2] * largest.double() ** 2 < torch.finfo(torch.float32).max
     sound = sound if live is None else sound & live
-    alphas = torch.where(sound, alpha / (factor * factor), 0.0)
+    alphas = torch.where(sound, torch.full_like(factor, alpha), 0.0)
     _renew(X, factor, address, alphas, torch.full_like(alphas, beta), tall)
 
 
@@ -142,7 +144,8 @@ def square(X: torch.Tensor, bounded: bool = False) -> torch.Tensor:
     factor = torch.full((batch,), 2.0 ** (HIGH - 1), device=X.device) if bounded else scales(sizes(X))
     out = torch.zeros((batch, n, n), device=X.device)
     address = out.data_ptr() + out.stride(0) * out.element_size() * torch.arange(batch, device=X.device)
-    _renew(X, factor, address, 1 / (factor * factor), torch.ones_like(factor), tall)
+    one = torch.ones_like(factor)
+    _renew(X, factor, address, one, one, tall)
     return out
 
 
@@ -153,4 +156,4 @@ def _renew(
     high, low = parts(X, factor, (False, True), 0).chunk(2)
     tiles = M // SIDE
     grid = (tiles * (tiles + 1) // 2, X.shape[0])
-    renew[grid](high, low, address, alphas, betas, M, K, tall, SIDE, DEPTH, num_warps=8, num_stages=3)
+    renew[grid](high, low, address, factor, alphas, betas, M, K, tall, SIDE, DEPTH, num_warps=8, num_stages=3)
