@@ -1,16 +1,27 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# what XLA has compiled for a test before is not compiled again
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlx_optim/xla")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 #: the files that take longest; they go first, so that no process is left alone with one at the end
 LONG = (
-    "test_triton",
     "test_distributed",
+    "test_triton",
+    "test_optax_routing",
+    "test_checkpoint_optax",
     "test_optax",
-    "test_torch",
     "test_language",
+    "test_torch_growth",
+    "test_faults_soap",
+    "test_docs",
     "test_own",
     "test_sequences",
     "test_check",

@@ -4,6 +4,7 @@ import re
 import sys
 
 import numpy as np
+import pytest
 
 import rlx_optim
 from rlx_optim.named import spec_class
@@ -12,7 +13,14 @@ NAMES = rlx_optim.list_optimizers()
 MATRIX = tuple(name for name in NAMES if spec_class(name).matrix)
 REDUCING = ("lamb", "lars", "mars", "adafactor", "stableadamw", "prodigy")
 ELEMENTWISE = tuple(name for name in NAMES if name not in MATRIX + REDUCING)
+#: one of each kind of rule: what costs long is shown for these in `make test`, for all in `make test-all`
+KINDS = ("sgd", "adamw", "lamb", "adafactor", "sophia", "muon", "soap", "kronpsgd", "prodigy", "schedulefreesgd")
 SHAPES = {"w": (24, 16), "tall": (40, 8), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "c": (4, 3, 3, 2)}
+
+
+def slowly(names, quick=KINDS):
+    """These names, those that are not quick marked slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def make(name, **settings):

@@ -10,6 +10,7 @@ import torch
 import wrong
 import wrong_optax
 from helpers import TORCH as OURS
+from helpers import slowly
 
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.page import page
@@ -43,10 +44,6 @@ def caught(check, **how):
     if gpu and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     return check_optimizer(f"wrong:{name}", settings, claimed=claimed, ranks=ranks, **how)
-
-
-def slowly(names, quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("check", slowly(TORCH, [name for name, each in TORCH.items() if each.quick and name != "keywords"]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from ranks import ALL, MATRIX, REDUCING, STEPS, TOGETHER
+from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER
 
 import rlx_optim.torch as ours
 from rlx_optim.checkpoint.files import opened
@@ -21,8 +21,11 @@ from rlx_optim.sharing import extent, share_out, traffic
 
 WORLDS = (2, 3, 4)
 LIMIT = 150  # seconds for a world; a collective that nobody answers ends after 60
-every = pytest.mark.parametrize("name", ALL)
-worlds = pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+sizes_and_names = pytest.mark.parametrize(
+    ("size", "name"),
+    [(2, name) for name in ALL]
+    + [pytest.param(size, name, marks=[pytest.mark.slow] * (size == 4)) for size in (3, 4) for name in KINDS],
+)
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks: products depend on it in the last bit
 
 
@@ -92,8 +95,7 @@ def tolerance(name):
 
 
 # ---- the same as one process ------------------------------------------------------------------------------------------------
-@worlds
-@every
+@sizes_and_names
 def test_sharded_equals_one_process(results, size, name):
     params, state = results[size]["parity"][0][name]
     want, kept = reference(name, size)
@@ -204,8 +206,11 @@ def test_a_ddp_model_is_shared_out(results, size):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------------
-@every
-@pytest.mark.parametrize(("size", "way"), [(3, "dcp"), (3, "own"), (3, "single"), (4, "dcp")])
+@pytest.mark.parametrize(
+    ("name", "size", "way"),
+    [(name, 3, "dcp") for name in ALL]
+    + [(name, size, way) for name in KINDS for size, way in ((3, "own"), (3, "single"), (4, "dcp"))],
+)
 def test_ten_steps_on_two_ranks_and_ten_on_others_are_twenty(results, name, size, way):
     params, state = results[size]["resumed"][0][name, way]
     want, kept = reference(name, 1, 2 * STEPS, False)
@@ -214,7 +219,7 @@ def test_ten_steps_on_two_ranks_and_ten_on_others_are_twenty(results, name, size
     close(state, kept, 10 * loose)
 
 
-@every
+@pytest.mark.parametrize("name", ALL)
 def test_a_file_of_a_sharded_run_is_read_by_one_process(results, name):
     params = ranks.parameters(ranks.plain)
     opt = ranks.make(name, params)
@@ -242,8 +247,7 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(results):
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------------------
-@worlds
-@every
+@sizes_and_names
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_sent_are_those_documented(results, size, name, dtype):
     params = ranks.parameters(ranks.plain, ranks.CUT, dtype)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from . import admission
-from .engine import Bundle
 from .optimizer import NamedOptimizer
-from .program import trace
 from .spec import Shape
-from .stepping import Record, scalars
+from .stepping import Record, observe
 
 
 class CurvatureOptimizer(NamedOptimizer):
@@ -35,20 +32,7 @@ class CurvatureOptimizer(NamedOptimizer):
         if record is not known:
             record.furnish(self._specs()[record.group], self._engine.allocate)
             self._records[name], self._why[name] = record, why
-        if record.size:
-            spec: Any = self._specs()[record.group]
-            bundle = self._estimators.get(name)
-            if bundle is None:
-                buffers: dict[str, Sequence[np.ndarray]] = {"g": [], "h": [record.state["h"]]}
-                program = trace(spec, record.slots, "observe")
-                bundle = self._estimators[name] = Bundle(spec, [name], [record.shape], record.slots, buffers, program)
-            bundle.numbers, bundle.buffers["g"] = scalars(record, spec, self._numbers), [estimate]
-            bundle.program = trace(spec, record.slots, "observe")
-            try:
-                self._engine.run(bundle)
-            finally:
-                bundle.buffers["g"] = []
-        record.counters["estimates"] += 1
+        observe(record, self._specs()[record.group], self._engine, estimate)
 
     def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
         """Where a flat estimate came first, the shape is said later."""

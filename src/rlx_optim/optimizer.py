@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from . import admission
-from .engine import Bundle, Engine
+from .engine import Engine
 from .engines import check_engine
 from .family import Item, Member, Plan
 from .guard import Guard, checked
@@ -87,7 +87,6 @@ class NamedOptimizer(Member):
         self._numbers: dict[Any, dict[str, Any]] = {}
         self._told: set[str] = set()
         self._waiting: dict[str, Item] = {}  # for those that sum over all tensors
-        self._estimators: dict[str, Bundle] = {}  # for those that take estimates
         self._converted = ""
         self._seen = {} if any(member.spec.evaluated for member in self._family()) else None
 
@@ -372,14 +371,14 @@ class NamedOptimizer(Member):
         return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
-    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_estimators", "_seen", "_asked", "_rows")  # made anew
+    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_seen", "_asked", "_rows")  # made anew
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_waiting("a copy")
         return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _estimators={}, _asked=False, _rows=[])
+        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _asked=False, _rows=[])
         if self.otherwise is not None:
             self.otherwise._belongs = True  # a copy of it alone is free
         for used in self._used:

@@ -21,7 +21,7 @@ from .stats import KINDS, Row, rows_of
 class Record:
     """What is kept for one parameter."""
 
-    __slots__ = ("counters", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
+    __slots__ = ("counters", "estimating", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
 
     def __init__(self, name: str, shape: Shape, group: int):
         self.name, self.shape, self.group = name, shape, group
@@ -32,6 +32,7 @@ class Record:
         self.slots: dict[str, Slot] = {}
         self.state: dict[str, Any] = {}
         self.part: Part | None = None  # this tensor alone
+        self.estimating: Bundle | None = None  # what takes estimates of its curvature
 
     def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
         """Make the state a spec asks for: at first, or when a structural change needs more. What is there stays."""
@@ -44,12 +45,12 @@ class Record:
         return (self.group, self.t, *self.counters.values()) if self.counters else (self.group, self.t)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in ("part", "estimating")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self.part = None
+        self.part = self.estimating = None
 
 
 class Part:
@@ -144,17 +145,34 @@ def run_part(
         part.counted = count(cohorts[0], now)
         return
     each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
-    bundle.numbers, bundle.t, bundle.scale = now if len(each) == 1 else _columns(part, each), first.t + 1, scale
-    buffers = bundle.buffers
-    buffers["p"], buffers["g"] = params, grads
-    counts: Any = {}
-    try:
-        counts = engine.run(bundle) if bundle.runner is None else bundle.runner(bundle.numbers, scale)
-    finally:
-        buffers["p"] = buffers["g"] = ()  # gradients are never kept
+    bundle.t = first.t + 1
+    counts = run_bundle(bundle, engine, now if len(each) == 1 else _columns(part, each), scale, p=params, g=grads)
     part.tell(counts)
     moved = [count(cohort, counts if spec.matrix else now) for cohort, now in zip(cohorts, each, strict=True)]
     part.counted = any(moved)
+
+
+def run_bundle(
+    bundle: Bundle, engine: Engine, numbers: Mapping[str, Any], scale: Any, **arrays: Sequence[Any]
+) -> Mapping[str, Any]:
+    """Run a bundle on a caller's arrays, which are not kept."""
+    bundle.numbers, bundle.scale = dict(numbers), scale
+    bundle.buffers |= arrays
+    try:
+        return engine.run(bundle) if bundle.runner is None else bundle.runner(bundle.numbers, scale)
+    finally:
+        bundle.buffers |= dict.fromkeys(arrays, ())
+
+
+def observe(record: Record, spec: Spec, engine: Engine, estimate: Any) -> None:
+    """Take over an estimate of a parameter's curvature: one more program on its state."""
+    if record.size:
+        program, bundle = trace(spec, record.slots, "observe"), record.estimating
+        if bundle is None or bundle.program is not program or bundle.buffers["h"][0] is not record.state["h"]:
+            buffers: dict[str, Sequence[Any]] = {"g": [], "h": [record.state["h"]]}
+            bundle = record.estimating = Bundle(spec, [record.name], [record.shape], record.slots, buffers, program)
+        run_bundle(bundle, engine, spec.numbers(record.t + 1, record.counters), 1.0, g=[estimate])
+    record.counters["estimates"] += 1
 
 
 def rows(parts: Iterable[Part], names: Mapping[Record, str]) -> list[Row]:

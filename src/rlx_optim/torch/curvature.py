@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .. import random
-from ..engine import Bundle
-from ..program import trace
 from ..routing import bare
+from ..stepping import observe
 from .evaluating import is_spread, named
 from .optimizer import RuleOptimizer
 
@@ -151,13 +150,7 @@ class CurvatureOptimizer(RuleOptimizer):
         seat = lane.seats[place]
         self._check_seat(lane, seat)
         record = seat.records[0]
-        spec: Any = spec_of[record.group]
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
-        buffers: Any = {"g": [lane.view(given)], "h": [record.state["h"]]}
-        numbers = spec.scalars(record.t + 1, record.counters)
-        if record.size:
-            program = trace(spec, record.slots, "observe")
-            lane.engine.run(Bundle(spec, [record.name], [record.shape], record.slots, buffers, program, numbers))
-        record.counters["estimates"] += 1
+        observe(record, spec_of[record.group], lane.engine, lane.view(given))
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
         lane.version = lane.versions()

@@ -14,7 +14,7 @@ import torch
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
 from ..spec import Spec
-from ..stepping import Part, Record
+from ..stepping import Part, Record, run_bundle
 from .lanes import Seat, TritonLane, written
 
 
@@ -78,14 +78,10 @@ class GraphLane(TritonLane):
             bundle = part.bundle
             if not self.engine.sweeps(bundle):
                 raise RuntimeError(f"{type(bundle.spec).__name__} with capturable=True steps matrices and vectors only")
-            bundle.spec, bundle.scale = specs[part.records[0].group], scale
-            bundle.numbers, counts = self.numbers_of(part, place)
-            bundle.buffers |= {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
-            try:
-                found = self.engine.run(bundle)
-                part.tell(found)
-            finally:
-                bundle.buffers |= {"p": (), "g": ()}
+            bundle.spec = specs[part.records[0].group]
+            numbers, counts = self.numbers_of(part, place)
+            mine = {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
+            part.tell(run_bundle(bundle, self.engine, numbers, scale, **mine))
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())
                 new = self.column(new, len(index))

@@ -68,24 +68,25 @@ class Passes:
         self._start(())
 
     def _start(self, form: Any) -> None:
-        """form: of each number whether there is one, and whether there is one per tensor."""
+        """form: of each number whether there is one, and then whether there is one per tensor."""
         self.form, self.calls = form, 0
         self.graph: Any = None
         self.version: Any = None
         self.tables: Any = None
         self.host: Any = None
-        sizes = [0 if axes is None else self.count if axes else 1 for _, axes in form]
+        sizes = [0 if column is None else self.count if column else 1 for _, column in form]
         self.room = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         parts = self.room.split(sizes) if sizes else ()
         self.views = {
-            n: None if axes is None else part if axes else part.reshape(()) for (n, axes), part in zip(form, parts, strict=True)
+            n: None if column is None else part if column else part.reshape(())
+            for (n, column), part in zip(form, parts, strict=True)
         }
 
     def __call__(
         self, version: Any, numbers: Mapping[int, Any], run: Callable[[Any], Any], tables: Callable[[], Any]
     ) -> dict[str, Any]:
         """version: moves with addresses. run: the passes with these numbers. tables: see `Triton._tables`."""
-        form = tuple([(n, None if value is None else np.ndim(value)) for n, value in numbers.items()])
+        form = tuple([(n, None if value is None else type(value) is np.ndarray) for n, value in numbers.items()])
         if form != self.form:
             self._start(form)
         self.calls += 1
@@ -111,7 +112,7 @@ class Passes:
         )
         if self.host is None or not np.array_equal(host, self.host):
             self.host = host
-            self.room.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+            self.room.copy_(torch.from_numpy(host), non_blocking=True)  # so few bytes are taken before the call returns
 
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on

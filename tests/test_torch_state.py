@@ -1,0 +1,292 @@
+"""The torch front end: state dicts, and groups and state that others change."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch_cases import bits, every, give_gradients, make, network, parameters, run, same, same_state, through_disk, twins
+
+import rlx_optim.torch as ours
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are tiny: a second thread of torch only waits
+
+
+# ---- state ---------------------------------------------------------------------------------------------------------------------
+W, B = (6, 4), (5,)
+
+
+def slots(names, shape, **others):
+    return dict.fromkeys(names.split(), shape) | others
+
+
+ADAM = "exp_avg exp_avg_sq"
+AVERAGING = {"weight_sum": (), "lr_max": (), "momentum": ()}
+#: what the state of a 6×4 and of a 5 parameter holds beside "step", from the start
+STATE = {
+    "SGD": (slots("momentum_buffer", W, started=()), slots("momentum_buffer", B, started=())),
+    "Adam": (slots(f"{ADAM} max_exp_avg_sq", W), slots(f"{ADAM} max_exp_avg_sq", B)),
+    **dict.fromkeys(("AdamW", "RAdam", "QHAdamW", "Lamb"), (slots(ADAM, W), slots(ADAM, B))),
+    **dict.fromkeys(("StableAdamW", "ADOPT"), (slots(ADAM, W), slots(ADAM, B))),
+    "AdEMAMix": tuple(slots("exp_avg_fast exp_avg_slow exp_avg_sq", shape) for shape in (W, B)),
+    "Adan": tuple(slots(f"{ADAM} exp_avg_diff neg_pre_grad", shape) for shape in (W, B)),
+    "LaProp": (slots(ADAM, W, lr_average=()), slots(ADAM, B, lr_average=())),
+    "LARS": (slots("momentum_buffer", W), slots("momentum_buffer", B)),
+    "NAdamW": (slots(ADAM, W, mu_product=()), slots(ADAM, B, mu_product=())),
+    "Adafactor": ({"row_var": (6, 1), "col_var": (1, 4)}, {"variance": B}),
+    "Lion": (slots("exp_avg", W), slots("exp_avg", B)),
+    "SOAP": (slots(ADAM, W, L1=(6, 6), L2=(4, 4), Q1=(6, 6), Q2=(4, 4)), slots(ADAM, B)),
+    "KronPSGD": (slots("momentum_buffer", W, q1=(6, 6), q2=(4, 4), counter=()), slots("momentum_buffer", B, q1=(5,), counter=())),
+    "Muon": (slots("momentum_buffer", W), slots(ADAM, B)),
+    "Sophia": (slots("exp_avg hessian", W, estimates=()), slots("exp_avg hessian", B, estimates=())),
+    "MARS": (slots(f"{ADAM} last_grad", W), slots(ADAM, B)),
+    "Prodigy": tuple(slots(f"{ADAM} s start", shape, d=(), d_max=(), gained=()) for shape in (W, B)),
+    "NorMuon": (slots("momentum_buffer", W, second_momentum_buffer=(6,)), slots(ADAM, B)),
+    "Scion": (slots("momentum_buffer", W), slots("momentum_buffer", B)),
+    "ScheduleFreeAdamW": (slots("lead exp_avg_sq", W, **AVERAGING), slots("lead exp_avg_sq", B, **AVERAGING)),
+    "ScheduleFreeSGD": (slots("lead", W, **AVERAGING), slots("lead", B, **AVERAGING)),
+}
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_state_is_there_from_the_start(name, dtype):
+    params = parameters(dtype, {"w": W, "b": B})
+    opt = make(name, params.items())
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for p, expected in zip(params.values(), STATE[name], strict=True):
+        state = opt.state[p]
+        assert {k: tuple(v.shape) for k, v in state.items()} == {"step": (), **expected}
+        assert float(state["step"]) == 0
+        assert state["step"].dtype == torch.float64
+        assert all(v.dtype == wide for v in state.values() if v.ndim)
+        assert not any(v.requires_grad for v in state.values())
+    keys = {p: list(opt.state[p]) for p in params.values()}
+    run(opt, params, 0, 2)
+    assert {p: list(opt.state[p]) for p in params.values()} == keys
+
+
+@every
+def test_distributed_checkpoint_takes_no_hidden_step(name):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, other = network(True), network(True)
+    opt, reference = make(name, model), make(name, other)
+    for flat in (False, True):
+        get_optimizer_state_dict(model, opt, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    assert same_state(opt.state_dict(), reference.state_dict())
+    params, others = dict(model.named_parameters()), dict(other.named_parameters())
+    run(opt, params, 0, 3)
+    run(reference, others, 0, 3)
+    assert same(bits(params), bits(others))
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
+        clone = copy.deepcopy(model)
+        taken = make(name, clone)
+        set_optimizer_state_dict(clone, taken, saved, options=options)
+        assert same_state(taken.state_dict(), opt.state_dict())
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_resume_is_bitwise(name, dtype):
+    params = parameters(dtype)
+    opt = make(name, params.items())
+    run(opt, params, 0, 4)
+    resumed = twins(params)
+    other = getattr(ours, name)(resumed.items(), lr=0.123)  # settings, too, are the checkpoint's
+    other.load_state_dict(through_disk(opt.state_dict()))
+    run(opt, params, 4, 9)
+    run(other, resumed, 4, 9)
+    assert same(bits(params), bits(resumed))
+    assert same_state(opt.state_dict(), other.state_dict())
+    assert [g | {"params": 0} for g in opt.param_groups] == [g | {"params": 0} for g in other.param_groups]
+
+
+@every
+def test_loading_shares_no_memory_and_leaves_its_argument_alone(name):
+    params = parameters()
+    opt = make(name, params.items())
+    run(opt, params, 0, 2)
+    live, before = opt.state_dict(), copy.deepcopy(opt.state_dict())
+    others = twins(params)
+    other = make(name, others.items())
+    other.load_state_dict(live)
+    run(other, others, 2, 4)
+    assert same_state(opt.state_dict(), before)
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    assert not same_state(other.state_dict(), before)
+
+
+def wrong_shape(saved):
+    saved["state"][0]["exp_avg"] = torch.zeros(4, 6)
+
+
+def no_tensor(saved):
+    saved["state"][0]["exp_avg"] = 3.0
+
+
+def missing_slot(saved):
+    del saved["state"][1]["exp_avg_sq"]
+
+
+def only_the_step(saved):
+    saved["state"][1] = {"step": torch.tensor(3.0)}
+
+
+def unknown_rule(saved):
+    saved["param_groups"][0]["rule"] = "lion"
+
+
+def bad_setting(saved):
+    saved["param_groups"][0]["betas"] = (0.9, 1.0)
+
+
+def fewer_parameters(saved):
+    saved["param_groups"][0]["params"].pop()
+
+
+def more_groups(saved):
+    saved["param_groups"] *= 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (wrong_shape, r"'exp_avg' of w has shape \(4, 6\) in the checkpoint, needed is \(6, 4\)"),
+        (no_tensor, r"'exp_avg' of w has shape 3.0 in the checkpoint, needed is \(6, 4\)"),
+        (missing_slot, "state of b lacks 'exp_avg_sq'"),
+        (only_the_step, "state of b lacks 'exp_avg'"),
+        (unknown_rule, "a group is for rule 'lion'; known are 'adamw'"),
+        (bad_setting, "betas must be 2 finite numbers, each >= 0 and < 1"),
+        (fewer_parameters, "doesn't match the size of optimizer's group"),
+        (more_groups, "different number of parameter groups"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(spoil, message):
+    params = parameters(shapes={"w": W, "b": B})
+    opt = ours.AdamW(params.items())
+    run(opt, params, 0, 2)
+    before = copy.deepcopy(opt.state_dict())
+    spoiled = copy.deepcopy(before)
+    spoil(spoiled)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(spoiled)
+    assert same_state(opt.state_dict(), before)
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    others = twins(params)
+    other = ours.AdamW(others.items())
+    other.load_state_dict(before)
+    run(opt, params, 2, 4)
+    run(other, others, 2, 4)
+    assert same(bits(params), bits(others))
+
+
+def test_more_state_and_older_checkpoints():
+    params = parameters(shapes={"w": W})
+    opt = ours.SGD(params.items(), lr=0.1)
+    run(opt, params, 0, 2)
+    assert "momentum_buffer" not in opt.state[params["w"]]
+    opt.param_groups[0]["momentum"] = 0.9  # from now on: the state grows
+    run(opt, params, 2, 4)
+    assert opt.state[params["w"]]["momentum_buffer"].abs().sum() > 0
+    saved = copy.deepcopy(opt.state_dict())
+    del saved["param_groups"][0]["maximize"]  # older than the setting
+    saved["state"][0]["step"] = 4  # a number
+    saved["state"][0]["mine"] = torch.ones(3)  # and the user's own
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["maximize"] is False
+    assert torch.equal(opt.state[params["w"]]["mine"], torch.ones(3))
+    assert torch.equal(opt.state[params["w"]]["step"], torch.tensor(4.0))
+
+
+@every
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_copies_go_on_alike(name, how, scheduled):
+    params = parameters()
+    opt = make(name, params.items())
+    run(opt, params, 0, 2)
+    if scheduled:
+        lr_scheduler.StepLR(opt, 100)  # wraps opt.step: the copy must not step the original
+    others, other = copy.deepcopy((params, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((params, opt)))
+    before = bits(params)
+    run(other, others, 2, 4)
+    assert same(bits(params), before)
+    run(opt, params, 2, 4)
+    assert same(bits(params), bits(others))
+    assert other.routing_report() == opt.routing_report()
+
+
+# ---- groups and state are the truth --------------------------------------------------------------------------------------------
+def test_late_groups():
+    params = parameters()
+    opt = ours.AdamW([params["w"]])
+    run(opt, {"w": params["w"]}, 0, 2)
+    opt.add_param_group({"params": [params["b"], params["s"]], "lr": 0.1})
+    assert "exp_avg" in opt.state[params["b"]]
+    before = bits(params)
+    run(opt, params, 2, 3)
+    assert {k for k in params if not torch.equal(before[k], params[k])} == {"w", "b", "s"}
+    assert {k: float(opt.state[params[k]]["step"]) for k in ("w", "b", "s")} == {"w": 3, "b": 1, "s": 1}
+    assert len(opt.state_dict()["state"]) == 3
+
+
+def test_a_refused_group_leaves_nothing_behind():
+    w = nn.Parameter(torch.randn(3, 3))
+    opt = ours.Muon([w])
+    for bad in (
+        [nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.zeros(3, dtype=torch.complex64))],  # the second goes elsewhere
+        [nn.Parameter(torch.randn(2, 2)), w],
+        [nn.Parameter(torch.randn(2)), torch.ones(2) * nn.Parameter(torch.ones(2))],
+    ):
+        with pytest.raises(ValueError, match=r"complex64|more than one parameter group|non-leaf"):
+            opt.add_param_group({"params": bad})
+        assert len(opt.param_groups) == len(opt.state) == 1
+
+
+def test_what_others_put_into_groups_and_state_counts():
+    params = parameters(shapes={"a": (4, 3), "b": (4, 3)})
+    opt = ours.AdamW([params["a"]], betas=[0.9, 0.99])
+    run(opt, {"a": params["a"]}, 0, 2)
+
+    opt.param_groups[0]["betas"] = [0.9, 0.99]
+    run(opt, {"a": params["a"]}, 2, 3)
+    reference = copy.deepcopy(opt)
+    opt.param_groups[0]["betas"][0] = 0.0  # inside the list
+    reference.param_groups[0]["betas"] = (0.0, 0.99)
+    opt.state[params["a"]]["step"].zero_()  # in place
+    twin_of_a = reference.param_groups[0]["params"][0]
+    reference.state[twin_of_a]["step"] = torch.tensor(0.0)  # or another tensor
+    reference.state[twin_of_a] = dict(reference.state[twin_of_a])  # or another dict
+    run(opt, {"a": params["a"]}, 3, 5)
+    run(reference, {"a": twin_of_a}, 3, 5)
+    assert torch.equal(params["a"], twin_of_a)
+    assert float(opt.state[params["a"]]["step"]) == 2
+    assert float(reference.state[twin_of_a]["step"]) == 2
+
+    opt.param_groups[0]["params"][0] = params["b"]  # another parameter in its place
+    before = bits(params)
+    run(opt, params, 5, 6)
+    assert torch.equal(before["a"], params["a"])
+    assert not torch.equal(before["b"], params["b"])
+    assert float(opt.state[params["b"]]["step"]) == 1
+
+    opt.state.clear()  # a fresh start
+    run(opt, {"b": params["b"]}, 6, 7)
+    assert float(opt.state[params["b"]]["step"]) == 1
+    opt.state[params["b"]]["exp_avg"] = torch.zeros(4, 3, dtype=torch.float64)
+    give_gradients({"b": params["b"]}, 7)
+    with pytest.raises(RuntimeError, match=r"'exp_avg' of shape \(4, 3\) must be contiguous, .* torch.float32"):
+        opt.step()
+
+
+def test_state_does_not_follow_the_default_device():
+    w = nn.Parameter(torch.randn(3, 3))
+    with torch.device("meta"):
+        opt = ours.KronPSGD([w])
+    assert {v.device.type for v in opt.state[w].values()} == {"cpu"}
