@@ -150,6 +150,8 @@ def _halve(E: Any, X: Any) -> None:
     first, rest = X[..., :middle], X[..., middle:]
     _halve(E, first)
     rest -= E.precise(first, E.precise(first.mT, rest, bounded=True), bounded=True)
+    if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
+        rest -= E.product(first, E.product(first.mT, rest))
     _halve(E, rest)
 
 
