@@ -2,7 +2,7 @@
 
 Of the four products of such sums that of the two remainders is below float32's rounding and left out. What is split has been
 scaled, by a power of two for each matrix, to a largest entry of 512 to 1024: far from float16's overflow, and its smallest step
-is 2^-34 of that entry. Sums are in float32.
+is 2^-34 of that entry. Sums are in float32, which tensor cores cut off rather than round: 1e-6 to 2e-6 of a product on an H200.
 """
 
 # mypy: ignore-errors
@@ -17,7 +17,7 @@ from .products import tile_of
 
 #: the smaller side of a matrix from which splitting pays
 LEAST = 256
-#: the largest entry after scaling is below two to this
+#: the largest entry after scaling is two to this at most
 HIGH = 10
 #: rows and columns of a tile of a Gram matrix, depth of a product's step
 SIDE, DEPTH = 128, 64
@@ -79,10 +79,8 @@ def sizes(X: torch.Tensor) -> torch.Tensor:
 
 
 def scales(largest: torch.Tensor) -> torch.Tensor:
-    """The powers of two that scale matrices of such largest entries; 1 where there is none, as for zeros, NaN or infinity."""
-    exponent = torch.frexp(largest).exponent
-    power = torch.ldexp(torch.ones_like(largest), (HIGH - exponent).clamp(-100, 100))
-    return torch.where((largest > 0) & largest.isfinite(), power, 1.0)
+    """The powers of two that scale matrices of such largest entries; NaN for NaN."""
+    return (HIGH - largest.log2().ceil()).clamp(-100, 100).exp2()
 
 
 def parts(X: torch.Tensor, factor: torch.Tensor, low: tuple[bool, ...], axis: int) -> torch.Tensor:
