@@ -544,14 +544,17 @@ def clipped(world):
 
 @scenario(3)
 def mixed(world):
-    """bfloat16 beside float32 in one exchange, a fused matrix that is split, groups added later, maximize, GradScaler's verdict."""
+    """bfloat16 beside float32 in one exchange, fused matrices that are split, groups added later, maximize, GradScaler's verdict."""
     out = {}
     for kind, place in (("sharded", world.place), ("single", plain)):
         params = {
             "w": nn.Parameter(place("w", tensors(-1)["w"])),
             "half": nn.Parameter(place("half", tensors(-1)["twin"].bfloat16())),
+            "wide": nn.Parameter(place("wide", tensors(-1)["wide"])),
+            "side": nn.Parameter(place("side", tensors(-1)["side"])),
         }
-        opt = ours.Muon(list(params.items()), split={"w": 3}, weight_decay=0.1)
+        split = {"w": 3, "wide": (10, 15, 5), "side": (5, 3)}  # rows, columns, rows that are cut along columns
+        opt = ours.Muon(list(params.items()), split=split, weight_decay=0.1)
         late = nn.Parameter(place("odd", tensors(-1)["odd"]))
         opt.add_param_group({"params": [("odd", late)], "lr": 0.5, "maximize": True})
         for t in range(4):
@@ -562,6 +565,11 @@ def mixed(world):
             opt.step()
             opt.found_inf = None
         out[kind] = wholes({**params, "odd": late}), state_of(opt)
+        query, key = (
+            nn.Parameter(place(how, tensors(-1)[k])) for how, k in (("w", "w"), ("side", "twin"))
+        )  # by rows, by columns
+        ours.qk_clip_(query, key, [50.0, 200.0, 300.0, 100.0])
+        out[f"{kind}, clipped"] = wholes({"query": query, "key": key})
     return out if world.rank == 0 else None
 
 

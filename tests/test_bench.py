@@ -27,6 +27,27 @@ ROW = {
 MACHINE = {"cpu", "cores", "threads", "memory_gb", "load_average", "platform", "date", "versions"}
 
 
+def test_the_jax_front_end(capsys, monkeypatch):
+    """What it runs, here on the CPU; and where it cannot."""
+    pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    from rlx_optim.cli import cuda
+
+    assert run("--front", "jax") == 2
+    assert "--front jax is for --device cuda" in capsys.readouterr().err
+    assert run("--front", "mlx") == 2
+    place = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    monkeypatch.setattr(cuda, "_for_jax", lambda p, g: (*({k: t.numpy() for k, t in each.items()} for each in (p, g)), None))
+    request = results.Request("m", {"w": (4, 3), "b": (3,)}, ["muon"], ["optax", "torch"], device="cuda", front="jax")
+    for name in ("adamw", "muon", "soap"):
+        field = cuda.field(name, request, (place, place))
+        assert next(iter(field)) == "ours, in JAX"
+        assert not [label for label in field if "torch" in label]
+        mine = field["ours, in JAX"]()
+        mine.step()
+        assert mine.state_bytes() > 0
+
+
 @pytest.fixture(autouse=True)
 def small_copy(monkeypatch):
     monkeypatch.setattr(measure, "COPIED", 1 << 16)

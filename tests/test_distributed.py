@@ -178,6 +178,7 @@ def test_mixed_dtypes_split_matrices_late_groups_and_a_stop_from_one_rank(result
     close(given["sharded"][0], given["single"][0], 0)
     close(given["sharded"][1], given["single"][1], 0)
     assert given["single"][1]["0 step"] == 3  # of four: one was stopped
+    close(given["sharded, clipped"], given["single, clipped"], 0)
 
 
 # ---- DDP ------------------------------------------------------------------------------------------------------------------------

@@ -332,6 +332,23 @@ def test_tensors_of_many_dimensions_go_the_plain_way():
     assert isinstance(headers.remembered([p], []), headers.Plainly)
 
 
+def test_a_class_that_says_what_its_gradient_is_is_asked():
+    class Own(nn.Parameter):
+        given = None
+
+        @property
+        def grad(self):
+            return type(self).given
+
+    p, q = Own(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    opts = ours.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    for t in range(4):
+        Own.given = q.grad = torch.full((3,), float(t))
+        for opt in opts:
+            opt.step()
+    assert torch.equal(p, q)
+
+
 # ---- groups and state ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kept", [structure.Compiled, structure.Plainly])
 def test_every_change_of_groups_and_state_is_seen(kept):

@@ -1,6 +1,7 @@
 """Passes that are replayed as a CUDA graph are those that are launched one by one, bit for bit, whatever moves between them."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -17,6 +18,9 @@ CASES = [
     ("MARS", {}),
     ("LARS", {}),
     ("Prodigy", {}),
+    ("Muon", {}),
+    ("NorMuon", {}),
+    ("Scion", {"momentum": 0.1}),
 ]
 SHAPES = [(64, 48), (33, 17), (5,), (1,), (40, 3), (1000,)]
 
@@ -84,6 +88,32 @@ def test_replayed_steps_are_the_launched_ones(case, moves, monkeypatch):
     launched, graphs = walk(case, moves)
     assert all(each.graph is None for each in graphs)
     assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
+
+
+def coefficients(t, opt, params, kept):
+    for group in opt.param_groups:
+        if group["rule"] == "muon":
+            group["ns_coefficients"] = "you" if t < 8 else (2.0, -1.5, 0.5)
+
+
+def test_what_an_update_reads_itself_is_noticed(monkeypatch):
+    replayed, graphs = walk(("Muon", {}), coefficients)
+    assert max(each.recorded for each in graphs) == 3
+    monkeypatch.setattr("rlx_optim.engines.triton_.replay.PATIENCE", -1)
+    launched, _ = walk(("Muon", {}), coefficients)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
+
+
+def test_recorded_steps_keep_no_gradient():
+    p = torch.nn.Parameter(torch.randn(40, 20, device="cuda"))
+    opt = ours.Muon([("w", p)])
+    for _ in range(5):
+        p.grad = torch.randn_like(p)
+        opt.step()
+    assert replays(opt)[0].graph is not None
+    left, p.grad = weakref.ref(p.grad), None
+    gc.collect()
+    assert left() is None
 
 
 def test_a_recording_that_fails_is_no_loss(monkeypatch):

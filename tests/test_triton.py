@@ -261,6 +261,7 @@ def test_everything_compiles_for_hopper():
         "symmetric",
         "symmetric_any",
         "shrink",
+        "repack",
         "fill",
         "split",
         "renew",
@@ -297,7 +298,7 @@ def built():
     front.engines.os = types.SimpleNamespace(environ={"TRITON_INTERPRET": "1"})  # lets it take tensors on the CPU
     for name in rlx_optim.list_optimizers():
         settings = AS_NAMED.get(name, {})
-        params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (24,))]
+        params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (20, 36), (24,))]
         for p in params:
             p.grad = torch.ones_like(p)
         getattr(front, spec_class(name).__name__)(params, engine="triton", **settings).step()

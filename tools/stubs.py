@@ -24,13 +24,14 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 """
-TORCH = """from collections.abc import Callable, Iterable, Mapping
+TORCH = """from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..optimizer import NamedOptimizer
+from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
 from .optimizer import RuleOptimizer
@@ -40,7 +41,7 @@ Params = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 def create(name: str, params: Params, **settings: Any) -> RuleOptimizer: ...
 """
-OPTAX = """from collections.abc import Callable, Mapping
+OPTAX = """from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax

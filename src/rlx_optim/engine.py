@@ -126,6 +126,18 @@ class Engine(Protocol):
         """In words: what runs this spec here."""
 
 
+@runtime_checkable
+class Mixing(Protocol):
+    """An engine that takes tensors of unequal shapes at once, for rules that do (`Spec.ragged`)."""
+
+    def mixes(self, shape: Shape) -> bool:
+        """Whether it should be given such a one together with others."""
+
+
+class Several(list[Any]):
+    """Tensors of unequal shapes, as a rule that takes such sees them (`Spec.ragged`)."""
+
+
 # ---- an engine from any array library -----------------------------------------------------------------------------------
 #: rules in each engine's words, as long as the engine lives
 BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKeyDictionary()
@@ -332,6 +344,10 @@ class ArrayEngine:
         with axes of length 1, so that it lines up with the stack."""
         takes, gives = signature(rule)
         given = [x[name] for name in takes]
+        if several := next((value for value in given if isinstance(value, Several)), None):
+            rows = [[v[i] if isinstance(v, Several) else self.one_number(v, i) for v in given] for i in range(len(several))]
+            found = [[self.apart(value, row) for value in tupled(self.bound(rule)(*row), gives)] for row in rows]
+            return x.set(**{name: Several(each) for name, each in zip(gives, zip(*found, strict=True), strict=True)})
         shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
         results = tupled(self.bound(rule)(*given), gives)
         for k, name in enumerate(gives):
@@ -368,6 +384,10 @@ class ArrayEngine:
         """The sum of squares of each row (axis -1) or column (-2), with an axis of length 1."""
         sums = (X * X).sum(axis)
         return sums[..., None] if axis == -1 else sums[..., None, :]
+
+    def scaled(self, X: Array, factors: Array) -> Array:
+        """X times what lines up with it. X is not needed any more: it may be what is given back."""
+        return X * factors
 
     def floor(self, X: Array, low: float) -> Array:
         return self.xp.maximum(X, low)
@@ -444,6 +464,13 @@ class ArrayEngine:
     def upper_transposed(self, R: Array, X: Array) -> Array:
         """R^T X for upper triangular R, as `product`."""
         return self.product(R.mT, X)
+
+    def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
+        """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
+        where shapes differ."""
+        if isinstance(X, Several):
+            return self.column([function(each.shape[0], math.prod(each.shape[1:])) for each in X])
+        return function(X.shape[1], math.prod(X.shape[2:]))
 
     def orthogonalize(self, X: Array, steps: int, coefficients: linalg.Coefficients, eps: float) -> Array:
         return linalg.orthogonalize(self, X, steps, coefficients, eps)

@@ -48,7 +48,15 @@ TORCH: Beside = {
     "differentiable": ("bool", "torch.optim's; True is refused, for steps are not recorded by autograd"),
     "otherwise": NAMED["otherwise"],
     "route": ("Route", 'by name or function: {"*embed*": "otherwise"}, or an optimizer in place of the word'),
-    "split": ("Mapping[str, int] | None", 'parameters that are several matrices: {"*qkv.weight": 3}'),
+    "split": (
+        "Mapping[str, int | Sequence[int]] | None",
+        'parameters that are several matrices: {"*qkv.weight": 3}, or (2048, 256, 256) for parts of so many rows or columns; '
+        "None: fused matrices and experts as a model's config says",
+    ),
+    "heads": (
+        "bool | Mapping[str, int]",
+        'take queries, keys and values head by head: {"*q_proj.weight": 32, "*k_proj.weight": 8}; True: as a model says',
+    ),
     "hessian_seed": ("int", "of Hutchinson's estimates"),
     "process_group": ("Any", "its ranks share out matrices that all of them have"),
 }

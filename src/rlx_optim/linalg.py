@@ -193,19 +193,6 @@ def descending(E: Any, sizes: Any) -> Any:
 
 #: a, b and c of a Newton–Schulz step, or of each: the last go on
 Coefficients = tuple[Any, ...]
-#: Keller Jordan's
-KELLER = (3.4445, -4.7750, 2.0315)
-#: the norm is taken so many times, that no singular value of what Polar Express begins with is above 1
-SAFETY = 1.02
-#: Polar Express (Amsel et al., arXiv:2505.16932) as modded-nanogpt and dion have it: 5 steps, safety 0.02, cushion 0.02. The
-#: first step divides by SAFETY.
-POLAR_EXPRESS = (
-    (8.156554524902461 / SAFETY, -22.48329292557795 / SAFETY**3, 15.878769915207462 / SAFETY**5),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
 
 
 def of_each_step(coefficients: Coefficients, steps: int) -> list[Any]:
@@ -215,11 +202,14 @@ def of_each_step(coefficients: Coefficients, steps: int) -> list[Any]:
 
 
 def orthogonalize(E: Any, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
-    """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side."""
+    """Newton–Schulz: push the singular values of each matrix of (B, rows, columns) towards 1, on the smaller side. Further axes
+    are columns too."""
+    shape = X.shape
+    X = X.reshape(*shape[:2], -1)
     tall = X.shape[1] > X.shape[2]
     X = X.mT if tall else X
     X = X / (E.norm(X) + eps)
     for a, b, c in of_each_step(coefficients, steps):
         A = X @ X.mT
         X = a * X + (b * A + c * (A @ A.mT)) @ X  # A is symmetric; saying so lets BLAS halve the work
-    return X.mT if tall else X
+    return (X.mT if tall else X).reshape(shape)

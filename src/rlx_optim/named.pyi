@@ -457,7 +457,7 @@ class Muon(NamedOptimizer):
     weight_decay: float | Callable[[int], float]
     momentum: float | Callable[[int], float]
     nesterov: bool | Callable[[int], bool]
-    ns_coefficients: tuple[float, float, float] | Callable[[int], tuple[float, float, float]]
+    ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]]]
     eps: float | Callable[[int], float]
     ns_steps: int | Callable[[int], int]
     convention: Literal['keller', 'moonlight', 'rlx']
@@ -467,7 +467,7 @@ class Muon(NamedOptimizer):
         weight_decay: float | Callable[[int], float] = 0.0,
         momentum: float | Callable[[int], float] = 0.95,
         nesterov: bool | Callable[[int], bool] = True,
-        ns_coefficients: tuple[float, float, float] | Callable[[int], tuple[float, float, float]] = (3.4445, -4.775, 2.0315),
+        ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]]] = (3.4445, -4.775, 2.0315),
         eps: float | Callable[[int], float] = 1e-07,
         ns_steps: int | Callable[[int], int] = 5,
         convention: Literal['keller', 'moonlight', 'rlx'] = 'keller',
@@ -577,6 +577,7 @@ class NorMuon(NamedOptimizer):
     beta2: float | Callable[[int], float]
     nesterov: bool | None | Callable[[int], bool | None]
     ns_steps: int | Callable[[int], int]
+    ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol', None] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol', None] | tuple[float, float, float] | Sequence[tuple[float, float, float]]]
     convention: Literal['authors', 'dion', 'speedrun']
     def __init__(
         self,
@@ -586,6 +587,7 @@ class NorMuon(NamedOptimizer):
         beta2: float | Callable[[int], float] = 0.95,
         nesterov: bool | None | Callable[[int], bool | None] = None,
         ns_steps: int | Callable[[int], int] = 5,
+        ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol', None] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol', None] | tuple[float, float, float] | Sequence[tuple[float, float, float]]] = None,
         convention: Literal['authors', 'dion', 'speedrun'] = 'authors',
         *,
         cautious: bool | Callable[[int], bool] = False,
@@ -609,6 +611,7 @@ class Scion(NamedOptimizer):
     max_scale: bool | Callable[[int], bool]
     transpose: bool | Callable[[int], bool]
     ns_steps: int | Callable[[int], int]
+    ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]]]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -621,6 +624,7 @@ class Scion(NamedOptimizer):
         max_scale: bool | Callable[[int], bool] = False,
         transpose: bool | Callable[[int], bool] = False,
         ns_steps: int | Callable[[int], int] = 5,
+        ns_coefficients: Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]] | Callable[[int], Literal['keller', 'you', 'polar_express', 'speedrun', 'cans', 'deepseek_v4', 'aol'] | tuple[float, float, float] | Sequence[tuple[float, float, float]]] = (3.4445, -4.775, 2.0315),
         *,
         cautious: bool | Callable[[int], bool] = False,
         decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',

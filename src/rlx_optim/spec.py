@@ -116,6 +116,24 @@ def reals(default: tuple[float, ...], low: float = 0.0, high: float = math.inf, 
     return Field(default, expected, check, f"tuple[{', '.join(['float'] * n)}]")
 
 
+def triples(default: Any, *names: str) -> Any:
+    """Three numbers, several such threes, or a name; None too where that is the default. Lists are taken as tuples."""
+    one = reals((0.0, 0.0, 0.0), -math.inf).check
+
+    def check(value: Any) -> Any:
+        if value in names if isinstance(value, str) else value is None and default is None:
+            return value
+        if isinstance(value, str):
+            raise ValueError
+        values = tuple(value)
+        return tuple(map(one, values)) if values and all(hasattr(each, "__iter__") for each in values) else one(values)
+
+    three, known = "tuple[float, float, float]", [*map(repr, names), *(["None"] if default is None else [])]
+    expected = f"3 finite numbers, several such, or one of {', '.join(known)}"
+    annotation = f"Literal[{', '.join(known)}] | {three} | Sequence[{three}]"
+    return Field(default, expected, check, annotation)
+
+
 def betas(first: float, second: float) -> Any:
     return reals((first, second), 0.0, 1.0, open_high=True)
 
@@ -399,6 +417,16 @@ class Spec(abc.ABC):
     def takes(self, shape: Shape) -> str | None:
         """None if this rule takes a tensor of this shape, else why not."""
         return None
+
+    def ragged(self) -> bool:
+        """Whether a matrix rule's `update` takes tensors of unequal shapes at once: with them it may use `E.map`,
+        `E.by_shape` and `E.orthogonalize` alone."""
+        return False
+
+    def replays(self) -> bool:
+        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, and what `update`
+        reads of the hyperparameters itself are not floats: those reach it through `scalars`."""
+        return False
 
     @abc.abstractmethod
     def slots(self, shape: Shape) -> dict[str, Slot]:

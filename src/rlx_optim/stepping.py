@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .engine import Bundle, Engine
+from .engine import Bundle, Engine, Mixing
 from .program import Program, trace
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
@@ -78,17 +78,20 @@ def bundle_up(
     records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
 ) -> list[Part]:
     """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
-    shape and count. Empty tensors are left out. asked: their steps say what they did (`Part.told`)."""
+    shape and count, or of many shapes where it and the engine can. Empty tensors are left out. asked: their steps say what they
+    did (`Part.told`)."""
     alike: dict[Any, list[tuple[int, Record]]] = {}
     for place, record in records:
         if record.size:
             spec = specs[record.group]
-            key: Any = (record.shape, *record.cohort()) if spec.matrix else spec.likeness()
+            mixed = spec.ragged() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
+            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else spec.likeness()
             alike.setdefault((tuple(record.slots), key), []).append((place, record))
     parts = []
     for members in alike.values():
         first = members[0][1]
         limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
+        limit = -(-len(members) // -(-len(members) // limit))  # as many of them as need be, about equally long
         for lo in range(0, len(members), limit):
             parts.append(_part(members[lo : lo + limit], specs[first.group], watch, asked))
     if len(parts) > 1:

@@ -86,6 +86,7 @@ def _encoded_parameter(snapshot: Snapshot, name: str, p: Parameter) -> dict[str,
         "pieces": p.pieces,
         "piece": list(p.piece),
     }
+    entry |= {"parts": list(p.parts)} if p.parts else {}
     keys = generator_keys(snapshot.spec(p), name, p)
     return entry | ({"generator": keys} if keys else {})
 
@@ -217,4 +218,5 @@ def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
         shape_of(table, "piece", where),
         get(table, "reason", str, where),
         get(table, "stepped", bool, where),
+        shape_of(table, "parts", where) if "parts" in table else (),
     )

@@ -211,7 +211,11 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
 
 def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
-    slots = spec.slots(p.shape) if p.tensors.keys() <= spec.slots(p.shape).keys() else possible(spec, p.shape)[0]
+    slots = (
+        spec.slots(p.shape)
+        if p.tensors.keys() <= spec.slots(p.shape).keys()
+        else {name: each for name, (each,) in possible(spec, p)[0].items()}
+    )
     for name, each in p.tensors.items():
         record.state[name] = opt._engine.allocate(slots[name])
         np.copyto(record.state[name], each.read())

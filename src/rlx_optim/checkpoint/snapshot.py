@@ -14,6 +14,7 @@ from typing import Any
 from .. import random
 from ..guard import checked
 from ..optimizer import NONFINITE
+from ..pieces import WHOLE, Split, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
@@ -73,16 +74,29 @@ class Parameter:
     counters: dict[str, float] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     pieces: int = 1  # the rule sees it as so many tensors
-    piece: Shape = ()  # of this shape; its own, if it is not split
+    piece: Shape = ()  # of this shape; its own, if it is not split; the first's, if they differ
     reason: str = ""  # for its member
     stepped: bool = False  # already, in the iteration that has not ended
+    parts: tuple[int, ...] = ()  # how long the pieces are along an axis, where that is said
 
     @property
     def split(self) -> bool:
         return self.piece != self.shape
 
-    def stored(self, slot: Slot) -> Shape:
+    @property
+    def way(self) -> Split:
+        """How it is split."""
+        return self.parts or self.pieces
+
+    def slots(self, spec: Spec) -> dict[str, tuple[Slot, ...]]:
+        """The slots of its pieces: of one where they are equal."""
+        return slots_of(spec, self.shape, self.parts) if self.parts else slots_of(spec, self.piece, WHOLE)
+
+    def stored(self, slots: tuple[Slot, ...]) -> Shape:
         """The shape of a slot in the file."""
+        if self.parts:
+            return stored(slots, self.shape, self.parts)
+        (slot,) = slots
         if not self.split:
             return slot.shape
         return self.shape if slot.shape == self.piece else (self.pieces, *slot.shape)
@@ -165,18 +179,25 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
         raise CheckpointError(f"{what} is in group {p.group} of {member.optimizer}, which has {len(member.groups)}")
     if p.dtype not in DTYPES:
         raise CheckpointError(f"{what}: its dtype cannot be {p.dtype!r:.80}; known are {', '.join(DTYPES)}")
-    if p.pieces * math.prod(p.piece) != math.prod(p.shape) or (not p.split and p.pieces != 1):
+    whole = p.pieces * math.prod(p.piece) == math.prod(p.shape) and (p.split or p.pieces == 1)
+    if p.parts:
+        try:
+            shapes = shapes_of(p.shape, p.parts)
+            whole = len(shapes) == p.pieces and shapes[0] == p.piece and p.split
+        except ValueError:
+            whole = False
+    if not whole:
         raise CheckpointError(f"{what}: {p.pieces} pieces of shape {p.piece} are not its shape {p.shape}")
     _check_state(member.specs[p.group], p, what)
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    slots, counters = spec.slots(p.piece), spec.counters()
+    slots, counters = p.slots(spec), spec.counters()
     for kind, needed, given in (("state", slots, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
     if left := (set(p.tensors) - set(slots)) | (set(p.counters) - set(counters)):
-        slots, known = possible(spec, p.piece)
+        slots, known = possible(spec, p)
         if left := left - set(slots) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for slot, each in p.tensors.items():
@@ -186,13 +207,14 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
             raise CheckpointError(f"{what}: its {slot!r} is {each.dtype}; float32 or float64 can be saved")
 
 
-def possible(spec: Spec, shape: Shape) -> tuple[dict[str, Slot], dict[str, float]]:
+def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:
     """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back. p: of
     a torch optimizer in evaluation mode, where gradients are taken."""
-    slots, counters = dict(spec.slots(shape)), dict(spec.counters())
-    slots |= {} if spec.evaluated is None else {TRAINED: Slot(shape)}
+    slots, counters = p.slots(spec), dict(spec.counters())
+    shapes = shapes_of(p.shape, p.parts) if p.parts else [p.piece]
+    slots |= {} if spec.evaluated is None else {TRAINED: tuple(map(Slot, shapes))}
     for variant in _variants(spec):
-        slots |= variant.slots(shape)
+        slots |= p.slots(variant)
         counters |= variant.counters()
     return slots, counters
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..pieces import described
 from ..registry import spec_class
 from ..routing import sized
 from .format import Tensor
-from .snapshot import Member, Snapshot, Values
+from .snapshot import Member, Parameter, Snapshot, Values
 
 HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
 
@@ -45,6 +46,10 @@ def _words(values: Values, names: list[str]) -> str:
     return ", ".join(map(one, names))
 
 
+def _pieces(p: Parameter) -> str:
+    return described(p.shape, p.parts) if p.parts else f"{p.pieces} of {sized(p.piece)}"
+
+
 def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     """A row for each parameter, by HEAD."""
     table: list[tuple[str, ...]] = []
@@ -52,7 +57,7 @@ def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
         counters = [f"{k}={v:g}" for k, v in p.counters.items()]
         state = ", ".join([*p.tensors, *counters]) or "–"
         size = sum(each.nbytes for each in p.tensors.values())
-        shape = sized(p.shape) + (f" as {p.pieces} of {sized(p.piece)}" if p.split else "")
+        shape = sized(p.shape) + (f" as {_pieces(p)}" if p.split else "")
         table.append((name, title(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
     return table
 

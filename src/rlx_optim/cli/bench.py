@@ -40,6 +40,7 @@ HEAD = (
 )
 SPARE = (7, 3, 6, 9)  # columns that a narrow terminal does without
 DEVICES = ("cpu", "cuda")
+FRONTS = ("torch", "jax")
 
 
 # ---- shape sets -------------------------------------------------------------------------------------------------------
@@ -174,6 +175,7 @@ def command(
     seconds: Annotated[float, typer.Option(min=1e-6, help="About how long a turn takes.")] = 0.3,
     threads: Annotated[int | None, typer.Option(min=1, help="Of all implementations; every core by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
+    front: Annotated[str, typer.Option(help="On cuda, how ours is run: torch, or jax, beside optax.")] = "torch",
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -190,7 +192,11 @@ def command(
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
-    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device)
+    if front not in FRONTS:
+        raise unknown("front", front, FRONTS)
+    if front == "jax" and device != "cuda":
+        raise Problem("--front jax is for --device cuda; on the CPU ours is the named API, beside optax among the peers")
+    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front)
     (cuda.check if device == "cuda" else check_memory)(request)
     with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)

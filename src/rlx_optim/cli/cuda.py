@@ -16,7 +16,7 @@ from typing import Any
 
 from ..named import spec_class
 from . import Problem
-from .peers import HOW, Contender, Peer, load, optax_contender, running
+from .peers import HOW, Contender, Peer, jitted, load, optax_contender, running
 from .results import Request, Shapes, parameters, present, settings_of
 
 Tensors = dict[str, Any]
@@ -93,14 +93,29 @@ def _route(matrices: frozenset[str], name: str, tensor: Any) -> bool:
     return name in matrices
 
 
+def in_jax(name: str, params: Tensors, grads: Tensors) -> Contender:
+    """Ours as an optax transformation."""
+    factories = importlib.import_module("rlx_optim.optax.factories")
+    kind = spec_class(name)
+    given = {k: value for k, (_, value) in factories.written(kind, kind(**settings_of(name)).values()).items()}
+    if not kind.everywhere:
+        given["route"] = functools.partial(_route, frozenset(k for k, tensor in params.items() if hidden(tensor)))
+    return jitted("ours, in JAX", factories.made(kind)(**given), *_for_jax(params, grads))
+
+
+def _for_jax(params: Tensors, grads: Tensors) -> tuple[Any, Any, Any]:
+    """Arrays, and the device to put them on."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of the device's memory
+    jax = importlib.import_module("jax")
+    if all(device.platform == "cpu" for device in jax.devices()):
+        raise RuntimeError("jax sees no GPU")
+    p, g = ({k: t.cpu().numpy() for k, t in each.items()} for each in (params, grads))
+    return p, g, jax.devices()[0]
+
+
 def theirs(peer: Peer, params: Tensors, grads: Tensors, captured: bool = False) -> Contender:
     if peer.how == "optax":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of the device's memory
-        jax = importlib.import_module("jax")
-        if all(device.platform == "cpu" for device in jax.devices()):
-            raise RuntimeError("jax sees no GPU")
-        p, g = ({k: t.cpu().numpy() for k, t in each.items()} for each in (params, grads))
-        return optax_contender(peer, p, g, jax.devices()[0])
+        return optax_contender(peer, *_for_jax(params, grads))
     tensors = list(own(params, grads).values())
     settings = peer.settings | ({"capturable": True} if captured and "SGD" not in peer.rule else {})
     made = HOW[peer.how](load(peer.rule), tensors, settings, hidden)
@@ -122,8 +137,13 @@ def runs(label: str, made: list[Any], tensors: list[Any], captured: bool) -> Con
 
 
 def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[str, Callable[[], Contender]]:
-    """Who competes, by label, not built yet."""
-    made: dict[str, Callable[[], Contender]] = {"ours": functools.partial(ours, name, *arrays)}
+    """Who competes, by label, not built yet. Of the JAX front end ours and optax alone."""
+    made: dict[str, Callable[[], Contender]] = {}
+    if request.front == "jax":
+        made["ours, in JAX"] = functools.partial(in_jax, name, *arrays)
+        mine = [peer for peer in present(name, request) if peer.how == "optax"]
+        return made | {peer.label: functools.partial(theirs, peer, *arrays) for peer in mine}
+    made["ours"] = functools.partial(ours, name, *arrays)
     if not spec_class(name).branches:
         made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
     for peer in present(name, request):

@@ -179,11 +179,16 @@ def _tensor_bytes(values: Iterable[Any]) -> int:
 
 
 def optax_contender(peer: Peer, params: Arrays, grads: Arrays, device: Any = None) -> Contender:
-    """An optax rule in one jitted function that gives its buffers back, on the CPU or the device given."""
-    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    """An optax rule, on the CPU or the device given."""
     # a setting with a colon names a function without arguments
     settings = {k: load(v)() if isinstance(v, str) and ":" in v else v for k, v in peer.settings.items()}
-    rule, place = load(peer.rule)(**settings), device or jax.devices("cpu")[0]
+    return jitted(peer.label, load(peer.rule)(**settings), params, grads, device)
+
+
+def jitted(label: str, rule: Any, params: Arrays, grads: Arrays, device: Any = None) -> Contender:
+    """A transformation in one jitted function that gives its buffers back. On a device steps are only enqueued."""
+    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    place = device or jax.devices("cpu")[0]
 
     def advance(p: Any, state: Any, g: Any) -> Any:
         updates, state = rule.update(g, state, p)
@@ -196,12 +201,18 @@ def optax_contender(peer: Peer, params: Arrays, grads: Arrays, device: Any = Non
     now = [p, jax.device_put(jax.jit(rule.init)(p), place), g]  # all committed to the device, or the second step compiles again
 
     def step() -> None:
-        now[:2] = jax.block_until_ready(compiled(*now))
+        now[:2] = compiled(*now)
+        if device is None:
+            wait()
+
+    def wait() -> None:
+        jax.block_until_ready(now[0])
 
     def renew() -> None:
         now[2] = {name: jax.device_put(jax.numpy.array(array), place) for name, array in now[2].items()}
 
-    return Contender(peer.label, step, lambda: sum(leaf.nbytes for leaf in jax.tree.leaves(now[1])), renew)
+    held = lambda: sum(leaf.nbytes for leaf in jax.tree.leaves(now[1]))  # noqa: E731
+    return Contender(label, step, held, renew, None if device is None else wait)
 
 
 def contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:

@@ -40,6 +40,7 @@ class Request:
     fresh_gradients: bool = False
     threads: int | None = None
     device: str = "cpu"
+    front: str = "torch"  # of ours, on a CUDA device
 
 
 @dataclasses.dataclass(frozen=True)

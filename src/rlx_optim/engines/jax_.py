@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import random
-from ..engine import ArrayEngine, bind_all
+from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule
+from ..linalg import Coefficients, of_each_step
 
 Array = Any
 
@@ -68,11 +69,29 @@ def _orthonormal(X: Array) -> Array:
     return jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], X)
 
 
+LEAST = 128  # the smaller side from which half precision pays
+
+
 class Zero(float):
     """A number of a rule that is 0 whatever is traced: what it multiplies is not read (XLA must keep 0·x, for 0·∞)."""
 
     def __mul__(self, other: Any) -> Any:
         return self
+
+
+def _half(X: Array, norm: Array, steps: int, coefficients: Coefficients) -> Array:
+    """Newton–Schulz on wide matrices in float16 with float32 sums. The first X is kept at a power of two that makes its entries
+    about 1."""
+    scale = 2.0 ** round(math.log2(math.sqrt(math.prod(X.shape[1:]))))
+    X = (X * (scale / norm)).astype(jnp.float16)
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    eye = jnp.eye(X.shape[1], dtype=jnp.float32)
+    for a, b, c in of_each_step(coefficients, steps):
+        A = product(X, X.mT) / (scale * scale)
+        half = A.astype(jnp.float16)
+        P = (a * eye + b * A + c * product(half, half)).astype(jnp.float16)
+        X, scale = (product(P, X) / scale).astype(jnp.float16), 1.0
+    return X.astype(jnp.float32)
 
 
 @functools.cache
@@ -112,6 +131,25 @@ class Jax(ArrayEngine):
 
     def solve(self, R: Array, X: Array) -> Array:
         return jax.scipy.linalg.solve_triangular(R, X, trans="T")
+
+    def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
+        """Equal shapes in one stack; large ones on a GPU in half precision, unless jax_default_matmul_precision asks for more."""
+        if isinstance(X, Several):
+            out, alike = Several(X), {}  # type: ignore[var-annotated]
+            for i, each in enumerate(X):
+                alike.setdefault(each.shape, []).append(i)
+            for chosen in alike.values():
+                done = self.orthogonalize(jnp.stack([X[i] for i in chosen]), steps, coefficients, eps)
+                for k, i in enumerate(chosen):
+                    out[i] = done[k]
+            return out
+        free = jax.config.values["jax_default_matmul_precision"] is None and jax.default_backend() == "gpu"
+        flat = X.reshape(*X.shape[:2], -1)
+        if not free or X.dtype != jnp.float32 or min(flat.shape[1:]) < LEAST:
+            return super().orthogonalize(X, steps, coefficients, eps)
+        tall = flat.shape[1] > flat.shape[2]
+        done = _half(flat.mT if tall else flat, self.norm(flat) + eps, steps, coefficients)
+        return (done.mT if tall else done).reshape(X.shape)
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         if isinstance(predicate, jax.core.Tracer):

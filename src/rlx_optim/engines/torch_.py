@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 
 from .. import linalg, vocabulary
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
-from ..language import Reduction, Rule
-from ..program import Each, Pass, Program
+from ..language import Reduction, Rule, signature
+from ..program import Each, Pass, Program, Values
 from ..spec import Shape, Slot, Spec
+from . import padding
 
 
 class Many:
@@ -30,6 +31,9 @@ class Many:
 
     def __init__(self, each: Sequence[torch.Tensor]):
         self.each = list(each)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.each)
 
     def clone(self) -> Many:
         return Many([t.clone() for t in self.each])
@@ -267,6 +271,15 @@ class Torch(ArrayEngine):
     def stack(self, shape: Shape) -> int:
         return 1 << 30
 
+    def mixes(self, shape: Shape) -> bool:
+        return padding.mixes(shape)
+
+    def values(self, bundle: Bundle) -> Values:
+        """Tensors of unequal shapes are lists."""
+        if len(set(bundle.shapes)) == 1:
+            return super().values(bundle)
+        return Values({name: Many(each) for name, each in self.loaded(bundle).items()}, **bundle.numbers, t=bundle.t)
+
     def finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
 
@@ -279,13 +292,17 @@ class Torch(ArrayEngine):
     def words(self) -> dict[str, Any]:
         return STACKS
 
+    def listed(self, rule: Rule) -> Rule:
+        """A rule in the words of lists, made once."""
+        if rule not in self._lists:
+            self._lists[rule] = bind(rule, LISTS)
+        return self._lists[rule]
+
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
-        if step.rule not in self._lists:
-            self._lists[step.rule] = bind(step.rule, LISTS)
         local = {n: Many([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
         local |= {n: self._number(found[n]) for n in step.numbers}
         arguments = [local[n] for n in step.takes]
-        results = tupled(self._lists[step.rule](*arguments), step.gives)
+        results = tupled(self.listed(step.rule)(*arguments), step.gives)
         results = tuple([self.apart(value, arguments) for value in results])
         over = [without(shape, step.domain) for shape in shapes]
         given = {
@@ -323,6 +340,29 @@ class Torch(ArrayEngine):
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        takes, gives = signature(rule)
+        if not any(isinstance(x[name], Many) for name in takes):
+            return super().map(rule, x, **reduce)
+        given = [x[name] if isinstance(x[name], Many) else self._number(x[name]) for name in takes]
+        results = tupled(self.listed(rule)(*given), gives)
+        return x.set(**{name: self.apart(value, given) for name, value in zip(gives, results, strict=True)})
+
+    def by_shape(self, function: Callable[[int, int], float], X: Any) -> Any:
+        return np.array([function(*t.shape) for t in X]) if isinstance(X, Many) else super().by_shape(function, X)
+
+    def orthogonalize(self, X: Any, steps: int, coefficients: linalg.Coefficients, eps: float) -> Any:
+        if not isinstance(X, Many):
+            return super().orthogonalize(X, steps, coefficients, eps)
+        out = list(X.each)
+        for sides, chosen in padding.stacks([tuple(t.shape) for t in X]).items():
+            stack = torch.zeros((len(chosen), *sides), dtype=self.dtype, device=self.device)
+            torch._foreach_copy_(_inside(stack, X.each, chosen), [X.each[i] for i in chosen])
+            done = super().orthogonalize(stack, steps, coefficients, eps)
+            for i, matrix in zip(chosen, _inside(done, X.each, chosen), strict=True):
+                out[i] = matrix
+        return Many(out)
+
     def norm(self, X: torch.Tensor, order: float = 2) -> torch.Tensor:
         return torch.linalg.vector_norm(X.reshape(X.shape[0], -1), order, dim=-1).reshape(-1, *[1] * (X.ndim - 1))
 
@@ -374,6 +414,13 @@ class Torch(ArrayEngine):
 
     def concatenate(self, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return torch.cat(arrays, -1)
+
+
+def _inside(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
+    """Where the chosen matrices are in a stack of larger ones."""
+    sides = [(each[i].shape[0] > each[i].shape[1], sorted(each[i].shape)) for i in chosen]
+    views = [matrix[:small, :large] for matrix, (_, (small, large)) in zip(stack, sides, strict=True)]
+    return [view.mT if tall else view for view, (tall, _) in zip(views, sides, strict=True)]
 
 
 assert set(LISTS) == set(STACKS) == set(vocabulary.RULE)

@@ -104,7 +104,7 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
             member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
             len(place.names), place.inner, place.why,
         )  # fmt: skip
-        p.tensors = {name: tensor(np.asarray(arrays[name]).reshape(p.stored(slot))) for name, slot in place.slots.items()}
+        p.tensors = {name: tensor(np.asarray(arrays[name]).reshape(p.stored((slot,)))) for name, slot in place.slots.items()}
         parameters[place.name] = p
     members = [_member(each, part.member(each, whole), where, count) for each in transform.members]
     return Snapshot(members, parameters, count, front_end="optax")
@@ -177,9 +177,9 @@ def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> Non
         raise CheckpointError(f"{name!r} is maximized, which the optax front end does not do")
     refuse_evaluation(name, p)
     for slot, each in place.slots.items():
-        if slot not in p.tensors or p.tensors[slot].shape != p.stored(each):
+        if slot not in p.tensors or p.tensors[slot].shape != p.stored((each,)):
             found = p.tensors[slot].shape if slot in p.tensors else "missing"
-            raise CheckpointError(f"{name!r}: its {slot!r} is {found} there, and {p.stored(each)} with the settings here")
+            raise CheckpointError(f"{name!r}: its {slot!r} is {found} there, and {p.stored((each,))} with the settings here")
         if p.tensors[slot].dtype.itemsize > jnp.dtype(arithmetic(leaf)).itemsize:
             raise CheckpointError(f"{slot} of {name!r} is {p.tensors[slot].dtype}; float32 is kept here and would lose bits")
 

@@ -9,7 +9,7 @@ Formulas.
     u = (1 − momentum)·g + momentum·m           with nesterov
     u = m                                       without
     X = u/(‖u‖ + eps)                           transposed so that rows ≤ columns
-    A = X·Xᵀ, X ← a·X + (b·A + c·A²)·X          ns_steps times; a, b, c are ns_coefficients
+    A = X·Xᵀ, X ← a·X + (b·A + c·A²)·X          ns_steps times; a, b, c are ns_coefficients, of all or of each
     scale = √max(1, rows/columns)               "keller"
     scale = 0.2·√max(rows, columns)             "moonlight", so that AdamW's lr and decay carry over
     scale = √max(rows, columns)                 "rlx"
@@ -32,9 +32,11 @@ state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations 
 """
 
 import math
+from typing import Any
 
 from .. import modifiers
-from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, reals
+from ..coefficients import KELLER, SCHEMES, STEPS, steps_of
+from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, triples
 
 
 def nesterov(g, m, beta, alpha):
@@ -61,9 +63,9 @@ class Muon(Spec):
     weight_decay: times lr, the share of p that is taken away each step.
     momentum: how much of the average is kept a step.
     nesterov: use the momentum that the next step would see.
-    ns_coefficients: a, b and c of each Newton–Schulz step.
+    ns_coefficients: a, b and c of all Newton–Schulz steps, or of each in turn, or the name of such a scheme.
     eps: joins the norm, so that a gradient of zero gives a step of zero.
-    ns_steps: how many Newton–Schulz steps.
+    ns_steps: how many Newton–Schulz steps; where ns_coefficients are several, 5 is as many as they are.
     convention: how the step is scaled by the matrix's shape.
     """
 
@@ -91,15 +93,21 @@ class Muon(Spec):
     weight_decay: float = real(0.0)
     momentum: float = real(0.95, high=1.0, open_high=True)
     nesterov: bool = flag(True)
-    ns_coefficients: tuple[float, float, float] = reals((3.4445, -4.7750, 2.0315), low=-math.inf)
+    ns_coefficients: str | tuple[Any, ...] = triples(KELLER, *SCHEMES)
     eps: float = real(1e-7)
-    ns_steps: int = integer(5, 1)
+    ns_steps: int = integer(STEPS, 1)
     convention: str = choice("keller", "moonlight", "rlx")
 
     matrix = True
     everywhere = False
     caution = None  # the authors' c_muon.py masks the momentum before Newton–Schulz; pytorch_optimizer masks X after it
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
+
+    def ragged(self):
+        return self.convention != "rlx" and not self.cautious and self.decay != "hyperball"  # those two measure
+
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
 
     def takes(self, shape):
         return None if len(shape) >= 2 or self.convention == "rlx" else f"{len(shape)} dimensions; Muon takes 2 or more"
@@ -113,18 +121,17 @@ class Muon(Spec):
 
     def scalars(self, t, counters):
         alpha = 1.0 if self.convention == "rlx" else 1 - self.momentum
-        return {"beta": self.momentum, "alpha": alpha, "shrink": self.lr * self.weight_decay, "step": self.lr}
+        shrink = self.lr * self.weight_decay
+        return {"beta": self.momentum, "alpha": alpha, "eps": self.eps, "shrink": shrink, "step": self.lr}
 
     def work(self, shape):
         rows, columns = sorted((shape[0], math.prod(shape[1:]))) if shape else (1, 1)
-        return 2 * self.ns_steps * (2 * columns + rows) * rows**2
+        return 2 * steps_of(self.ns_coefficients, self.ns_steps)[0] * (2 * columns + rows) * rows**2
 
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)
         x = modifiers.masked(E, x) if self.cautious else x
         if self.convention == "rlx" and x.u.ndim != 3:
             return x
-        U = x.u.reshape(*x.u.shape[:2], -1)
-        X = E.orthogonalize(U, self.ns_steps, self.ns_coefficients, self.eps)
-        scale = SCALES[self.convention](*U.shape[1:])
-        return x.set(u=X.reshape(x.u.shape), step=x.step * scale)
+        X = E.orthogonalize(x.u, *steps_of(self.ns_coefficients, self.ns_steps), x.eps)
+        return x.set(u=X, step=x.step * E.by_shape(SCALES[self.convention], x.u))

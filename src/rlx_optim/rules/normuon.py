@@ -29,23 +29,18 @@ and the matrix is read twice more and written once.
 """
 
 import math
+from typing import Any
 
-from .. import linalg
-from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real
+from ..coefficients import SAFETY, SCHEMES, STEPS, steps_of
+from ..spec import Otherwise, Slot, Spec, Torch, choice, flag, integer, like, real, triples
 from .muon import heavy_ball, nesterov
-
-
-def levelled(o, gain):
-    u = o * gain
-    return u
-
 
 #: of each convention: whether with nesterov, the coefficients and what joins the norm before them, what joins the root of v and
 #: the least v, what joins ‖N‖ and the least of it
 CONVENTIONS = {
-    "authors": (True, linalg.KELLER, 1e-7, (1e-10, 0.0), (1e-10, 0.0)),
-    "dion": (False, linalg.POLAR_EXPRESS, 1e-8 / linalg.SAFETY, (1e-8, 0.0), (0.0, 1e-8)),
-    "speedrun": (True, linalg.POLAR_EXPRESS, 1e-6 / linalg.SAFETY, (0.0, 1e-10), (0.0, 1e-10)),
+    "authors": (True, "keller", 1e-7, (1e-10, 0.0), (1e-10, 0.0)),
+    "dion": (False, "speedrun", 1e-8 / SAFETY, (1e-8, 0.0), (0.0, 1e-8)),
+    "speedrun": (True, "speedrun", 1e-6 / SAFETY, (0.0, 1e-10), (0.0, 1e-10)),
 }
 
 
@@ -55,7 +50,8 @@ class NorMuon(Spec):
     momentum: how much of the average of gradients is kept a step.
     beta2: how much of the average of each row's squares is kept a step.
     nesterov: use the momentum that the next step would see; None does as the convention's code.
-    ns_steps: how many Newton–Schulz steps.
+    ns_steps: how many Newton–Schulz steps; where the coefficients are several, 5 is as many as they are.
+    ns_coefficients: a, b and c of all of them, or of each in turn, or the name of such a scheme; None does as the convention's.
     convention: whose scale, coefficients and decay.
     """
 
@@ -68,7 +64,8 @@ class NorMuon(Spec):
     momentum: float = real(0.95, high=1.0, open_high=True)
     beta2: float = real(0.95, high=1.0, open_high=True)
     nesterov: bool | None = flag(None, optional=True)
-    ns_steps: int = integer(5, 1)
+    ns_steps: int = integer(STEPS, 1)
+    ns_coefficients: str | tuple[Any, ...] | None = triples(None, *SCHEMES)
     convention: str = choice("authors", "dion", "speedrun")
 
     matrix = True
@@ -80,6 +77,9 @@ class NorMuon(Spec):
 
     def by_columns(self, rows, columns):
         return self.convention == "speedrun" and rows < columns
+
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
 
     def slots(self, shape):
         """m: the average of gradients.
@@ -105,28 +105,33 @@ class NorMuon(Spec):
             "step": self.lr,
         }
 
+    def steps(self):
+        """How many Newton–Schulz steps, and their coefficients."""
+        chosen = CONVENTIONS[self.convention][1] if self.ns_coefficients is None else self.ns_coefficients
+        return steps_of(chosen, self.ns_steps)
+
     def work(self, shape):
         rows, columns = sorted((shape[0], math.prod(shape[1:]))) if shape else (1, 1)
-        return 2 * self.ns_steps * (2 * columns + rows) * rows**2
+        return 2 * self.steps()[0] * (2 * columns + rows) * rows**2
 
     def update(self, E, x):
-        ahead, coefficients, eps = CONVENTIONS[self.convention][:3]
+        ahead, _, eps = CONVENTIONS[self.convention][:3]
         x = E.map(nesterov if (ahead if self.nesterov is None else self.nesterov) else heavy_ball, x)
         U = x.u.reshape(*x.u.shape[:2], -1)
         rows, columns = U.shape[1:]
         flat = self.by_columns(rows, columns)
-        X = E.orthogonalize(U, self.ns_steps, coefficients, eps)
+        X = E.orthogonalize(U, *self.steps(), eps)
         across, count = (-2, rows) if flat else (-1, columns)
-        squares = E.lines(X, across)  # and from here on one number a line: X is read once more, by `levelled`
+        squares = E.lines(X, across)  # and from here on one number a line: X is read and written once more
         v = x.beta2 * (x.v[:, None, :] if flat else x.v[:, :, None]) + x.alpha2 * squares / count
         gain = 1 / (E.sqrt(E.floor(v, x.least)) + x.joins)
         sums = (each.reshape(each.shape[0], -1).sum(-1) for each in (squares, squares * gain * gain))
         length, now = (E.sqrt(each).reshape(-1, 1, 1) for each in sums)  # of X and of what it becomes
         gain = gain * (length / (E.floor(now, x.least_length) + x.joins_length))
-        x = E.map(levelled, x.set(o=X, v=v, gain=gain))
         scale = math.sqrt(rows / columns if self.convention == "dion" else max(1.0, rows / columns))
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
-        return x.set(u=x.u.reshape(x.p.shape), v=x.v.reshape(x.v.shape[0], -1), step=x.step * scale, shrink=shrink)
+        u = E.scaled(X, gain).reshape(x.p.shape)
+        return x.set(u=u, v=v.reshape(v.shape[0], -1), step=x.step * scale, shrink=shrink)
 
     def way(self):
         """The speedrun's decay is the cautious one."""

@@ -31,9 +31,10 @@ When, and what it costs. Where learning rates are to be found on small models. N
 """
 
 import math
+from typing import Any
 
-from .. import linalg
-from ..spec import Spec, Torch, choice, flag, integer, like, real
+from ..coefficients import KELLER, SCHEMES, STEPS, steps_of
+from ..spec import Spec, Torch, choice, flag, integer, like, real, triples
 from ..vocabulary import sign
 
 EPS = 1e-7  # joins the norm that Newton–Schulz begins with
@@ -69,8 +70,8 @@ def spectral(spec, E, x):
     shape = x.u.shape[1:]
     ratio = shape[0] / shape[1] if spec.chosen(True) else shape[0]
     factor = math.sqrt(max(1.0, ratio) if spec.max_scale else ratio) / math.prod(shape[2:3]) ** (len(shape) - 2)
-    X = E.orthogonalize(x.u.reshape(*x.u.shape[:2], -1), spec.ns_steps, linalg.KELLER, EPS)
-    return x.set(u=X.reshape(x.u.shape), step=x.step * factor)
+    X = E.orthogonalize(x.u, *spec.steps(), EPS)
+    return x.set(u=X, step=x.step * factor)
 
 
 def signs(spec, E, x):
@@ -114,7 +115,8 @@ class Scion(Spec):
     normalized: whether the norm is divided by the matrix's sides; None: all are but colnorm.
     max_scale: of spectral norms, never step by less than 1.
     transpose: of rownorm and colnorm, take the matrix transposed.
-    ns_steps: how many Newton–Schulz steps.
+    ns_steps: how many Newton–Schulz steps; where ns_coefficients are several, 5 is as many as they are.
+    ns_coefficients: a, b and c of all of them, or of each in turn, or the name of such a scheme.
     """
 
     name = "scion"
@@ -130,7 +132,8 @@ class Scion(Spec):
     normalized: bool | None = flag(None, optional=True)
     max_scale: bool = flag(False)
     transpose: bool = flag(False)
-    ns_steps: int = integer(5, 1)
+    ns_steps: int = integer(STEPS, 1)
+    ns_coefficients: str | tuple[Any, ...] = triples(KELLER, *SCHEMES)
 
     matrix = True
 
@@ -144,6 +147,9 @@ class Scion(Spec):
     def structure(self):
         return (*super().structure(), self.averages)
 
+    def replays(self):
+        return not self.cautious and self.decay != "hyperball"
+
     def slots(self, shape):
         """m: the average of gradients; only with momentum below 1."""
         return like(shape, m="first moment") if self.averages else {}
@@ -152,9 +158,13 @@ class Scion(Spec):
         shrink = 0.0 if self.unconstrained else self.lr * self.weight_decay
         return {"beta": 1 - self.momentum, "alpha": self.momentum, "step": self.lr * self.scale, "shrink": shrink}
 
+    def steps(self):
+        """How many Newton–Schulz steps, and their coefficients."""
+        return steps_of(self.ns_coefficients, self.ns_steps)
+
     def work(self, shape):
         rows, columns = sorted((shape[0], math.prod(shape[1:]))) if len(shape) > 1 else (1, math.prod(shape))
-        return 2 * self.ns_steps * (2 * columns + rows) * rows**2
+        return 2 * self.steps()[0] * (2 * columns + rows) * rows**2
 
     def update(self, E, x):
         x = E.map(average if "m" in x else newest, x)

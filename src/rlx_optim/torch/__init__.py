@@ -18,13 +18,14 @@ from ..named import create as create_named
 from ..spec import MODIFIERS, REQUIRED, Spec
 
 try:
+    from .attention import qk_clip_
     from .clip import clip_grad_norm_
     from .curvature import CurvatureOptimizer
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "torch", ("torch",)) from None
 
-__all__ = ["RuleOptimizer", "clip_grad_norm_", "create"] + [kind.title for kind in registry.OURS]
+__all__ = ["RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
 
 COMMON = {
     "maximize": False, "engine": "auto", "nonfinite": "propagate", "skip_above": None, "capturable": False, "amp_scaling": False,
@@ -45,6 +46,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     shared = places[: places.index(kind.torch.shared) + 1] if kind.torch.shared else places
     fields = [parameter(field, default, either if field in shared else keyword) for field, default in defaults.items()]
     routed = {"otherwise": kind.otherwise_default, "route": None, "split": None} if kind.matrix or kind.otherwise_default else {}
+    routed |= {"heads": False} if kind.matrix else {}
     seed = {"hessian_seed": 0} if kind.observes else {}
     ranks = {"process_group": None} if kind.matrix else {}
     extra = [parameter(k, v, keyword) for k, v in {**COMMON, **routed, **seed, **ranks}.items()]

@@ -16,13 +16,14 @@ from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from ..pieces import Split, number, shapes_of
 from ..registry import spec_class
 from ..routing import Choice, bare
-from ..spec import Shape, Slot, Spec
-from .lanes import ARITHMETIC, inner_shape
-from .names import in_dtype, outside
+from ..spec import Shape, Spec
+from .lanes import ARITHMETIC
+from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, furnish, piece_shape, room, shape_in_state
+from .state import Slots, counter, furnish, names_of, piece_shape, room, shape_in_state
 from .stepping import plain
 
 COUNTABLE = 2**53  # "step" is a float64
@@ -71,16 +72,16 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     parameters = {}
     for name, (index, param) in parameters_of(opt).items():
         group, state = opt.param_groups[index], opt.state[param]
-        batch = opt._pieces(name, param)
-        home = opt._home(name, param, specs[index], batch)
-        furnish(state, specs[index], param, batch, home)
+        split = opt._pieces(name, param)
+        home = opt._home(name, param, specs[index], split)
+        furnish(state, specs[index], param, split, home)
         parameters[name] = _parameter(
             name,
             where[index, _kind(opt, group, param)],
             specs[index],
             param,
             state,
-            batch,
+            split,
             opt._why.get(param, ""),
             home,
         )
@@ -121,22 +122,23 @@ def _parameter(
     spec: Spec,
     param: torch.Tensor,
     state: Any,
-    batch: int,
+    split: Split,
     why: str,
     home: Any,
 ) -> Parameter:
-    piece = piece_shape(param, batch)
+    piece, parts = piece_shape(param, split), () if isinstance(split, int) else split
     shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
     counters = spec.counters()
-    p = Parameter(*where, shape, int(state["step"]), {}, {}, dtype, batch, piece, why)
-    slots = spec.slots(piece)
-    if set(state) - {"step", "batch", *counters, *outside(spec, slots).values()}:  # left by a changed setting, perhaps
-        slots, counters = possible(spec, piece)
+    p = Parameter(*where, shape, int(state["step"]), {}, {}, dtype, number(split), piece, why, parts=parts)
+    slots = p.slots(spec)
+    if set(state) - {"step", "batch", *counters, *names_of(spec, slots).values()}:  # left by a changed setting, perhaps
+        slots, counters = possible(spec, p)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
-    for slot, key in outside(spec, slots).items():
+    for slot, key in names_of(spec, slots).items():
         if key in state:
             each = slots[slot]
-            whole = None if home is None else functools.partial(home.get, state[key], shape_in_state(each, param, batch))
+            shape = shape_in_state(each * (p.pieces // len(each)), param, split)
+            whole = None if home is None else functools.partial(home.get, state[key], shape)
             p.tensors[slot] = wrapped(state[key], p.stored(each), f"{key!r} of {name!r}", whole)
     return p
 
@@ -162,7 +164,7 @@ def load_into(
             groups = _regrouped(opt, snapshot, known, there, values)
             states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
-            home = opt._home(name, known[name][1], snapshot.spec(p), p.pieces)
+            home = opt._home(name, known[name][1], snapshot.spec(p), p.way)
             _fill(states[known[name][1]], snapshot.spec(p), p, home)
         opt.state.update(states)
         opt._consolidated = (None, None)
@@ -215,7 +217,7 @@ def _check_fit(opt: RuleOptimizer, name: str, p: Parameter, param: torch.Tensor)
     if p.shape != tuple(param.shape):
         raise CheckpointError(f"{name!r} has shape {p.shape} there and {tuple(param.shape)} here")
     try:
-        piece = p.shape if p.pieces == 1 else inner_shape(p.shape, p.pieces)
+        piece = shapes_of(p.shape, p.way)[0]
     except ValueError:
         piece = ()
     if piece != p.piece:
@@ -312,31 +314,31 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
     """State for a parameter, to be filled: buffers that fit are used again."""
     rule, spec = snapshot.members[p.member].optimizer, snapshot.spec(p)
     slots = _kept(spec, p)
-    names = outside(spec, slots)
+    names = names_of(spec, slots)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
-    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.pieces} if p.pieces > 1 else {})
-    home = opt._home(None, param, spec, p.pieces)
+    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.way} if p.pieces > 1 else {})
+    home = opt._home(None, param, spec, p.way)
     for name in p.tensors:
-        key, slot = names[name], slots[name]
-        old, shape, wanted = before.get(key), shape_in_state(slot, param, p.pieces), (ARITHMETIC[param.dtype], param.device)
+        key, each = names[name], slots[name] * (p.pieces // len(slots[name]))
+        old, shape, wanted = before.get(key), shape_in_state(each, param, p.way), (ARITHMETIC[param.dtype], param.device)
         fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == wanted and old.is_contiguous()
         fits = fits and (old.shape == shape if home is None else home.fits(old, shape))
-        state[key] = old if fits else room(slot, param, p.pieces, home)
+        state[key] = old if fits else room(each, param, p.way, home)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    others, counters = possible(earlier, p.piece)
-    ours = {"step", "batch", *outside(earlier, others).values(), *counters}
+    others, counters = possible(earlier, p)
+    ours = {"step", "batch", *names_of(earlier, others).values(), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
-def _kept(spec: Spec, p: Parameter) -> dict[str, Slot]:
+def _kept(spec: Spec, p: Parameter) -> dict[str, Slots]:
     """The slots that are in use, or were before a setting changed."""
-    slots = spec.slots(p.piece)
-    return slots if p.tensors.keys() <= slots.keys() else possible(spec, p.piece)[0]
+    slots = p.slots(spec)
+    return slots if p.tensors.keys() <= slots.keys() else possible(spec, p)[0]
 
 
 @torch.no_grad()
 def _fill(state: dict[str, Any], spec: Spec, p: Parameter, home: Any) -> None:
-    names = outside(spec, _kept(spec, p))
+    names = names_of(spec, _kept(spec, p))
     for slot, each in p.tensors.items():
         buffer, value = state[names[slot]], torch.from_numpy(each.read())
         if home is None:

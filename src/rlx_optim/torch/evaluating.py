@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..pieces import Split
 from ..spec import TRAINED, Spec
 from .names import outside
 from .state import piece_shape
@@ -41,7 +42,7 @@ class Evaluating(torch.optim.Optimizer):
     """An optimizer whose parameters may have another point to evaluate at: `Spec.evaluated` says which slot leads there."""
 
     _rules: dict[str, type[Spec]]
-    _pieces: Callable[[str | None, torch.Tensor], int]
+    _pieces: Callable[[str | None, torch.Tensor], Split]
     _spec_of: Callable[..., Spec]
     _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
 

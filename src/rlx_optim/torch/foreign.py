@@ -20,12 +20,13 @@ import torch
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
+from ..pieces import WHOLE, inner_shape
 from ..registry import OURS, known, spec_class
 from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
-from .lanes import inner_shape
 from .names import counted, foreign, in_dtype, outside, translated
+from .state import names_of, split_in
 from .stepping import plain
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
@@ -155,13 +156,14 @@ def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, A
 def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, state: Mapping[str, Any]) -> Parameter:
     state = _authors_soap(state) if rule == "soap" and "GG" in state else state
     shape = _shape(spec, state)
-    pieces = int(state.get("batch", 1))
-    piece = shape if pieces == 1 else inner_shape(shape, pieces)
+    split = split_in(state) or WHOLE
+    if not isinstance(split, int):
+        raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
     step = int(state.get("step", 1))  # torch's SGD and Muon do not count, and need not
     counters = {k: float(state[k]) if k in state else float(k == "started") for k in spec.counters()}
-    p = Parameter(*where, shape, step, {}, counters, "float32", pieces, piece)
-    slots = spec.slots(piece)
-    for slot, key in outside(spec, slots).items():
+    p = Parameter(*where, shape, step, {}, counters, "float32", split, inner_shape(shape, split))
+    slots = p.slots(spec)
+    for slot, key in names_of(spec, slots).items():
         each, value = slots[slot], state.get(key)
         if torch.is_tensor(value):
             p.dtype = str(value.dtype).removeprefix("torch.")

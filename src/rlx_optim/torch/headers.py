@@ -191,8 +191,10 @@ class Compiled:
 
 
 def remembered(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Headers:
-    """The quickest way there is to tell whether these are as they were."""
-    if trusted() and (made := Compiled(params, others)).good:
+    """The quickest way there is to tell whether these are as they were. A class may say for itself what a gradient is."""
+    kinds: set[Any] = set(map(type, params))
+    plain = all(kind.grad is torch.Tensor.grad for kind in kinds)
+    if plain and trusted() and (made := Compiled(params, others)).good:
         return made
     return Plainly(params, others)
 

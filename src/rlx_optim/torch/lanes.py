@@ -8,7 +8,7 @@ reads every floating type itself. `TorchLane` hands tensors to the torch engine.
 from __future__ import annotations
 
 import abc
-import math
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import pieces
 from ..engine import Engine
-from ..spec import Shape, Spec
+from ..pieces import WHOLE, Split
+from ..spec import Spec
 from ..stepping import Part, Record, bundle_up, run_part
 from .headers import described
 
@@ -33,15 +35,16 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("batch", "counters", "fresh", "held", "param", "places", "records", "shape", "state")
+    __slots__ = ("columns", "counters", "fresh", "held", "param", "places", "records", "shape", "split", "state")
 
-    def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, batch: int, counters: Iterable[str]):
-        self.param, self.shape, self.state, self.batch = param, param.shape, state, batch
+    def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
+        self.param, self.shape, self.state, self.split = param, param.shape, state, split
+        self.columns = pieces.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
         self.counters = {counter: state[counter] for counter in counters}
         self.hold()
-        inner = tuple(param.shape) if batch == 1 else inner_shape(tuple(param.shape), batch)
-        self.records = [Record(name if batch == 1 else f"{name}[{i}]", inner, group) for i in range(batch)]
+        shapes = pieces.shapes_of(tuple(param.shape), split)
+        self.records = [Record(name if split == WHOLE else f"{name}[{i}]", shape, group) for i, shape in enumerate(shapes)]
 
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
@@ -53,20 +56,6 @@ class Seat:
         now = states.get(self.param) or {}
         same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
         return same and list(map(described, self.held)) == self.places
-
-
-def inner_shape(shape: Shape, batch: int) -> Shape:
-    """The shape of one of `batch` equal pieces: whole leading axes (experts), or a share of the first (fused matrices)."""
-    if batch > 1 and not shape:
-        raise ValueError(f"a parameter without dimensions cannot be split into {batch} equal matrices")
-    kept, left = list(shape), batch
-    while left > 1 and kept and left % kept[0] == 0 and len(kept) > 2:
-        left //= kept.pop(0)
-    if left > 1:
-        if kept[0] % left:
-            raise ValueError(f"shape {shape} cannot be split into {batch} equal matrices")
-        kept[0] //= left
-    return tuple(kept)
 
 
 class Memory:
@@ -88,6 +77,21 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return (
         np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     )
+
+
+def packed(tensor: torch.Tensor, seat: Any) -> torch.Tensor:
+    """A tensor with its pieces one behind the other: as it is, unless columns are split."""
+    if not seat.columns:
+        return tensor
+    return torch.cat([part.reshape(-1) for part in tensor.split(list(seat.split), 1)])
+
+
+def unpacked(tensor: torch.Tensor, seat: Any) -> torch.Tensor:
+    """The other way round."""
+    if not seat.columns:
+        return tensor
+    parts = tensor.reshape(-1).split([record.size for record in seat.records])
+    return torch.cat([part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)], 1)
 
 
 def written(params: Iterable[torch.Tensor]) -> None:
@@ -166,8 +170,13 @@ class Lane(abc.ABC):
                 if now != before:
                     before[:] = shared.numpy()[:] = now
 
-    def pieces(self, tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
-        return [tensor] if seat.batch == 1 else list(tensor.reshape(seat.batch, *seat.records[0].shape))
+    @staticmethod
+    def pieces(tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
+        """What the records are, of a tensor that is packed."""
+        if seat.split == WHOLE:
+            return [tensor]
+        parts = tensor.reshape(-1).split([record.size for record in seat.records])
+        return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
         """Step the chosen seats, whose gradients these are."""
@@ -203,16 +212,16 @@ class TorchLane(Lane):
         back = []
         for seat, grad in zip(seats, grads, strict=True):
             whole = seat.param.detach()
-            if seat.batch > 1 and not whole.is_contiguous():
-                whole = whole.contiguous()
-                back.append((seat.param, whole))
+            if seat.split != WHOLE and (seat.columns or not whole.is_contiguous()):
+                whole = packed(whole, seat).contiguous()
+                back.append((seat, whole))
             params += self.pieces(whole, seat)
-            pieces += self.pieces(grad, seat)
+            pieces += self.pieces(packed(grad, seat), seat)
         for part in self.parts:
             index = part.bundle.index
             run_part(part, self.engine, specs, self.numbers, [params[i] for i in index], [pieces[i] for i in index], scale)
-        for param, whole in back:
-            param.detach().copy_(whole)
+        for seat, whole in back:
+            seat.param.detach().copy_(unpacked(whole, seat))
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -265,18 +274,19 @@ class AddressLane(Lane):
         self.scratched = False
         for i, seat in enumerate(seats):
             param: torch.Tensor = seat.param
-            if not self.as_is(param):
-                scratch = param.detach().resolve_neg().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
-                back.append((param, scratch))
+            if seat.columns or not self.as_is(param):
+                whole = packed(param.detach(), seat).resolve_neg()
+                scratch = whole.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+                back.append((seat, scratch))
                 param, self.scratched = scratch, True
             params.append(param)
-            if not self.as_is(grads[i]):
-                grads[i] = grads[i].to(self.dtype).contiguous()
+            if seat.columns or not self.as_is(grads[i]):
+                grads[i] = packed(grads[i], seat).to(self.dtype).contiguous()
                 self.scratched = True
         self.tell(seats, params, grads)
         self.launch(seats, params, grads, specs, scale)
-        for param, scratch in back:
-            param.detach().copy_(scratch)  # torch counts this version itself
+        for seat, scratch in back:
+            seat.param.detach().copy_(unpacked(scratch, seat))  # torch counts this version itself
 
     def launch(
         self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
@@ -298,9 +308,9 @@ class AddressLane(Lane):
             places, kinds = ([], []), ([], [])
             for seat, p, g in zip(seats, params, grads, strict=True):
                 for side, types, tensor in zip(places, kinds, (p, g), strict=True):
-                    stride = tensor.element_size() * math.prod(seat.records[0].shape)
-                    side += [tensor.data_ptr() + k * stride for k in range(seat.batch)]
-                    types += [tensor.dtype] * seat.batch
+                    sizes = [tensor.element_size() * record.size for record in seat.records]
+                    side += itertools.accumulate(sizes[:-1], initial=tensor.data_ptr())
+                    types += [tensor.dtype] * len(sizes)
         self.watch.params[:], self.watch.grads[:] = places
         self.watch.param_types, self.watch.grad_types = map(tuple, kinds)
         self.watch.version += 1

@@ -8,24 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from .. import guard
 from ..admission import listed
-from ..guard import checked
 from ..optimizer import NONFINITE, NamedOptimizer
+from ..pieces import WHOLE, Split, checked, described, shapes_of, slots_of
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .evaluating import eager, named
-from .lanes import ARITHMETIC, inner_shape
-from .names import counted, foreign, outside, translated
+from .lanes import ARITHMETIC
+from .models import splits_of
+from .names import counted, foreign, translated
 from .routing import kinds_of
-from .state import furnish, handed_on, piece_shape, shape_in_state, taken_over
+from .state import furnish, handed_on, names_of, piece_shape, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
 
 
@@ -57,7 +59,8 @@ class RuleOptimizer(Stepper):
         differentiable: bool = False,
         otherwise: NamedOptimizer | None = None,
         route: Any = None,
-        split: Mapping[str, int] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
+        heads: bool | Mapping[str, int] = False,
         process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
@@ -77,8 +80,15 @@ class RuleOptimizer(Stepper):
         self._ignored = " and ".join(name for name, on in (("fused", fused), ("foreach", foreach)) if on is not None)
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
-        self.skip_above, self._guard = checked(self._owner, skip_above), None
-        self._split, self._split_used = dict(split or {}), set[str]()
+        self.skip_above, self._guard = guard.checked(self._owner, skip_above), None
+        self._split, self._split_used = self._patterns(split, heads), set[str]()
+        read = self.spec.matrix and (split is None or heads is True)
+        self._known_split = splits_of(params, heads is True) if read else {}
+        if heads is True and not self._known_split:
+            raise ValueError(
+                f"{self._owner}: heads=True asks a model's config (of transformers) how many there are, and there is none that "
+                'says it; say heads={"*.q_proj.weight": 32}'
+            )
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
         self._others: dict[str, dict[str, Any]] = {}  # by rule, beside the class's own: the settings it was given first
         self._maximize = maximize
@@ -100,6 +110,23 @@ class RuleOptimizer(Stepper):
         self._router.check_used()
         if unused := set(self._split) - self._split_used:
             raise ValueError(f"{self._owner}: split pattern {listed(unused)} matches no parameter name")
+
+    def _patterns(self, split: Any, heads: Any) -> dict[str, Split]:
+        """Splits by pattern, as the user says: of `split`, and of `heads`, which are equal parts."""
+        for what, given in (("split", split), ("heads", heads)):
+            if not isinstance(given, Mapping | None) and not (what == "heads" and isinstance(given, bool)):
+                raise TypeError(f'{self._owner}: {what} must be a dict such as {{"*.qkv.weight": 3}}, got {given!r}')
+        told, found = heads if isinstance(heads, Mapping) else {}, dict[str, Split]()
+        for pattern, given in {**(split or {}), **told}.items():
+            if pattern in told and (not isinstance(given, int) or pattern in (split or {})):
+                raise ValueError(
+                    f"{self._owner}: heads of {pattern!r} must be their number, and not be in split too, got {given!r}"
+                )
+            try:
+                found[pattern] = checked(given)
+            except ValueError as problem:
+                raise ValueError(f"{self._owner}: split of {pattern!r} must be {problem}, got {given!r}") from None
+        return found
 
     def _choice(self, given: Any, what: str = "route's optimizer") -> Choice:
         """A further rule. Only its settings are taken over: what it has beside them must not be lost silently."""
@@ -140,7 +167,8 @@ class RuleOptimizer(Stepper):
                 shares[0][1].append(entry)  # torch says what is wrong with it
                 continue
             piece = piece_shape(tensor, self._batch(name, tensor))
-            choice, self._why[tensor] = self._router.decide(own, name, piece, tensor, self._kinds.get(tensor))
+            choice, why = self._router.decide(own, name, piece, tensor, self._kinds.get(tensor))
+            self._why[tensor] = "; ".join(filter(None, (why, self._how_split(name, tensor))))
             if (share := next((each for each in shares if each[0] == choice.rule), None)) is None:
                 shares.append(share := (choice.rule, []))
             share[1].append(entry)
@@ -209,22 +237,27 @@ class RuleOptimizer(Stepper):
             raise ValueError(f"{self._owner}: a group is for rule {rule!r}; known are {', '.join(map(repr, self._rules))}")
         return self.defaults if rule == self.rule else self._others[rule]
 
-    def _pieces(self, name: str | None, param: torch.Tensor) -> int:
-        """Into how many matrices a parameter is split: as its state says, or where that was cleared, the user."""
-        return int(self.state[param].get("batch") or self._batch(name, param))
+    def _pieces(self, name: str | None, param: torch.Tensor) -> Split:
+        """Into which matrices a parameter is split: as its state says, or where that was cleared, the user or the model."""
+        return split_in(self.state[param]) or self._batch(name, param)
 
-    def _batch(self, name: str | None, param: torch.Tensor) -> int:
-        """Into how many matrices the user splits a parameter."""
-        pattern, count = first_match(self._split, name) or (None, 1)
+    def _batch(self, name: str | None, param: torch.Tensor) -> Split:
+        """Into which matrices the user splits a parameter, or its model's config."""
+        pattern, split = first_match(self._split, name) or (None, self._known_split.get(param, (WHOLE, ""))[0])
         if pattern is not None:
             self._split_used.add(pattern)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{self._owner}: split of {name!r} must be an integer >= 1, got {count!r}")
         try:
-            inner_shape(tuple(param.shape), count)
+            shapes_of(tuple(param.shape), split)
         except ValueError as problem:
             raise ValueError(f"{self._owner}: {name!r}: {problem}") from None
-        return count
+        return split
+
+    def _how_split(self, name: str | None, param: torch.Tensor) -> str:
+        """In words, where the model's config says it."""
+        if param not in self._known_split or first_match(self._split, name):
+            return ""
+        split, why = self._known_split[param]
+        return f"as {described(tuple(param.shape), split)} ({why})"
 
     # ---- state dicts -----------------------------------------------------------------------------------------------------
     @eager
@@ -269,11 +302,11 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             spec = self._spec_of(group)
             for name, param in named(group):
-                batch = self._pieces(name, param)
-                home = self._home(name, param, spec, batch)
+                split = self._pieces(name, param)
+                home = self._home(name, param, spec, split)
                 if isinstance(home, Owned):
-                    slots = spec.slots(piece_shape(param, batch))
-                    shapes = {name: shape_in_state(slots[slot], param, batch) for slot, name in outside(spec, slots).items()}
+                    slots = slots_of(spec, tuple(param.shape), split)
+                    shapes = {name: shape_in_state(slots[slot], param, split) for slot, name in names_of(spec, slots).items()}
                     found.append((param, home, shapes))
         return found
 
@@ -339,9 +372,9 @@ class RuleOptimizer(Stepper):
             spec = self._spec_of(group)
             for name, param in named(group):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
-                batch = int(given.get("batch") or self._pieces(name, param))
-                home = self._home(name, param, spec, batch)
-                state[param] = taken_over(self._owner, spec, param, batch, given, name, home)
+                split = split_in(given) or self._pieces(name, param)
+                home = self._home(name, param, spec, split)
+                state[param] = taken_over(self._owner, spec, param, split, given, name, home)
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -5,40 +5,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..pieces import WHOLE, Split, checked, shapes_of, slots_of, stored
 from ..spec import Shape, Slot, Spec
-from .lanes import ARITHMETIC, inner_shape
+from .lanes import ARITHMETIC
 from .names import outside
 
-
-def piece_shape(param: torch.Tensor, batch: int) -> Shape:
-    """The shape that the rule sees."""
-    shape = tuple(param.shape)
-    return shape if batch == 1 else inner_shape(shape, batch)
+Slots = tuple[Slot, ...]  # of each piece of a parameter
 
 
-def shape_in_state(slot: Slot, param: torch.Tensor, batch: int) -> Shape:
+def split_in(state: Mapping[str, Any]) -> Split | None:
+    """How a parameter is split, as its state says."""
+    given = state.get("batch")
+    return None if given is None else checked(given if isinstance(given, (list, tuple)) else int(given))
+
+
+def piece_shape(param: torch.Tensor, split: Split) -> Shape:
+    """The shape that the rule sees, at first."""
+    return shapes_of(tuple(param.shape), split)[0]
+
+
+def shape_in_state(slots: Slots, param: torch.Tensor, split: Split) -> Shape:
     """The shape of a slot in a state_dict: torch keeps the axes that row and column means lack, with length 1."""
-    shape = tuple(param.shape)
-    if batch > 1:
-        return shape if slot.shape == piece_shape(param, batch) else (batch, *slot.shape)
+    shape, slot = tuple(param.shape), slots[0]
+    if split != WHOLE:
+        return stored(slots, shape, split)
     if slot.drop == (-1,):
         return (*shape[:-1], 1)
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
-def fresh(slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
+def fresh(slots: Slots, param: torch.Tensor, split: Split) -> torch.Tensor:
     """A slot as it starts."""
-    dtype, shape = ARITHMETIC[param.dtype], shape_in_state(slot, param, batch)
-    if slot.eye:
-        eye = torch.eye(slot.shape[0], dtype=dtype, device=param.device) * slot.fill
-        return eye.expand(batch, *slot.shape).reshape(shape).clone(memory_format=torch.contiguous_format)
-    return torch.full(shape, slot.fill, dtype=dtype, device=param.device)
+    dtype, shape = ARITHMETIC[param.dtype], shape_in_state(slots, param, split)
+    if slots[0].eye:
+        each = [torch.eye(slot.shape[0], dtype=dtype, device=param.device).mul_(slot.fill).reshape(-1) for slot in slots]
+        return torch.cat(each).reshape(shape)
+    return torch.full(shape, slots[0].fill, dtype=dtype, device=param.device)
+
+
+def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
+    """The names of a parameter's slots in a state_dict."""
+    return outside(spec, {name: each[0] for name, each in slots.items()})
+
+
+def in_pieces(buffer: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
+    """The part of a slot's memory that is each piece's."""
+    parts = buffer.reshape(-1).split([math.prod(slot.shape) for slot in slots])
+    return [part.view(slot.shape) for part, slot in zip(parts, slots, strict=True)]
 
 
 def counter(value: Any) -> torch.Tensor:
@@ -53,20 +73,20 @@ def count_of(value: Any) -> float:
         return float(value)
 
 
-def room(slot: Slot, param: torch.Tensor, batch: int, home: Any) -> torch.Tensor:
+def room(slots: Slots, param: torch.Tensor, split: Split, home: Any) -> torch.Tensor:
     """A slot as it starts, where it is kept: home is that of a parameter spread over ranks (`sharded.homes`), else None."""
-    return fresh(slot, param, batch) if home is None else home.room(slot, param, batch)
+    return fresh(slots, param, split) if home is None else home.room(slots, param, split)
 
 
-def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, batch: int, home: Any = None) -> None:
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
     state.setdefault("step", counter(0.0))
-    if batch > 1:
-        state.setdefault("batch", batch)
-    slots = spec.slots(piece_shape(param, batch))
-    for slot, name in outside(spec, slots).items():
+    if split != WHOLE:
+        state.setdefault("batch", split)
+    slots = slots_of(spec, tuple(param.shape), split)
+    for slot, name in names_of(spec, slots).items():
         if name not in state:
-            state[name] = room(slots[slot], param, batch, home)
+            state[name] = room(slots[slot], param, split, home)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
 
@@ -97,20 +117,20 @@ class Plain:
 
 
 def taken_over(
-    owner: str, spec: Spec, param: torch.Tensor, batch: int, saved: Mapping[str, Any], name: str, home: Any = None
+    owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
-    if batch > 1:
-        state["batch"] = batch
+    if split != WHOLE:
+        state["batch"] = split
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
-    slots = spec.slots(piece_shape(param, batch))
-    for slot, key in outside(spec, slots).items():
+    slots = slots_of(spec, tuple(param.shape), split)
+    for slot, key in names_of(spec, slots).items():
         expected = slots[slot]
-        buffer, shape = room(expected, param, batch, home), shape_in_state(expected, param, batch)
+        buffer, shape = room(expected, param, split, home), shape_in_state(expected, param, split)
         value = given.pop(key, None)
         if value is None:
             if needed:

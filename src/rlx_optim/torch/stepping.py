@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..admission import listed
 from ..guard import Guard
+from ..pieces import WHOLE, Split, slots_of
 from ..program import trace
 from ..routing import bare
 from ..spec import Spec
@@ -27,10 +28,10 @@ from .engines import choose
 from .evaluating import Evaluating, eager, is_spread, named
 from .graphs import GraphLane, not_finite, refusal
 from .headers import in_bounds, is_fake
-from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane
-from .names import in_dtype, outside
+from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane, packed
+from .names import in_dtype
 from .overlap import Work, rounds
-from .state import count_of, furnish, settle, shape_in_state
+from .state import count_of, furnish, in_pieces, names_of, settle, shape_in_state, split_in
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
@@ -45,7 +46,7 @@ class Stepper(Evaluating):
     skip_above: float | None = None  # standard deviations
     _guard: Guard | None = None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
-    _pieces: Callable[[str | None, torch.Tensor], int]  # into how many matrices a parameter is split
+    _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
@@ -104,10 +105,10 @@ class Stepper(Evaluating):
             self._homes = Homes(self._owner, self._process_group)
         return self._homes
 
-    def _home(self, name: str | None, param: torch.Tensor, spec: Spec, batch: int) -> Any:
+    def _home(self, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:
         """Where the state of a parameter that is spread over ranks is kept; None for all others."""
         homes = self._all_homes([param], spec)
-        return None if homes is None else homes.of(name or "", param, spec, batch)
+        return None if homes is None else homes.of(name or "", param, spec, split)
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -315,7 +316,7 @@ class Stepper(Evaluating):
         spec: Any = self._specs[first.group][1]
         if spec.decay != "hyperball" or first.t or not first.size or is_spread(seat.param):
             return
-        for record, piece in zip(seat.records, lane.pieces(seat.param.detach(), seat), strict=True):
+        for record, piece in zip(seat.records, lane.pieces(packed(seat.param.detach(), seat), seat), strict=True):
             if not bool(piece.any()):
                 raise spec.stuck(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
 
@@ -452,10 +453,10 @@ class Stepper(Evaluating):
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
                 self._check_param(name, param)
-                dtype, batch, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
+                dtype, split, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
-                home = self._home(name, param, spec, batch)
-                furnish(self.state[param], spec, param, batch, home)
+                home = self._home(name, param, spec, split)
+                furnish(self.state[param], spec, param, split, home)
                 engine, why = choose(self.engine, param.device, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
@@ -490,24 +491,24 @@ class Stepper(Evaluating):
 
     def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
-        batch = int(state.get("batch", 1))
+        split = split_in(state) or WHOLE
         if not self.capturable:
             settle(state, spec)
-        seat = Seat(param, state, bare(name), group, batch, spec.counters())
-        for i, record in enumerate(seat.records):
-            record.slots = spec.slots(record.shape)
+        seat = Seat(param, state, bare(name), group, split, spec.counters())
+        for record in seat.records:
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
-            names = outside(spec, record.slots)
-            for slot, expected in record.slots.items():
-                buffer, shape = state[names[slot]], shape_in_state(expected, param, batch)
-                where = (buffer.shape, buffer.dtype, buffer.device)
-                if where != (shape, lane.dtype, lane.device) or not buffer.is_contiguous():
-                    raise RuntimeError(
-                        f"{self._owner}: {names[slot]!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
-                        f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
-                    )
-                record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
+        slots = slots_of(spec, tuple(param.shape), split)
+        for slot, key in names_of(spec, slots).items():
+            buffer, shape = state[key], shape_in_state(slots[slot], param, split)
+            where = (buffer.shape, buffer.dtype, buffer.device)
+            if where != (shape, lane.dtype, lane.device) or not buffer.is_contiguous():
+                raise RuntimeError(
+                    f"{self._owner}: {key!r} of {name} must be contiguous, of shape {shape}, {lane.dtype} "
+                    f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                )
+            for record, each, part in zip(seat.records, slots[slot], in_pieces(buffer, slots[slot]), strict=True):
+                record.slots[slot], record.state[slot] = each, lane.view(part)
         return seat
 
     # ---- gradient release ------------------------------------------------------------------------------------------------

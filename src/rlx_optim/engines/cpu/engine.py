@@ -293,6 +293,12 @@ class Cpu(ArrayEngine):
         told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
         return told
 
+    def values(self, bundle: Bundle) -> Values:
+        """With the kernels of a matrix bundle's maps, made once."""
+        if bundle.plan is None:
+            bundle.plan = {}
+        return super().values(bundle).set(_kernels=bundle.plan)
+
     def wide(self, X: np.ndarray) -> np.ndarray:
         return X.astype(np.float64)
 
@@ -342,14 +348,16 @@ class Cpu(ArrayEngine):
         return out
 
     def orthogonalize(self, X: np.ndarray, steps: int, coefficients: Coefficients, eps: float) -> np.ndarray:
+        shape = X.shape
+        X = X.reshape(*shape[:2], -1)
         tall = X.shape[1] > X.shape[2]
         wide = X.mT if tall else X
         if wide.shape[2] < WIDE * wide.shape[1]:
             plain: np.ndarray = super().orthogonalize(X, steps, coefficients, eps)
-            return plain
+            return plain.reshape(shape)
         start = wide / (self.norm(wide) + eps)
         done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
-        return done.mT if tall else done
+        return (done.mT if tall else done).reshape(shape)
 
     # the compiled pass ---------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
@@ -358,9 +366,12 @@ class Cpu(ArrayEngine):
         values = [x[name] for name in takes]
         stacks = [v for v in values if isinstance(v, np.ndarray) and v.ndim]
         shape = np.broadcast_shapes(*(v.shape for v in stacks))
-        arrays = [np.ascontiguousarray(np.broadcast_to(v, shape), self.dtype) for v in stacks]
+        arrays = [np.ascontiguousarray(v if v.shape == shape else np.broadcast_to(v, shape), self.dtype) for v in stacks]
         kinds = tuple("full" if isinstance(v, np.ndarray) and v.ndim else "number" for v in values)
-        made = Kernel(rule, Layout(kinds, ("store",) * len(gives), self.precision, self.precision), [shape])
+        kept, key = x.get("_kernels", {}), (rule, kinds, shape)
+        if (made := kept.get(key)) is None:
+            layout = Layout(kinds, ("store",) * len(gives), self.precision, self.precision)
+            made = kept[key] = Kernel(rule, layout, [shape])
         out = [np.empty(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]

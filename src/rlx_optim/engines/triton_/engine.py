@@ -24,7 +24,7 @@ from ...program import Pass, Values, reordered
 from ..torch_ import Torch
 from . import kernels, noise, precise, products, replay
 from .kernels import BLOCK, COLUMN, COLUMNS, DEEP, FULL, HIGH, ROW, ROWS, TENSOR, WIDE
-from .pile import Pile, dense, same
+from .pile import Pile, Ragged, dense, same
 from .soon import Soon
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
@@ -57,6 +57,11 @@ def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     return early, late
 
 
+def left(u):
+    p = u
+    return p
+
+
 class Triton(Torch):
     """CUDA devices with Triton installed."""
 
@@ -64,7 +69,7 @@ class Triton(Torch):
 
     def __init__(self, device: Any = "cuda", dtype: torch.dtype = torch.float32):
         super().__init__(device, dtype)
-        self.sender = Sender(self.device)
+        self.sender, self.replays = Sender(self.device), replay.Replays()
         self.now: Any = {}  # what the matrix update that runs began with
 
     def live(self, spec: Any) -> str:
@@ -72,6 +77,10 @@ class Triton(Torch):
         return f"triton: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, one launch a pass{rest}"
 
     # bundles -----------------------------------------------------------------------------------------------------------
+    def stack(self, shape: Any) -> int:
+        """As many as Newton–Schulz replays at once."""
+        return max(1, replay.MOST // math.prod(shape))
+
     def sweeps(self, bundle: Any) -> bool:
         """Rows and columns of tensors that are not matrices are left to the torch engine."""
         if bundle.plan is not None:
@@ -99,15 +108,19 @@ class Triton(Torch):
                 arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
         return arrays
 
-    def values(self, bundle: Any) -> Values:
+    def values(self, bundle: Any, numbers: Mapping[str, Any] | None = None) -> Values:
+        """numbers: in place of the bundle's own, with the scale of gradients as _scale."""
         plan, n = bundle.plan, len(bundle.shapes)
         arrays: dict[str, Any] = {**self.placed(bundle)}
-        numbers = {**bundle.numbers, "_scale": bundle.scale, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
+        numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
+        numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
-            if slot is None or not slot.drop:
-                scale, shape = bundle.scale if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
-                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale)
+            if len(set(bundle.shapes)) > 1:
+                arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
+            elif slot is None or not slot.drop:
+                scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
+                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, moves=slot is None)
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
@@ -125,17 +138,52 @@ class Triton(Torch):
         with torch.no_grad():
             if bundle.program is not None:
                 return self._execute(bundle)
-            self.now = start = self.values(bundle)
-            bundle.plan.cached("soon", Soon).begin()
-            x = self.updated(bundle, start, move)
-            for name in bundle.written():
-                if not same(x[name], start[name]):  # what is not by address has been computed apart
-                    apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
-                    torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
+            numbers = {**bundle.numbers, "_scale": bundle.scale}
+            if not move or not self._replayable(bundle, numbers):
+                return self._matrices(bundle, numbers, move)
+            return self._replayed(bundle, numbers)
+
+    def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+        plan = bundle.plan
+        self.placed(bundle)
+        read = [value for value in bundle.spec.values().values() if type(value) is not float]
+
+        def run(now: Mapping[str, Any]) -> dict[str, Any]:
+            self._matrices(bundle, now)
+            return {}  # the values would keep gradients
+
+        replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+        return replayed((plan.version, read), numbers, run, lambda: (self._maps(plan), read))
+
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
+        """A step of a matrix rule."""
+        self.now = start = self.values(bundle, numbers)
+        bundle.plan.cached("soon", Soon).begin()
+        x = self.updated(bundle, start, move)
+        for name in bundle.written():
+            if not same(x[name], start[name]):  # what is not by address has been computed apart
+                apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
 
+    def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
+        small = sum(bundle.plan.sizes) <= replay.SMALL
+        can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
+        return can and not any(map(torch.is_tensor, numbers.values()))
+
+    def _maps(self, plan: Plan) -> tuple[Any, ...]:
+        """`_tables` of the maps of a matrix rule."""
+        found = []
+        for key, arrays in plan.mapped.items():
+            table = self._pass(plan, key, arrays, len(plan.shapes))
+            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
+        return tuple(found)
+
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
-        return super().moved(spec, x) if move else x.set(p=dense(x.u))
+        if move:
+            return super().moved(spec, x)
+        return self.map(left, x) if isinstance(x.u, Ragged) else x.set(p=dense(x.u))
 
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
@@ -374,16 +422,17 @@ class Triton(Torch):
         Reductions, and rows or columns beside whole tensors or alone, are torch's."""
         plan = x.get("_plan")
         takes, gives = signature(rule)
-        piles = [x[name] for name in takes if self._is_stack(x[name], plan)]
+        ragged = any(isinstance(x[name], Ragged) for name in takes)
+        piles = [] if ragged else [x[name] for name in takes if self._is_stack(x[name], plan)]
         sizes = {math.prod(pile.shape[1:]) for pile in piles}
-        if plan is None or reduce or sizes != {math.prod(plan.shapes[0])}:
+        if not ragged and (plan is None or reduce or sizes != {math.prod(plan.shapes[0])}):
             given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
             return x.set(**{name: given[name] for name in gives})
         n = len(plan.shapes)
         arrays, names, numbers, keep = [], [], [], []
         for name in takes:
             value = x[name]
-            if isinstance(value, Pile):
+            if isinstance(value, (Pile, Ragged)):
                 arrays.append(value.placed)
             elif self._is_stack(value, plan):
                 keep.append(value := value.contiguous())
@@ -393,16 +442,24 @@ class Triton(Torch):
                 continue
             names.append(name)
         out: dict[str, Any] = {}
+        apart: dict[str, Placed] = {}
         for name in gives:
-            if not (isinstance(x.get(name), Pile) and x[name].each):  # no buffer of the bundle
+            if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
+                continue
+            if ragged:
+                out[name], apart[name] = plan.room(self.dtype)
+            else:
                 out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
-        apart = {name: placed(value) for name, value in out.items()}
+                apart[name] = placed(out[name])
         only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
         reads, every = len(arrays), [*arrays, *only.values()]
         where = {name: j for j, name in enumerate([*names, *only])}
         stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
-        sums = tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out else ()
+        sums = (
+            tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
+        )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
+        plan.mapped[key] = every
         found = self._launch(
             plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
         )  # fmt: skip
@@ -410,6 +467,8 @@ class Triton(Torch):
         for name in gives:
             if name not in out:
                 x[name].written()
+        if ragged:
+            return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
 
     def each(self, function: Rule, x: Values) -> Values:
@@ -431,16 +490,39 @@ class Triton(Torch):
         takes, _ = signature(rule)
         return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
 
+    def by_shape(self, function: Any, X: Any) -> Any:
+        """On the device, where shapes differ: so may be what it is multiplied with."""
+        if not isinstance(X, Ragged):
+            return super().by_shape(function, X)
+        found = X.plan.cached(function, lambda: self.sender.send(np.array([function(*shape) for shape in X.plan.shapes])))
+        return found
+
+    def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
+        """Matrices of many shapes, in few stacks."""
+        room, where = X.plan.room(self.dtype)
+        for sides, table in X.plan.stacks():
+            stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
+            n = math.prod(sides)
+            grid = (-(-n // 1024), len(table))
+            products.repack[grid](X.room, table, stack, n, sides[1], False, 1024)
+            done = super().orthogonalize(stack, steps, coefficients, eps)
+            products.repack[grid](room, table, done, n, sides[1], True, 1024)
+        return Ragged((), where, room, X.plan)
+
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
+        if isinstance(X, Ragged):
+            return self._padded(X, steps, coefficients, eps)
         norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
-        X = dense(X)
+        whole = dense(X)
+        X = whole.reshape(*whole.shape[:2], -1)
         if not products.pays(X):
-            return super().orthogonalize(X, steps, coefficients, eps)
+            return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        if plan is None or not replay.pays(X) or self.sender.capturing():
-            return products.orthogonalize(X, norm, steps, coefficients, eps)
-        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
-        return kept(X, norm, eps)
+        alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
+        if not alone:  # or in a graph already
+            return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
+        key = (tuple(X.shape), steps, coefficients)
+        return plan.cached(("replay", key), lambda: self.replays.get(key, X))(X, norm, eps).reshape(whole.shape)
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
         A, B = dense(A), dense(B)
@@ -488,6 +570,11 @@ class Triton(Torch):
 
     def lines(self, X: Any, axis: int) -> torch.Tensor:
         return super().lines(dense(X), axis)
+
+    def scaled(self, X: Any, factors: Any) -> torch.Tensor:
+        """What half precision gave is scaled where it is."""
+        X = dense(X)
+        return X.mul_(factors) if X.dtype is torch.float16 else X * factors
 
     def where(self, condition: Any, yes: Any, no: Any) -> torch.Tensor:
         return super().where(condition, dense(yes), dense(no))

@@ -1,4 +1,4 @@
-"""Tensors of one shape, as matrix rules see them: stacked only when somebody needs the stack."""
+"""Tensors as matrix rules see them: of one shape, stacked only when somebody needs the stack; or of several."""
 
 # mypy: ignore-errors
 
@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
+from .replay import recording
+
 
 class Pile:
-    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's."""
+    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
+    moves: they may be elsewhere at the next step."""
 
-    __slots__ = ("_stack", "dtype", "each", "norm", "placed", "plan", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "moves", "norm", "placed", "plan", "scale", "shape")
 
-    def __init__(self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0):
+    def __init__(
+        self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False
+    ):  # fmt: skip
         self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
+        self.moves = moves
         self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
@@ -35,6 +41,8 @@ class Pile:
     @property
     def stack(self) -> torch.Tensor:
         if self._stack is None:
+            if self.moves and recording():
+                raise RuntimeError("a stack of parameters or gradients cannot be replayed")
             each = [tensor.detach() for tensor in self.each]
             stack = each[0][None] if len(each) == 1 else torch.stack(each)
             stack = stack.to(self.dtype).reshape(self.shape)
@@ -53,7 +61,7 @@ class Pile:
             shape = tuple(math.prod(self.shape) // rest if n == -1 else n for n in shape)
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
-        view = Pile(self.each, (), self.placed, self.dtype, self.scale)
+        view = Pile(self.each, (), self.placed, self.dtype, self.scale, self.moves)
         view.shape, view.norm, view.plan = shape, self.norm, self.plan
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view
@@ -76,6 +84,18 @@ def _by_stack(name: str) -> Any:
 
 for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "rtruediv", "rmatmul", "neg", "abs"):
     setattr(Pile, f"__{_name}__", _by_stack(f"__{_name}__"))
+
+
+class Ragged:
+    """Tensors of several shapes. each: a bundle's own; room: one flat memory of those that are scratch; plan: the bundle's."""
+
+    __slots__ = ("each", "placed", "plan", "room")
+
+    def __init__(self, each: Any, placed: Any, room: torch.Tensor | None, plan: Any):
+        self.each, self.placed, self.room, self.plan = each, placed, room, plan
+
+    def written(self) -> None:
+        """Nothing was stacked."""
 
 
 def dense(X: Any) -> Any:

@@ -3,7 +3,8 @@
 Every matrix of the iteration is a polynomial in R = XXᵀ, so all of them are symmetric and commute. On oblong matrices the
 iteration runs on the small side alone ("gram"): P = aI + bR + cR², R ← PRP, Q ← PQ, and X ← QX at the end. Rounding R and Q
 loses the small singular values of a matrix with few dominant directions, so X ← QX is carried out and R taken anew after the
-second step. On nearly square ones the plain form X ← (aI + bR + cR²)X needs no more operations and loses less.
+second step, and after every third from there. On nearly square ones the plain form X ← (aI + bR + cR²)X needs no more operations
+and loses less.
 X is divided by its norm in float32; within half precision it is kept at √(rows·columns) times that, so that its entries are
 about 1, and R carries the scale back.
 """
@@ -27,7 +28,7 @@ from ...linalg import Coefficients, of_each_step
 NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, rotations in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
 LEAST, OBLONG = 128, 1.5
-RESTART = 2  # steps before X ← QX and R anew
+RESTARTS = range(2, 1000, 3)  # before these steps X ← QX and R anew
 #: from which side on: rows and columns of a tile, depth of a product's step, warps, stages; as measured on an H200
 CONFIGS = (
     {"LEAST": 1024, "BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4},
@@ -115,6 +116,22 @@ def shrink(U, X, FACTOR, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(U + b * n + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(FACTOR + b)
     tl.store(X + b * n + at, value.to(X.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def repack(FLAT, TABLE, STACK, n, C, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Matrices from flat memory into a stack of larger ones, with zeros around them; or (OUT) back. n: entries of one there,
+    C: its columns. TABLE: `Plan.stacks`."""
+    b = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i, j = at // C, at % C
+    row = TABLE + b * 5
+    flat = FLAT + tl.load(row) + i * tl.load(row + 1) + j * tl.load(row + 2)
+    inside = (at < n) & (i < tl.load(row + 3)) & (j < tl.load(row + 4))
+    if OUT:
+        tl.store(flat, tl.load(STACK + b * n + at, mask=inside, other=0.0), mask=inside)
+    else:
+        tl.store(STACK + b * n + at, tl.load(flat, mask=inside, other=0.0), mask=at < n)
 
 
 def product(
@@ -212,11 +229,11 @@ def gram(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: boo
     R, P, T, Q = new(), new(), new(), None
     product(X, X, R, alpha=1 / (scale * scale), tall=tall)
     for k, (a, b, c) in enumerate(of_each_step(coefficients, steps)):
-        if k == RESTART and steps > RESTART:
+        if k in RESTARTS:
             X, scale, Q = apply(Q, X, 1 / scale), 1.0, None
             product(X, X, R, tall=tall)
         product(R, R, P, add=R, alpha=c, beta=b, gamma=a)
-        if k + 1 < steps and k + 1 != RESTART:  # R is used once more before it is taken anew
+        if k + 1 < steps and k + 1 not in RESTARTS:  # R is used once more before it is taken anew
             product(product(P, R, T), P, R)
         if Q is None:
             Q, P = P, new()

@@ -1,10 +1,10 @@
 """CUDA graphs of our own, for what the host takes longer to launch than the device to compute.
 
-`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches. The graph's input and output stay
-allocated, four bytes an entry, which is why large ones are not kept.
+`Replay`: Newton–Schulz on a stack, some twenty launches. The graph's input and output stay allocated, four bytes an entry, and
+what is between them once for all graphs, which is why stacks are not larger than MOST. Stacks of one shape take turns with one.
 
-`Passes`: the passes of a rule that measures its tensors. Where the arrays are and what the numbers are stands in tables on the
-device, so a step sends what has changed of them and replays.
+`Passes`: the passes of a rule that measures its tensors, or the whole step of small matrices. Where the arrays are and what the
+numbers are stands in tables on the device, so a step sends what has changed of them and replays.
 """
 
 # mypy: ignore-errors
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 from ...linalg import Coefficients
 from . import products
 
-MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
+MOST = 1 << 27  # entries of a stack: 256 MiB in and as much out
+SMALL = 1 << 26  # entries of a bundle of matrices up to which its whole step is recorded
+PAGES = 8  # sets of numbers that may be under way to the device at once
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 _thread = threading.local()
 
@@ -36,12 +39,28 @@ def pays(X: torch.Tensor) -> bool:
     return X.device.type == "cuda" and X.numel() <= MOST
 
 
+class Replays:
+    """The replays of a device, as long as bundles hold them. Those of one stream follow each other, and share their memory."""
+
+    def __init__(self):
+        self.held, self.pools = weakref.WeakValueDictionary(), {}
+
+    def get(self, key: Any, X: torch.Tensor) -> Replay:
+        """key: the shape of the stack, the steps and their coefficients."""
+        stream = (threading.get_ident(), torch.cuda.current_stream(X.device).cuda_stream)
+        if (found := self.held.get((stream, key))) is None:
+            if stream not in self.pools:
+                self.pools[stream] = torch.cuda.graph_pool_handle()
+            found = self.held[stream, key] = Replay(X, *key[1:], self.pools[stream])
+        return found
+
+
 class Replay:
     """The iteration for stacks of one shape. The first call runs it, the second records it."""
 
-    def __init__(self, X: torch.Tensor, steps: int, coefficients: Coefficients):
+    def __init__(self, X: torch.Tensor, steps: int, coefficients: Coefficients, pool: Any):
         self.input = torch.empty(X.shape, dtype=torch.float16, device=X.device)
-        self.how = (steps, coefficients)
+        self.how, self.pool = (steps, coefficients), pool
         self.calls, self.graph, self.output = 0, None, None
 
     def __call__(self, U: torch.Tensor, norm: torch.Tensor, eps: float) -> Any:
@@ -51,10 +70,24 @@ class Replay:
             return products.iterate(self.input, *self.how)
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
                 self.output = products.iterate(self.input, *self.how)
         self.graph.replay()
         return self.output
+
+
+class Page:
+    """Page-locked memory that numbers are sent from, again and again."""
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self.view, self.sent = self.memory.numpy(), torch.cuda.Event()
+
+    def send(self, host: np.ndarray, room: torch.Tensor) -> None:
+        self.sent.synchronize()  # that was PAGES steps ago: the host seldom is as far ahead
+        self.view[:] = host
+        room.copy_(self.memory, non_blocking=True)
+        self.sent.record(torch.cuda.current_stream(room.device))
 
 
 class Passes:
@@ -74,6 +107,8 @@ class Passes:
         self.version: Any = None
         self.tables: Any = None
         self.host: Any = None
+        self.ring: Any = None
+        self.turn = 0
         sizes = [0 if column is None else self.count if column else 1 for _, column in form]
         self.room = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         parts = self.room.split(sizes) if sizes else ()
@@ -112,7 +147,10 @@ class Passes:
         )
         if self.host is None or not np.array_equal(host, self.host):
             self.host = host
-            self.room.copy_(torch.from_numpy(host), non_blocking=True)  # so few bytes are taken before the call returns
+            if self.ring is None:
+                self.ring = [Page(len(host)) for _ in range(PAGES)]
+            self.turn = (self.turn + 1) % PAGES
+            self.ring[self.turn].send(host, self.room)
 
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import padding
 from . import replay
 from .kernels import BLOCK, DEEP, HIGH, WIDE
 
@@ -137,6 +138,7 @@ class Plan:
         self.shares: dict[str, tuple[Any, ...]] = {}
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
+        self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
@@ -147,6 +149,33 @@ class Plan:
             address = side[index]
             self.shares[name] = (watch.version, types, address, mine)
         return address, mine
+
+    def starts(self) -> list[int]:
+        """Where the arrays of all tensors are, one behind the other, each aligned, and where they end."""
+        return self.cached("starts", lambda: [0, *itertools.accumulate(-(-n // 16) * 16 for n in self.sizes)])
+
+    def room(self, dtype: torch.dtype) -> tuple[torch.Tensor, Placed]:
+        """Flat memory for an array of every tensor."""
+        *starts, end = self.starts()
+        address, dtypes = self.cached(
+            ("room", dtype), lambda: (np.array(starts, np.int64) * dtype.itemsize, (dtype,) * len(starts))
+        )
+        room = torch.empty(end, dtype=dtype, device=self.device)
+        return room, Placed(address, dtypes, base=room.data_ptr())
+
+    def stacks(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
+        """The stacks of `padding`: their sides, and of each matrix in one where it is in a `room` and how it is read there:
+        start, and along the smaller side and the larger the strides and the lengths."""
+
+        def row(i: int) -> list[int]:
+            (rows, columns), start = self.shapes[i], self.starts()[i]
+            return [start, 1, columns, columns, rows] if rows > columns else [start, columns, 1, rows, columns]
+
+        def make() -> Any:
+            found = padding.stacks(self.shapes)
+            return [(sides, torch.tensor([row(i) for i in chosen], device=self.device)) for sides, chosen in found.items()]
+
+        return self.cached("stacks", make)
 
     def cached(self, key: Any, make: Any) -> Any:
         found = self.made.get(key)

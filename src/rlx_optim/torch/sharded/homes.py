@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...pieces import WHOLE, Split, number, shapes_of
 from ...program import measures
 from ...sharing import share_out
 from ...spec import Shape, Slot, Spec
 from ..lanes import ARITHMETIC
-from ..state import fresh, piece_shape, shape_in_state
+from ..state import Slots, fresh, piece_shape, shape_in_state
 from .exchange import Item, spread
 from .layout import Circle, Layout, here
 
@@ -27,18 +28,18 @@ class Shards:
     def __init__(self, layout: Layout, whole: bool = False):
         self.layout, self.whole = layout, whole
 
-    def placements(self, slot: Slot, shape: Shape) -> list[Any]:
+    def placements(self, slot: Slot) -> list[Any]:
         layout = self.layout
         if self.whole or not layout.shards:
             return layout.replicas
         lacking = lacking_axes(slot, layout.shape)
         return [Replicate() if not p.is_replicate() and p.dim in lacking else p for p in layout.placements]  # type: ignore[attr-defined]
 
-    def room(self, slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
-        shape, layout = shape_in_state(slot, param, batch), self.layout
-        placements = self.placements(slot, shape)
+    def room(self, slots: Slots, param: torch.Tensor, split: Split) -> torch.Tensor:
+        shape, layout, slot = shape_in_state(slots, param, split), self.layout, slots[0]
+        placements = self.placements(slot)
         if self.whole or not layout.shards:
-            return layout.wrapped(fresh(slot, param, batch), shape, placements)
+            return layout.wrapped(fresh(slots, param, split), shape, placements)
         lacking = lacking_axes(slot, layout.shape)
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         buffer = torch.full(local, slot.fill, dtype=ARITHMETIC[param.dtype], device=here(param).device)
@@ -76,9 +77,9 @@ class Owned:
         self.mine = circle.rank == owner
         self.dim = None if layout is None else layout.shards[0][1]
 
-    def room(self, slot: Slot, param: torch.Tensor, batch: int) -> torch.Tensor:
+    def room(self, slots: Slots, param: torch.Tensor, split: Split) -> torch.Tensor:
         if self.mine:
-            return fresh(slot, param, batch)
+            return fresh(slots, param, split)
         return torch.empty(0, dtype=ARITHMETIC[param.dtype], device=param.device)
 
     def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Item:
@@ -118,20 +119,25 @@ class Homes:
         self.owners: dict[torch.Tensor, int] = {}
         self.loads: dict[str, list[int]] = {}
 
-    def of(self, name: str, param: torch.Tensor, spec: Spec, batch: int) -> Home | None:
+    def of(self, name: str, param: torch.Tensor, spec: Spec, split: Split) -> Home | None:
         """Where a parameter's state is kept; None for a plain tensor that every rank steps by itself."""
         layout = Layout(param) if isinstance(param, DTensor) else None
         circle = self.circle_of(layout, spec)
         if circle is not None:
             if param not in self.owners:
-                self.share_out([(param, spec, batch)])
+                self.share_out([(param, spec, split)])
             return Owned(circle, self.owners[param], layout)
         if layout is None:
             return None
-        if layout.shards and batch > 1 and measures(spec, piece_shape(param, batch)):
+        if layout.shards and split != WHOLE and measures(spec, piece_shape(param, split)):
             raise ValueError(
-                f"{self.owner}: {name!r} is sharded, and its {batch} matrices would be cut anywhere; "
+                f"{self.owner}: {name!r} is sharded, and its {number(split)} matrices would be cut anywhere; "
                 "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there"
+            )
+        if layout.shards and not isinstance(split, int):
+            raise ValueError(
+                f"{self.owner}: {name!r} is sharded along several dimensions of its mesh, and its parts of {split} would be cut "
+                "anywhere; split it into equal parts, or shard it along one"
             )
         return Shards(layout, whole=spec.matrix)
 
@@ -143,13 +149,13 @@ class Homes:
             return self.circle
         return layout.circles[0] if layout.exchangeable else None
 
-    def share_out(self, newcomers: Iterable[tuple[torch.Tensor, Spec, int]]) -> None:
+    def share_out(self, newcomers: Iterable[tuple[torch.Tensor, Spec, Split]]) -> None:
         """Give new parameters their owners, by the work they are."""
         circles: dict[str, tuple[Circle, list[tuple[torch.Tensor, int]]]] = {}
-        for param, spec, batch in newcomers:
+        for param, spec, split in newcomers:
             circle = self.circle_of(Layout(param) if isinstance(param, DTensor) else None, spec)
             if circle is not None and param not in self.owners:
-                cost = batch * spec.work(piece_shape(param, batch))
+                cost = sum(map(spec.work, shapes_of(tuple(param.shape), split)))
                 circles.setdefault(circle.name, (circle, []))[1].append((param, cost))
         for circle, members in circles.values():
             loads = self.loads.setdefault(circle.name, [0] * circle.size)

@@ -12,15 +12,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-from ...engine import Bundle, Engine
+from ...engine import Bundle, Engine, Mixing
+from ...pieces import WHOLE, Split, shapes_of, slots_of
 from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
-from ..lanes import Addresses, Lane, Seat, TorchLane, inner_shape, written
-from ..names import outside
-from ..state import piece_shape, settle, shape_in_state
+from ..lanes import Addresses, Lane, Seat, TorchLane, packed, unpacked, written
+from ..state import in_pieces, names_of, settle, shape_in_state, split_in
 from ..stepping import LANES
 from .council import Council
 from .exchange import Item, collect, spread
@@ -34,7 +36,7 @@ class Part:
     """A seat as a lane for plain tensors wants it: the parameter's part that is here."""
 
     def __init__(self, seat: Any):
-        self.param, self.records, self.batch = here(seat.param), seat.records, seat.batch
+        self.param, self.records, self.split, self.columns = here(seat.param), seat.records, seat.split, seat.columns
 
 
 class Local(Lane):
@@ -72,11 +74,24 @@ class Updates:
     def stack(self, shape: Shape) -> int:
         return self.engine.stack(shape)
 
+    def mixes(self, shape: Shape) -> bool:
+        return isinstance(self.engine, Mixing) and self.engine.mixes(shape)
+
     def run(self, bundle: Bundle) -> Mapping[str, Any]:
         x = self.engine.run(bundle, move=False)
-        numbers = [float(x.get(name) or 0.0) for name in bundle.spec.committed]
-        self.found |= dict.fromkeys(bundle.index, numbers)
+        columns = [np.broadcast_to(_number(x.get(name)), len(bundle.index)).tolist() for name in bundle.spec.committed]
+        self.found |= dict(zip(bundle.index, map(list, zip(*columns, strict=True)), strict=True))
         return x
+
+
+def sets(seat: Seat) -> int:
+    """How many times numbers are committed with: once for equal pieces."""
+    return len(seat.records) if isinstance(seat.split, tuple) else 1
+
+
+def _number(value: Any) -> Any:
+    """A number that is committed with, or one per tensor, on the host."""
+    return 0.0 if value is None else value.tolist() if torch.is_tensor(value) else value
 
 
 class Move(Spec):
@@ -109,9 +124,22 @@ class Landing:
     """Where the update of a seat lands."""
 
     def __init__(self, seat: Seat):
-        first = seat.records[0]
-        self.param, self.batch = seat.param, 1
-        self.records = [Record(first.name, tuple(here(seat.param).shape), first.group)]
+        first, shape = seat.records[0], tuple(here(seat.param).shape)
+        self.param, self.columns = seat.param, seat.columns
+        self.split: Split = WHOLE
+        self.records = [Record(first.name, shape, first.group)]
+        if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
+            axis = int(seat.columns)
+            self.split = here_of = lengths(seat.param, seat.split, axis)
+            shapes = [(*shape[:axis], n, *shape[axis + 1 :]) for n in here_of]
+            self.records = [Record(first.name, each, first.group) for each in shapes]
+
+
+def lengths(param: torch.Tensor, split: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """How much of each piece is here."""
+    first, last = Layout(param).extent(axis) if isinstance(param, DTensor) else (0, param.shape[axis])
+    ends = list(itertools.accumulate(split))
+    return tuple(max(0, min(last, end) - max(first, end - n)) for n, end in zip(split, ends, strict=True))
 
 
 class OwnerLane(Lane):
@@ -165,7 +193,7 @@ class OwnerLane(Lane):
         sides: tuple[list[Any], list[Any]] = ([], [])
         first: dict[int, int] = {}
         for i, whole in wholes.items():
-            grad = whole.to(self.dtype).contiguous()
+            grad = packed(whole.to(self.dtype).contiguous(), seats[i])
             updates[i] = torch.empty_like(grad)
             first[i] = len(sides[0])
             for side, tensor in zip(sides, (updates[i], grad), strict=True):
@@ -177,15 +205,17 @@ class OwnerLane(Lane):
             params, gradients = ([side[k] for k in part.bundle.index] for side in sides)
             run_part(part, engine, specs, self.numbers, params, gradients, scale)  # type: ignore[arg-type]
         numbers = {}
+        updates = {i: unpacked(update, seats[i]) for i, update in updates.items()}
         for i, k in first.items():
-            numbers[i] = [*engine.found[k], *seats[i].records[0].counters.values()]
+            committed = [x for j in range(sets(seats[i])) for x in engine.found[k + j]]
+            numbers[i] = [*committed, *seats[i].records[0].counters.values()]
         return updates, numbers
 
     @staticmethod
     def _length(seat: Seat, specs: Sequence[Spec]) -> int:
         """How many numbers travel with an update."""
         record = seat.records[0]
-        return len(specs[record.group].committed) + len(record.counters)
+        return sets(seat) * len(specs[record.group].committed) + len(record.counters)
 
     def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
@@ -230,14 +260,15 @@ class OwnerLane(Lane):
         cohorts = []
         for i, numbers in zip(chosen, told, strict=True):
             seat, home = self.seats[i], self.homes[i]
-            record, landed = seat.records[0], self.landing.seats[i].records[0]
-            names = specs[record.group].committed
-            landed.counters = dict(zip(names, numbers, strict=False))
+            record, names = seat.records[0], specs[seat.records[0].group].committed
+            last = sets(seat) * len(names)
+            for landed, first in zip(self.landing.seats[i].records, range(0, last, len(names)), strict=True):
+                landed.counters = dict(zip(names, numbers[first:], strict=False))
             if isinstance(home, Owned) and not home.mine:
                 for each in seat.records:
                     each.t += bool(each.size)
-                    each.counters = dict(zip(each.counters, numbers[len(names) :], strict=True))
-            cohorts.append((record.group, *numbers[: len(names)]))
+                    each.counters = dict(zip(each.counters, numbers[last:], strict=True))
+            cohorts.append((record.group, *numbers[:last]))
         moves = [move(spec) for spec in specs]
         together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
         self.landing.step(chosen, moves, together, parts, 1.0)
@@ -247,32 +278,32 @@ class OwnerLane(Lane):
 def seat(lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> Seat:
     """A seat with the views of its state that a lane needs."""
     owned = isinstance(lane, OwnerLane)
-    batch = int(state.get("batch", 1)) if spec.matrix else 1
+    split = (split_in(state) or WHOLE) if spec.matrix else WHOLE
     settle(state, spec)
-    made = Seat(param, state, name, group, batch, spec.counters())
+    made = Seat(param, state, name, group, split, spec.counters())
     if not owned:
-        shape = tuple(here(param).shape)
-        shape = shape if batch == 1 else inner_shape(shape, batch)
+        shapes = shapes_of(tuple(here(param).shape), split)
         whole = made.records[0].size
-        made.records = [Record(record.name, shape, group) for record in made.records]
+        made.records = [Record(record.name, shape, group) for record, shape in zip(made.records, shapes, strict=True)]
         if isinstance(lane, ReducedLane):
             made.records[0].size = whole  # an empty shard is stepped, too
     held = not isinstance(home, Owned) or home.mine
-    whole_slots = spec.slots(piece_shape(param, batch))
-    names = outside(spec, whole_slots)
+    slots = slots_of(spec, tuple(param.shape), split)
+    mine = slots if owned else slots_of(spec, tuple(here(param).shape), split)
     for i, record in enumerate(made.records):
-        record.slots = spec.slots(record.shape)
+        record.slots = {slot: each[i] for slot, each in mine.items()}
         record.t = int(state["step"])
         record.counters = {counter: float(state[counter]) for counter in spec.counters()}
-        for slot, expected in record.slots.items() if held else ():
-            kept = state[names[slot]]
-            buffer, shape = here(kept), shape_in_state(whole_slots[slot], param, batch)
-            if not home.fits(kept, shape) or buffer.dtype is not lane.dtype or not buffer.is_contiguous():
-                raise RuntimeError(
-                    f"{names[slot]!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape "
-                    f"{shape}, spread like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
-                )
-            record.state[slot] = lane.view(buffer.reshape(batch, *expected.shape)[i])
+    for slot, key in names_of(spec, slots).items() if held else ():
+        kept = state[key]
+        buffer, shape = here(kept), shape_in_state(slots[slot], param, split)
+        if not home.fits(kept, shape) or buffer.dtype is not lane.dtype or not buffer.is_contiguous():
+            raise RuntimeError(
+                f"{key!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape {shape}, spread like "
+                f"the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
+            )
+        for record, part in zip(made.records, in_pieces(buffer, mine[slot]), strict=True):
+            record.state[slot] = lane.view(part)
     return made
 
 

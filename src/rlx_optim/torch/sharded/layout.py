@@ -48,6 +48,13 @@ class Layout:
         expected[dim] = extent(self.shape[dim], circle.size, circle.rank)[1]
         return not hasattr(placement, "split_factor") and tuple(expected) == self.local_shape
 
+    def extent(self, axis: int) -> tuple[int, int]:
+        """From where to where this rank has an axis, of what is exchangeable or not sharded."""
+        if not self.shards or self.shards[0][1] != axis:
+            return 0, self.shape[axis]
+        first, length = extent(self.shape[axis], self.circles[0].size, self.circles[0].rank)
+        return first, first + length
+
     @property
     def replicas(self) -> list[Any]:
         return [Replicate()] * len(self.placements)

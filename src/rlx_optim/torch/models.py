@@ -1,0 +1,136 @@
+"""What the config of a Hugging Face model says of its parameters: which of them are several matrices.
+
+Only `model.config` and the parameters' names and shapes are looked at; transformers is not imported. A parameter whose shape is
+not what the config makes of it stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..pieces import WHOLE, Split
+from ..routing import original
+from ..spec import Shape
+
+#: what configs call it: the first that is there
+NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "groups": ("num_key_value_heads", "num_kv_heads"),
+    "size": ("head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "inner": ("moe_intermediate_size", "intermediate_size"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """heads: of queries; groups: of keys and values; size: rows of one; experts: in a layer, 0 without; inner: rows of a gate, of
+    an expert's or without experts of the layer's."""
+
+    heads: int
+    groups: int
+    size: int
+    experts: int
+    inner: int
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values."""
+        return self.heads * self.size, self.groups * self.size, self.groups * self.size
+
+
+def sizes_of(config: Any) -> Sizes | None:
+    """None where it says nothing of attention."""
+    config = getattr(config, "text_config", None) or config
+    said = {
+        what: next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int)), 0)
+        for what, names in NAMES.items()
+    }
+    heads, width = said["heads"], said["width"]
+    if not heads or not (said["size"] or width):
+        return None
+    groups = 1 if getattr(config, "multi_query", False) is True else said["groups"] or heads
+    return Sizes(heads, groups, said["size"] or width // heads, said["experts"], said["inner"])
+
+
+def heads_of(sizes: Sizes, shape: Shape, count: int) -> Split | None:
+    """So many heads, in rows or in columns."""
+    if shape[0] == count * sizes.size:
+        return count
+    return (sizes.size,) * count if shape[1] == count * sizes.size else None
+
+
+def queries(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    return heads_of(sizes, shape, sizes.heads) if by_head else None
+
+
+def latent(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    """What leads from a latent vector to heads, whose sizes differ from those of others."""
+    return sizes.heads if by_head and shape[0] % sizes.heads == 0 else None
+
+
+def keys(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    return heads_of(sizes, shape, sizes.groups) if by_head else None
+
+
+def fused(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    """Queries, keys and values one after the other."""
+    if sum(sizes.parts) not in shape:
+        return None
+    return heads_of(sizes, shape, sizes.heads + 2 * sizes.groups) if by_head else sizes.parts
+
+
+def interleaved(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    """The query, key and value of one head after those of another: they come apart only head by head."""
+    return fused(sizes, shape, by_head) if by_head else None
+
+
+def halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    """Gate and up projection; of experts where they are rows."""
+    fits = bool(sizes.inner) and shape[-2] == 2 * sizes.inner
+    if len(shape) == 2:
+        return 2 if fits else None
+    return 2 * shape[0] if fits else shape[0]
+
+
+def stack(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+    return shape[0]
+
+
+#: by the last part of a name but "weight": how it is split, and what that is called
+Rule = Callable[[Sizes, Shape, bool], Split | None]
+KNOWN: dict[str, tuple[Rule, str]] = {
+    "q_proj": (queries, "heads"),
+    "k_proj": (keys, "heads"),
+    "v_proj": (keys, "heads"),
+    "q_b_proj": (latent, "heads"),
+    "kv_b_proj": (latent, "heads"),
+    "qkv_proj": (fused, "queries, keys, values"),
+    "c_attn": (fused, "queries, keys, values"),
+    "query_key_value": (interleaved, "queries, keys, values by head"),
+    "gate_up_proj": (halves, "gate and up"),
+}
+
+
+def splits_of(model: Any, by_head: bool) -> dict[torch.Tensor, tuple[Split, str]]:
+    """How parameters are split, and why, by the config of a model; empty without one."""
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    sizes = sizes_of(getattr(model, "config", None)) if isinstance(model, nn.Module) else None
+    found: dict[torch.Tensor, tuple[Split, str]] = {}
+    for name, param in model.named_parameters() if sizes is not None else ():
+        shape, path = tuple(param.shape), original(name).removesuffix(".weight").split(".")
+        rule, what = KNOWN.get(path[-1], (None, ""))
+        if len(shape) == 3 and sizes is not None and shape[0] == sizes.experts:
+            rule, what = (rule, "experts, gate and up") if rule is halves else (stack, "experts")
+        elif len(shape) != 2:
+            continue
+        split = None if rule is None or sizes is None else rule(sizes, shape, by_head)
+        if split is not None and split != WHOLE:
+            found[param] = split, f"{what} by the model's config"
+    return found
