@@ -253,7 +253,10 @@ def test_everything_compiles_for_hopper():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    names = {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "repack", "fill"}
+    names = {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "repack", "fill"} | {
+        "split",
+        "renew",
+    }
     assert set(kernels) == names
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
@@ -295,11 +298,14 @@ def built():
         p = torch.nn.Parameter(torch.ones(64, 65))
         p.grad = torch.ones_like(p)
         front.AdamW([p], engine="triton", state_dtype=wanted).step()
-    from rlx_optim.engines.triton_ import products
+    from rlx_optim.engines.triton_ import precise, products
 
     for side in (1024, 136):
         U = torch.ones(1, side, side)
         products.orthogonalize(U, torch.ones(1), 1, COEFFICIENTS, 1e-7)
+    for U in (torch.ones(1, 256, 300), torch.ones(1, 300, 256).mT):
+        precise.product(U, U.mT)
+        precise.square(U)
     return {name: list(sizes.values()) for name, sizes in seen.items()}
 
 

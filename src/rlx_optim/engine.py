@@ -474,22 +474,46 @@ class ArrayEngine(storage.Words):
         """A B where rounding does no more than round the step: engines may use fewer bits."""
         return A @ B
 
-    def qr(self, X: Array, near: Array) -> Array:
-        """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them);
-        `near` is an orthonormal matrix for engines whose way needs something there."""
+    def precise(self, A: Array, B: Array, bounded: bool = False) -> Array:
+        """A B where rounding may decide a basis: as good as this engine's arithmetic, on whatever is fast. bounded: no entry of
+        the two is above 1."""
+        return A @ B
+
+    def square(self, X: Array, bounded: bool = False) -> Array:
+        """X X^T, likewise."""
+        return X @ X.mT
+
+    def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:
+        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and before it is rounded. L where it is not finite."""
+        return linalg.average_gram(self, L, X, axis, beta, alpha)
+
+    def qr(self, X: Array, surely: bool = False) -> Array:
+        """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
+        Unless surely, it may then be no basis at all."""
         return self.xp.linalg.qr(X)[0]
+
+    # what `linalg.gram_schmidt` asks
+    panel: ClassVar[int] = 128  # columns that are taken at once
+
+    def few(self, X: Array) -> Array:
+        """The Q of such columns."""
+        return linalg.by_cholesky(self, X)
+
+    def cholesky(self, G: Array) -> Array:
+        """R, upper triangular, of G = R^T R."""
+        return self.xp.linalg.cholesky(G).mT
 
     def solve(self, R: Array, X: Array) -> Array:
         """R^-T X for upper triangular R."""
         return self.xp.linalg.solve(R.mT, X)
 
-    def upper(self, R: Array, X: Array) -> Array:
-        """R X for upper triangular R."""
-        return R @ X
+    def upper(self, R: Array, X: Array, rounds: bool = False) -> Array:
+        """R X for upper triangular R. rounds: as `product`, else as `precise`."""
+        return self.product(R, X) if rounds else self.precise(R, X)
 
     def upper_transposed(self, R: Array, X: Array) -> Array:
-        """R^T X for upper triangular R."""
-        return R.mT @ X
+        """R^T X for upper triangular R, as `product`."""
+        return self.product(R.mT, X)
 
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
@@ -503,6 +527,11 @@ class ArrayEngine(storage.Words):
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         return yes(*operands) if predicate else no(*operands)
+
+    def soon(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+        """`cond`, where `no` does no harm if it is taken once too often: an engine that would have to wait for the predicate may
+        go by what it was at the same place the last time."""
+        return self.cond(predicate, yes, no, *operands)
 
     def random(self, kind: str, x: Values, shape: Shape) -> Array:
         """Noise of a stack's shape, keyed by (seed, name, t): "normal" or "uniform"."""
@@ -531,7 +560,7 @@ class ArrayEngine(storage.Words):
         return self.xp.sin(X)
 
     def concatenate(self, arrays: tuple[Array, ...]) -> Array:
-        return self.xp.concatenate(arrays)
+        return self.xp.concatenate(arrays, -1)
 
 
 def counted(shape: Shape, domain: Drop, how: Reduction) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 TINY = 2.0**-126  # the smallest normal float32
 ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
+SKEW = 1e-4  # what is further from orthonormal went wrong: rounding leaves a tenth of it at most
 
 
 def along(E: Any, f: Callable[[Any], Any], X: Any, axis: int) -> Any:
@@ -28,10 +29,27 @@ def every(E: Any, f: Callable[[Any, Any], Any], factors: Mapping[int, Any], X: A
     return X
 
 
+def rotated(E: Any, bases: Mapping[int, Any], X: Any, back: bool = False) -> Any:
+    """X in the basis of each axis that has one; back: out of it. The last axis is rotated where it is, which moves nothing."""
+    for axis, Q in bases.items():
+        if axis == X.ndim - 1:
+            X = E.product(X.reshape(X.shape[0], -1, X.shape[-1]), Q.mT if back else Q).reshape(X.shape)
+        else:
+            X = along(E, functools.partial(E.product, Q if back else Q.mT), X, axis)
+    return X
+
+
 def gram(E: Any, X: Any, axis: int, diagonal: bool = False) -> Any:
     """X contracted with itself over every axis of the tensor but one."""
     U = E.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1)
-    return (U * U).sum(-1) if diagonal else U @ U.mT
+    return (U * U).sum(-1) if diagonal else E.square(U)
+
+
+def average_gram(E: Any, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
+    """What `E.average_gram` says."""
+    new = beta * E.wide(L) + alpha * gram(E, E.wide(X), axis)
+    sound = finite(E, E.narrow(new))
+    return E.where(sound, E.narrow(new), L), E.where(sound, new, E.wide(L))
 
 
 def permute(E: Any, X: Any, order: Any, axis: int) -> Any:
@@ -60,17 +78,28 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     Q, order = E.eigh(L), E.counter(L.shape[-1])[None]
 
     def units() -> Any:
-        return permute(E, eye, last(E, dependent(E, E.qr(L, eye), L), order), 2)
+        return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
     return settled(E, Q, Q, minor(E, (Q * (L @ Q)).sum(-2)), units, order)
 
 
-def orthonormal(E: Any, X: Any, near: Any, order: Any) -> Any:
+def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
-    others span, made orthonormal one by one by ascending `order` (B, n)."""
+    others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
+
+    Ordinarily one decomposition tells that it was enough; an engine that does not wait for it keeps `near` where it was not."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
-    Q = E.qr(X, near)
-    return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
+
+    def surely(Q: Any) -> Any:
+        Q = E.qr(X, surely=True)
+        return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
+
+    def kept(Q: Any) -> Any:
+        return E.where(sound[:, None, None], Q, near)
+
+    Q = E.qr(E.where(free[:, None, :], near, X))
+    sound = ~(dependent(E, Q, X, free) & ~free).any(-1) & (skew(E, Q) < SKEW)
+    return E.soon(~sound.all(), surely, kept, Q)
 
 
 def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
@@ -79,17 +108,20 @@ def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: A
     def settle(Q: Any) -> Any:
         other, behind = near(), last(E, free, order)
         chosen = permute(E, E.where(free[:, None, :], other, X), behind, 2)
-        found = permute(E, E.qr(chosen, permute(E, other, behind, 2)), behind.argsort(-1), 2)
+        found = permute(E, E.qr(chosen, surely=True), behind.argsort(-1), 2)
         return E.where(free.any(-1)[:, None, None], found, Q)
 
     return E.cond(free.any(), settle, lambda Q: Q, Q)
 
 
-def dependent(E: Any, Q: Any, X: Any) -> Any:
-    """Which columns of X = QR (B, n) depend on those before, but for rounding."""
+def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
+    """Which columns of X = QR (B, n) depend on those before, but for rounding; those `known` to are not looked at."""
     sizes = abs((Q * X).sum(-2))  # the diagonal of R
     bar, top = ROUNDING[sizes.dtype.itemsize], E.norm(sizes, math.inf)
-    free, doubtful = sizes <= bar * top, (sizes <= math.sqrt(bar) * top).any(-1)[:, None]
+    free, doubtful = (~(sizes > share * top) for share in (bar, math.sqrt(bar)))  # NaN is not larger
+    if known is not None:
+        free, doubtful = free | known, doubtful & ~known
+    doubtful = doubtful.any(-1)[:, None]
 
     def examine(free: Any) -> Any:
         places = E.counter(free.shape[-1])
@@ -98,7 +130,49 @@ def dependent(E: Any, Q: Any, X: Any) -> Any:
         inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
         return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
 
-    return E.cond(doubtful.any(), examine, lambda free: free, free)
+    return E.soon(doubtful.any(), examine, lambda free: free, free)
+
+
+def gram_schmidt(E: Any, X: Any) -> Any:
+    """The Q of X = QR, in X's own memory: by halves, the second less what the first spans. No basis where columns depend on
+    others."""
+    X /= E.floor(E.sqrt(E.lines(X, -2)), TINY)
+    _halve(E, X)
+    return X
+
+
+def _halve(E: Any, X: Any) -> None:
+    n, width = X.shape[-1], E.panel
+    if n <= width:
+        X[...] = E.few(X)
+        return
+    middle = width * -(-n // (2 * width))
+    first, rest = X[..., :middle], X[..., middle:]
+    _halve(E, first)
+    rest -= E.precise(first, E.precise(first.mT, rest, bounded=True), bounded=True)
+    if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
+        rest -= E.product(first, E.product(first.mT, rest))
+    _halve(E, rest)
+
+
+def by_cholesky(E: Any, X: Any) -> Any:
+    """The Q of a few columns X = QR: R is the Cholesky factor of their Gram matrix, once they have length 1."""
+    X = X / E.floor(E.sqrt(E.lines(X, -2)), TINY)
+    G, places = X.mT @ X, E.counter(X.shape[-1])
+    return X @ E.solve(E.cholesky(G), 0 * G + (places[:, None] == places)).mT
+
+
+def straightened(E: Any, Q: Any) -> Any:
+    """Q nearly orthonormal, but for the square of what it lacks: with Q'Q = I + U + U', up to lengths, and U strictly upper
+    triangular it is Q (I − U), as Q R^-1 would be with the Cholesky factor R of Q'Q."""
+    D, places = E.square(Q.mT, bounded=True), E.counter(Q.shape[-1])
+    Q = Q - E.product(Q, E.where(places[:, None] < places, D, 0.0))
+    return Q / E.sqrt(E.lines(Q, -2))
+
+
+def skew(E: Any, Q: Any) -> Any:
+    """How far Q'Q·1 is from 1, for each of a stack: nearly nothing where Q is orthonormal, NaN where it is NaN."""
+    return E.norm((Q.mT @ Q.sum(-1)[..., None])[..., 0] - 1, math.inf)[:, 0]
 
 
 def minor(E: Any, sizes: Any) -> Any:

@@ -42,9 +42,9 @@ def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
 
 
 def draw(E: Any, kind: str, keys: Any, t: Any, n: int) -> Any:
-    """n numbers for one tensor: standard normal (Box–Muller) or uniform in (0, 1)."""
+    """n numbers for one tensor, or for each of a column of keys: standard normal (Box–Muller) or uniform in (0, 1)."""
     if kind == "uniform":
         return uniforms(E, kind, keys, t, n)[0]
     a, b = uniforms(E, kind, keys, t, (n + 1) // 2)
     radius, angle = E.sqrt(-2.0 * E.log(a)), 2.0 * math.pi * b
-    return E.concatenate((radius * E.cos(angle), radius * E.sin(angle)))[:n]
+    return E.concatenate((radius * E.cos(angle), radius * E.sin(angle)))[..., :n]

@@ -382,7 +382,8 @@ class Torch(ArrayEngine):
         return X.clamp(max=high)
 
     def take(self, X: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
-        return torch.take_along_dim(X, index, axis)
+        shape = (*X.shape[:axis], index.shape[axis], *X.shape[axis + 1 :])
+        return torch.gather(X, axis, index.expand(shape))  # take_along_dim would write down the index for every entry
 
     def wide(self, X: torch.Tensor) -> torch.Tensor:
         return X.double() if self.device.type == "cpu" else X
@@ -393,9 +394,20 @@ class Torch(ArrayEngine):
     def eigh(self, L: torch.Tensor) -> torch.Tensor:
         return torch.linalg.eigh(L)[1].flip(-1)
 
-    def qr(self, X: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-        found = None if self.device.type == "cpu" else by_cholesky(X, near)  # LAPACK's is as good on a CPU
-        return torch.linalg.qr(X)[0] if found is None else found
+    def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
+        """On a device by matrix products, where Householder's reflections would wait for the memory."""
+        if surely or self.device.type == "cpu":
+            return torch.linalg.qr(X)[0]
+        return linalg.straightened(self, linalg.gram_schmidt(self, X.clone()))
+
+    panel = 256
+
+    def few(self, X: torch.Tensor) -> torch.Tensor:
+        """In float64: a Gram matrix has the square of the condition number."""
+        return linalg.by_cholesky(self, X.double()).to(X.dtype)
+
+    def cholesky(self, G: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cholesky_ex(G)[0].mT
 
     def solve(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(R.mT, X, upper=False)
@@ -419,7 +431,7 @@ class Torch(ArrayEngine):
         return words.to(self.dtype)
 
     def concatenate(self, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return torch.cat(arrays)
+        return torch.cat(arrays, -1)
 
 
 def _inside(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
@@ -427,38 +439,6 @@ def _inside(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[
     sides = [(each[i].shape[0] > each[i].shape[1], sorted(each[i].shape)) for i in chosen]
     views = [matrix[:small, :large] for matrix, (_, (small, large)) in zip(stack, sides, strict=True)]
     return [view.mT if tall else view for view, (tall, _) in zip(views, sides, strict=True)]
-
-
-# ---- an orthonormal basis by matrix products, where Householder's reflections wait for the memory -------------------------
-def by_cholesky(X: torch.Tensor, near: torch.Tensor) -> torch.Tensor | None:
-    """The Q of X = QR, up to signs, for X in float32. Where that is too few bits it is taken in float64, and a little of `near`,
-    about what X is rounded by, makes it exist. None where even that fails."""
-    found = cholesky_twice(X)
-    if found is None:
-        wide = X.double()
-        largest = torch.linalg.vector_norm(wide, dim=-2).amax(-1)[:, None, None]
-        found = cholesky_twice(wide + near.double() * (2.0**-19 * largest))
-    return None if found is None else found.to(X.dtype)
-
-
-def cholesky_twice(X: torch.Tensor) -> torch.Tensor | None:
-    """Q from Cholesky factors of Gram matrices, twice, since the first leaves an error of the condition number squared; the
-    columns have length 1 before. None where this fails."""
-    Y = X / torch.linalg.vector_norm(X, dim=-2, keepdim=True).clamp(min=linalg.TINY)
-    n = Y.shape[-1]
-    for again in (False, True):
-        G = Y.mT @ Y
-        if again:
-            off = torch.linalg.matrix_norm(G) ** 2 - 2 * torch.linalg.matrix_norm(Y) ** 2 + n  # ‖G − I‖²
-            if (off < 1e-10 * n * n).all():  # about what rounding leaves
-                return Y
-            if not (off < 0.25).all():  # NaN is not less
-                return None
-        lower, info = torch.linalg.cholesky_ex(G)
-        if info.any():
-            return None
-        Y = torch.linalg.solve_triangular(lower, Y.mT, upper=False).mT
-    return Y
 
 
 assert set(LISTS) == set(STACKS) == set(vocabulary.RULE)

@@ -178,7 +178,7 @@ class Transform:
                 apart = place.decays or (mixed and gathers(place))
                 key = (id(place.member), apart, tuple(place.slots), str(arithmetic(ps[i])))
                 alone = place.member.kind.matrix and not place.member.steady.ragged()
-                bundles.setdefault((*key, i) if alone else key, []).append(i)
+                bundles.setdefault((*key, place.inner) if alone else key, []).append(i)
         programs: list[tuple[Spec, Program, list[str]]] = []
         for indices in bundles.values():
             place = places[indices[0]]
@@ -270,13 +270,19 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
 
 
 def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
-    """Arrays whose first axis counts tensors; of several leaves, the tensors themselves."""
+    """Arrays whose first axis counts tensors, all of a shape at once, so that a program has its text once for each shape. For a
+    rule that takes unequal shapes, the tensors themselves."""
     every: list[dict[str, Any]] = []
     for place, arrays in leaves:
         every.append({name: arrays[name].astype(dtype).reshape(-1, *place.inner) for name in ("p", "g")})
         every[-1] |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
     E = engine_in(dtype)
-    out = every[0] if len(every) == 1 else {name: Several(t for each in every for t in each[name]) for name in every[0]}
+    if len(every) == 1:
+        out = every[0]
+    elif spec.ragged():
+        out = {name: Several(t for each in every for t in each[name]) for name in every[0]}
+    else:
+        out = {name: jnp.concatenate([each[name] for each in every]) for name in every[0]}
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
     x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
     committed: Values = traceable(type(spec).commit)(spec, E, x)
@@ -312,7 +318,7 @@ def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:
 
 def gathered(value: Any, first: int, last: int) -> Any:
     if not isinstance(value, list):
-        return value
+        return value[first:last]
     return value[first] if last - first == 1 else jnp.stack(value[first:last])
 
 

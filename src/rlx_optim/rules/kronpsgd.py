@@ -121,8 +121,11 @@ class KronPSGD(Spec):
         counter = x.counter + 1
 
         # a factor is upper triangular (B, n, n) or diagonal (B, n)
-        def multiply(f, U):
-            return E.upper(f, U) if f.ndim == 3 else f[..., None] * U
+        def multiply(f, U, rounds=False):
+            return E.upper(f, U, rounds) if f.ndim == 3 else f[..., None] * U
+
+        def multiply_for_step(f, U):
+            return multiply(f, U, rounds=True)
 
         def multiply_transposed(f, U):
             return E.upper_transposed(f, U) if f.ndim == 3 else f[..., None] * U
@@ -157,7 +160,7 @@ class KronPSGD(Spec):
         scheduled = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
         due = scheduled if given is None else counter >= 1 / given
         q, counter = E.cond(due, fit, lambda *same: same, q, counter)
-        u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply, q, mhat))
+        u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply_for_step, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
         u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
         shrink = x.shrink if x.p.ndim > 2 else 0.0

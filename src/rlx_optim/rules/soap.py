@@ -134,36 +134,29 @@ class SOAP(Spec):
         Q = {i: x[f"Q{i}"] for i in axes}
         L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:
-            new = x.beta * E.wide(x[f"L{i}"]) + x.alpha * linalg.gram(E, E.wide(G), i)
-            sound = linalg.finite(E, E.narrow(new))
-            L[i], exact[i] = E.where(sound, E.narrow(new), x[f"L{i}"]), E.where(sound, new, E.wide(x[f"L{i}"]))
-
-        def to_basis(q, U):
-            return E.product(q.mT, U)
-
-        def from_basis(q, U):
-            return E.product(q, U)
+            L[i], exact[i] = E.average_gram(x[f"L{i}"], G, i, x.beta, x.alpha)
 
         def initialise(m, v, Q):
             return m, m, v, {i: E.narrow(linalg.eigenbasis(E, exact[i], E.wide(Q[i]))) for i in axes}  # Q is the identity
 
         def move(m, v, Q):
-            rotated = linalg.every(E, to_basis, Q, G)
-            y = E.map(direction, x.set(g=rotated, m=m, v=v))
-            u = linalg.every(E, from_basis, Q, y.u)
+            y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
+            u = linalg.rotated(E, Q, y.u, back=True)
             return u, *E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
 
         def refresh(m, v, Q):
             new = {}
             for i in axes:
-                LQ = E.wide(L[i]) @ E.wide(Q[i])
-                order = linalg.descending(E, (Q[i] * LQ).sum(-2))  # by the estimated eigenvalues diag(Q' L Q)
+                LQ = E.precise(E.wide(L[i]), E.wide(Q[i]))
+                sizes = (Q[i] * LQ).sum(-2)  # the estimated eigenvalues diag(Q' L Q)
+                order = linalg.descending(E, sizes)
                 v = linalg.permute(E, v, order, i)
                 # L times the permuted Q is the permuted L Q
                 LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, E.wide(Q[i])))
-                new[i] = E.narrow(linalg.orthonormal(E, LQ, near, order))
-            whole = linalg.every(E, from_basis, Q, m)
-            return linalg.every(E, to_basis, new, whole), v, new  # m follows the basis
+                free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
+                new[i] = E.narrow(linalg.orthonormal(E, LQ, near, order, free))
+            whole = linalg.rotated(E, Q, m, back=True)
+            return linalg.rotated(E, new, whole), v, new  # m follows the basis
 
         def same(*x):
             return x

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import threads
+from ... import linalg, threads
 from ...engine import ArrayEngine, Bundle, counted, without
 from ...language import REDUCTIONS, Reduction, Rule, signature
 from ...linalg import Coefficients
@@ -26,7 +26,8 @@ GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the n
 BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
 #: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
 WORTHWHILE = 1 << 19
-LARGE = 512  # rows from which SciPy's QR is the faster one
+LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
+SKEW = 1e-9  # how far from orthonormal what they give may be
 
 
 class Kernel:
@@ -328,12 +329,22 @@ class Cpu(ArrayEngine):
         whole = condition.all() and np.shape(yes) == np.broadcast_shapes(np.shape(condition), np.shape(no))
         return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
 
-    def qr(self, X: np.ndarray, near: np.ndarray) -> np.ndarray:
+    def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
         from scipy.linalg import qr
 
-        return np.stack([qr(x, mode="economic", check_finite=False)[0] for x in X])
+        Q: np.ndarray = linalg.gram_schmidt(self, X.copy())
+        for x, q, skew in zip(X, Q, linalg.skew(self, Q), strict=True):
+            if not skew < SKEW:
+                q[...] = qr(x, mode="economic", check_finite=False)[0]
+        return Q
+
+    def cholesky(self, G: np.ndarray) -> np.ndarray:
+        try:
+            return np.linalg.cholesky(G).mT
+        except np.linalg.LinAlgError:
+            return np.full_like(G, np.nan)
 
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
@@ -341,7 +352,7 @@ class Cpu(ArrayEngine):
             solve_transposed(r, x)
         return out
 
-    def upper(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+    def upper(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
         out = np.empty(X.shape, self.dtype)
         for r, x, y in zip(R, X, out, strict=True):
             multiply(r, x, y)

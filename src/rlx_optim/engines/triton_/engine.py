@@ -8,6 +8,7 @@ their tensors as a `Pile`, which is only stacked when somebody needs the stack.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_num
 from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
 from ..torch_ import Torch
-from . import kernels, noise, products, replay
+from . import kernels, noise, precise, products, replay
 from .kernels import (
     BLOCK,
     COLUMN,
@@ -40,7 +41,8 @@ from .kernels import (
     WARPS,
     WIDE,
 )  # fmt: skip
-from .pile import Pile, Ragged, dense
+from .pile import Pile, Ragged, dense, same
+from .soon import Soon
 from .tables import Placed, Plan, Sender, Table, placed
 from .words import TYPES, bound
 
@@ -88,6 +90,7 @@ class Triton(Torch):
     def __init__(self, device: Any = "cuda", dtype: torch.dtype = torch.float32):
         super().__init__(device, dtype)
         self.sender = Sender(self.device)
+        self.now: Any = {}  # what the matrix update that runs began with
 
     def live(self, spec: Any) -> str:
         rest = f"; {products.NOTE}" if spec.matrix else ""
@@ -138,9 +141,9 @@ class Triton(Torch):
             slot = bundle.slots.get(name)
             if len(set(bundle.shapes)) > 1:
                 arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
-            elif slot is None or not (slot.factor or slot.drop):
-                scale = numbers["_scale"] if name == "g" else 1.0
-                arrays[name] = Pile(bundle.buffers[name], bundle.shapes[0], where, self.dtype, scale, moves=slot is None)
+            elif slot is None or not slot.drop:
+                scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
+                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, moves=slot is None)
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
@@ -184,10 +187,11 @@ class Triton(Torch):
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
-        start = self.values(bundle, numbers)
+        self.now = start = self.values(bundle, numbers)
+        bundle.plan.cached("soon", Soon).begin()
         x = self.updated(bundle, start, move)
         for name in bundle.written():
-            if x[name] is not start[name]:  # what is not by address has been computed apart
+            if not same(x[name], start[name]):  # what is not by address has been computed apart
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
                 torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
@@ -588,8 +592,34 @@ class Triton(Torch):
         return kept(X, norm, eps).reshape(whole.shape)
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
-        with products.tf32():
-            return dense(A) @ dense(B)
+        A, B = dense(A), dense(B)
+        with products.tf32() if products.pays(A) and products.pays(B) else contextlib.nullcontext():
+            return A @ B
+
+    def precise(self, A: Any, B: Any, bounded: bool = False) -> torch.Tensor:
+        A, B = dense(A), dense(B)
+        return precise.product(A, B, bounded) if precise.pays(A, B) else super().precise(A, B)
+
+    def square(self, X: Any, bounded: bool = False) -> torch.Tensor:
+        X = dense(X)
+        return precise.square(X, bounded) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
+
+    def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
+        """Where the matrices are."""
+        n, flag = L.shape[-1], self.now["_flag"]
+        alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.placed.dtypes) == {torch.float32}
+        if not alike:
+            return super().average_gram(L, X, axis, beta, alpha)
+        table = self._pass(self.now["_plan"], ("gram", axis), [L.placed], L.shape[0])
+        ((address, _),) = table.addresses([L.placed], self.sender)
+        precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
+        L.written()
+        return L, L
+
+    def soon(self, predicate: Any, yes: Any, no: Any, *operands: Any) -> Any:
+        if self.device.type != "cuda" or self.sender.capturing():
+            return super().soon(predicate, yes, no, *operands)
+        return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
 
     def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
         """The same words as everywhere, in one launch."""

@@ -69,13 +69,21 @@ class Pile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stack, name)
 
-    def __truediv__(self, other: Any) -> torch.Tensor:
-        return self.stack / other
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.stack[index]
 
-    def __mul__(self, other: Any) -> torch.Tensor:
-        return self.stack * other
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """In torch's functions, and beside its tensors: the stack."""
+        return function(*map(dense, args), **{name: dense(value) for name, value in (kwargs or {}).items()})
 
-    __rmul__ = __mul__
+
+def _by_stack(name: str) -> Any:
+    return lambda self, *others: getattr(self.stack, name)(*map(dense, others))
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "rtruediv", "rmatmul", "neg", "abs"):
+    setattr(Pile, f"__{_name}__", _by_stack(f"__{_name}__"))
 
 
 class Ragged:
@@ -93,3 +101,8 @@ class Ragged:
 def dense(X: Any) -> Any:
     """The stack of a pile; anything else as it is."""
     return X.stack if isinstance(X, Pile) else X
+
+
+def same(X: Any, Y: Any) -> bool:
+    """Whether two values are one, or views of one."""
+    return X is Y or (isinstance(X, Pile) and isinstance(Y, Pile) and X.each is Y.each)

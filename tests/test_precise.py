@@ -1,0 +1,99 @@
+"""Products of float32 on half-precision tensor cores, in Triton's interpreter; on a GPU with SOAP and KronPSGD around them."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from test_triton import in_the_interpreter  # noqa: E402
+
+import rlx_optim  # noqa: E402
+import rlx_optim.torch as front  # noqa: E402
+
+
+def gap(found, want):
+    return float((found.double() - want).norm() / want.norm())
+
+
+def products(device="cpu"):
+    """How far products are from float64, by what is multiplied."""
+    from rlx_optim.engines.triton_ import precise
+
+    torch.manual_seed(0)
+    A, B = torch.randn(2, 20, 70, device=device), 1e-6 * torch.randn(2, 70, 30, device=device)
+    A[1] *= 1e9
+    found = {}
+    for name, a, b in (
+        ("plain", A, B), ("turned", A.mT.contiguous().mT, B), ("both turned", A.mT.contiguous().mT, B.mT.contiguous().mT),
+        ("a part", A[:, :, 8:64], B[:, 8:64]), ("tiny", A, 1e-25 * B),
+    ):  # fmt: skip
+        found[name] = gap(precise.product(a, b), a.double() @ b.double())
+    small = torch.rand(1, 20, 70, device=device) - 0.5
+    found["bounded"] = gap(precise.product(small, small.mT, bounded=True), small.double() @ small.double().mT)
+    for name, X in (
+        ("square", 1e-17 * torch.randn(2, 256, 70, device=device)),
+        ("of the other side", torch.randn(2, 70, 256, device=device).mT),
+    ):
+        found[name] = gap(precise.square(X), X.double() @ X.double().mT)
+    return found
+
+
+def averages(device="cpu"):
+    """An average of Gram matrices in place: how far it is from float64; what is not finite, or told to wait, leaves it alone."""
+    from rlx_optim.engines.triton_ import precise
+
+    torch.manual_seed(1)
+    X = 3e-5 * torch.randn(2, 256, 70, device=device)
+    each = [torch.eye(256, device=device) * 1e-9 for _ in X]
+    address = torch.tensor([L.data_ptr() for L in each], device=device)
+    want = 0.95 * torch.stack(each).double() + 0.05 * X.double() @ X.double().mT
+    precise.average_gram(address, X, False, 0.95, 0.05, None)
+    found = {"average": gap(torch.stack(each), want)}
+    X[1, 3, 3] = float("inf")
+    before = torch.stack(each)
+    precise.average_gram(address, X, False, 0.95, 0.05, None)
+    found["not finite"] = float((each[1] != before[1]).any()) + float((each[0] == before[0]).all())
+    before = torch.stack(each)
+    precise.average_gram(address, X, False, 0.95, 0.05, torch.tensor(False, device=device))
+    found["told to wait"] = float((torch.stack(each) != before).any())
+    return found
+
+
+@pytest.mark.parametrize("function", ["products", "averages"])
+def test_they_have_the_bits_of_float32(function):
+    found = in_the_interpreter(function, "test_precise")
+    assert {name: value for name, value in found.items() if not value < 5e-7} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [products, averages])
+def test_they_have_the_bits_of_float32_on_the_gpu(function):
+    assert {name: value for name, value in function("cuda").items() if not value < 3e-6} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["SOAP", "KronPSGD"])
+def test_large_matrices_on_the_gpu(name):
+    """Sides that are split, a Gram matrix at its place, Gram–Schmidt in panels; near the reference, and orthonormal."""
+    rng = np.random.default_rng(0)
+    settings = {"SOAP": {"precondition_frequency": 5}, "KronPSGD": {"preconditioner_update_probability": 0.5}}[name]
+    start = {k: rng.standard_normal((640, 512)).astype(np.float32) for k in "ab"}
+    tensors = {k: torch.nn.Parameter(torch.tensor(v, device="cuda")) for k, v in start.items()}
+    opt = getattr(front, name)(list(tensors.items()), lr=0.01, engine="triton", **settings)
+    reference, want = (
+        rlx_optim.create(name.lower(), lr=0.01, engine="reference", **settings),
+        {k: v.copy() for k, v in start.items()},
+    )
+    for _ in range(12):
+        grads = {k: (0.1 * rng.standard_normal(v.shape)).astype(np.float32) for k, v in start.items()}
+        for k, p in tensors.items():
+            p.grad = torch.tensor(grads[k], device="cuda")
+        opt.step()
+        reference.step_all(want, grads)
+    for k, p in tensors.items():
+        far = np.linalg.norm(p.detach().cpu().numpy() - want[k]) / np.linalg.norm(want[k] - start[k])
+        assert far < 0.02
+        for slot in ("Q1", "Q2") if name == "SOAP" else ():
+            Q = opt.state[p][slot].double()
+            assert float((Q.T @ Q - torch.eye(len(Q), device="cuda")).abs().max()) < 1e-5
