@@ -135,21 +135,21 @@ EXACT = {  # slots of a large matrix that stay as they are
 def test_what_is_coded(name):
     for wanted in FORMATS:
         spec = rlx_optim.named.spec_class(name)(**{"lr": 0.1, **NEEDED.get(name, {}), "state_dtype": wanted})
-        kept = spec.kept((64, 128))
+        kept = spec.stored_slots((64, 128))
         assert {slot for slot, each in kept.items() if not each.storage} == EXACT.get(name, set())
         assert not any(
-            each.storage for shape in ((64, 63), (8192,)) if not spec.takes(shape) for each in spec.kept(shape).values()
+            each.storage for shape in ((64, 63), (8192,)) if not spec.takes(shape) for each in spec.stored_slots(shape).values()
         )
         for slot, each in kept.items():
             if each.storage:
                 whole = HALF if wanted == "bfloat16" else POSITIVE if "second moment" in each.meaning else SIGNED
                 assert each.storage == whole, slot
-    assert spec.replace(state_dtype="float32").kept((64, 128)) == spec.slots((64, 128))
+    assert spec.replace(state_dtype="float32").stored_slots((64, 128)) == spec.slots((64, 128))
 
 
 def test_bytes_a_parameter():
     spec = rlx_optim.named.spec_class("adamw")(state_dtype="int8")
-    assert sum(map(storage.bytes_of, spec.kept((1024, 4096)).values())) / 1024 / 4096 == 2.0625
+    assert sum(map(storage.bytes_of, spec.stored_slots((1024, 4096)).values())) / 1024 / 4096 == 2.0625
     opt = rlx_optim.AdamW(lr=1e-3, state_dtype="int8")
     opt.step("w", np.ones((64, 128), np.float32), np.ones((64, 128), np.float32))
     assert opt.state_bytes() == 2 * 64 * 132
@@ -169,7 +169,7 @@ class Own(Spec):
 
 
 def test_somebody_elses_rule_has_it_by_what_its_slots_mean():
-    kept = Own(state_dtype="int8").kept((64, 64))
+    kept = Own(state_dtype="int8").stored_slots((64, 64))
     assert [each.storage for each in kept.values()] == ["", SIGNED, ""]
 
 

@@ -42,7 +42,7 @@ class CurvatureOptimizer(NamedOptimizer):
             return super()._lookup(name, shape)
         record = Record(name, shape, known.group)
         record.counters = known.counters
-        slots = self._specs()[record.group].kept(shape)
+        slots = self._specs()[record.group].stored_slots(shape)
         record.state = {name: kept(self._engine, slots[name], buffer.reshape(shape)) for name, buffer in known.state.items()}
         return self, record, self._why[name]
 

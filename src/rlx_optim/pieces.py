@@ -71,7 +71,7 @@ def described(shape: Shape, split: Split) -> str:
 def slots_of(spec: Spec, shape: Shape, split: Split) -> dict[str, tuple[Slot, ...]]:
     """Of every slot that of each piece. Pieces of one parameter have slots of the same names."""
     shapes = shapes_of(shape, split)
-    known = {each: spec.kept(each) for each in dict.fromkeys(shapes)}
+    known = {each: spec.stored_slots(each) for each in dict.fromkeys(shapes)}
     first = known[shapes[0]]
     if any(slots.keys() != first.keys() for slots in known.values()):
         raise spec.refuse(

@@ -452,7 +452,7 @@ class Spec(abc.ABC):
     def slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape."""
 
-    def kept(self, shape: Shape) -> dict[str, Slot]:
+    def stored_slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape, with what it is kept in."""
         return storage.assigned(self.slots(shape), self.state_dtype)
 

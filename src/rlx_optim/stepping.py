@@ -37,7 +37,7 @@ class Record:
 
     def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
         """Make the state a spec asks for: at first, or when a structural change needs more. What is there stays."""
-        self.slots = spec.kept(self.shape)
+        self.slots = spec.stored_slots(self.shape)
         made = {name: allocate(slot) for name, slot in self.slots.items() if name not in self.state}
         for name, buffer in made.items():
             if self.slots[name].storage and not isinstance(buffer, Coded):

@@ -46,7 +46,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
 
 
 def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
-    missing = {name: slot for name, slot in spec.kept(record.shape).items() if name not in record.state}
+    missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
     return {name: tensor(np.asarray(part)) for name, part in parts_of({**record.state, **fresh}).items()}
 
@@ -210,7 +210,7 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
 
 def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
-    record.slots, record.counters, record.t = spec.kept(p.shape), dict(p.counters), p.step
+    record.slots, record.counters, record.t = spec.stored_slots(p.shape), dict(p.counters), p.step
     for name, (slot,) in p.used(spec).items():
         record.state[name] = opt._engine.allocate(slot)
         for key, each in parts_of({name: record.state[name]}).items():

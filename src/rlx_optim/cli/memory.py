@@ -46,7 +46,7 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
     for name, shape in shapes.items():
         member, record, _ = optimizer._lookup(name, shape)
         rule = type(member).__name__
-        for slot, buffer in member._specs()[record.group].kept(shape).items():
+        for slot, buffer in member._specs()[record.group].stored_slots(shape).items():
             row = found.setdefault((rule, slot), SlotBytes(rule, slot))
             row.tensors += 1
             row.bytes += bytes_of(buffer, ITEM)

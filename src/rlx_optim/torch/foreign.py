@@ -240,7 +240,7 @@ def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
     waits = not p.counters.get("started", 1)  # torch's average begins when there is none
-    slots = spec.kept(p.shape)
+    slots = spec.stored_slots(p.shape)
     for slot, key in outside(spec, slots).items() if not waits else ():
         state[key] = torch.from_numpy(p.values(p.slots(spec), slot)).reshape(_shape_there(slots[slot], p.shape))
     state |= {k: torch.tensor(float(v)) for k, v in p.counters.items() if k == "mu_product"}
