@@ -82,6 +82,7 @@ class Passes:
         self.recorded = 0
         self._start(())
 
+    @torch.inference_mode(False)  # what is made here is written to in every mode
     def _start(self, form: Any) -> None:
         """form: of each number whether there is one, and then whether there is one per tensor."""
         self.form, self.calls = form, 0
@@ -130,7 +131,8 @@ class Passes:
         if self.host is None or not np.array_equal(host, self.host):
             self.host = host
             if self.ring is None:
-                self.ring = [Page(len(host)) for _ in range(PAGES)]
+                with torch.inference_mode(False):
+                    self.ring = [Page(len(host)) for _ in range(PAGES)]
             self.turn = (self.turn + 1) % PAGES
             self.ring[self.turn].send(host, self.room)
 

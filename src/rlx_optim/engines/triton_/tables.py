@@ -40,6 +40,7 @@ class Sender:
         """Whether a graph is being captured, other than our own (`replay.Passes`), which reads the standing tables."""
         return self.device.type == "cuda" and not replay.recording() and torch.cuda.is_current_stream_capturing()
 
+    @torch.inference_mode(False)  # a table that is made in inference mode could be written to in no other
     def send(self, host: np.ndarray, to: torch.Tensor | None = None) -> torch.Tensor:
         """A table on the device; the given one, with new entries."""
         table = torch.from_numpy(host)
