@@ -28,6 +28,12 @@ LONG = (
 )
 
 
+def pytest_configure(config):
+    """Tell test files, and the processes that they start, whether slow tests are run."""
+    if "not slow" not in config.option.markexpr:
+        os.environ["SLOW_TESTS"] = "1"
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 

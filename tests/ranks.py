@@ -33,6 +33,7 @@ SHAPES = {
     "s": (), "conv": (4, 3, 3, 2),
 }  # fmt: skip
 STEPS = 10
+MORE = (4,) if "SLOW_TESTS" in os.environ else ()  # worlds that only slow tests ask about
 SCENARIOS = {}
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -164,7 +165,7 @@ def modified(world):
 
 
 # ---- scenarios ----------------------------------------------------------------------------------------------------------------
-@scenario(2, 3, 4)
+@scenario(2, 3, *MORE)
 def parity(world):
     """All of them over ten steps, and what the agreement and the collectives cost."""
     out = {}
@@ -221,7 +222,7 @@ def counting(rank):
 CUT = {k: v for k, v in SHAPES.items() if k not in ("side", "s")}
 
 
-@scenario(2, 3, 4)
+@scenario(2, 3, *MORE)
 def bytes_sent(world):
     """What a step of each optimizer sends; torch's own count of collectives beside ours."""
     from torch.distributed.tensor.debug import CommDebugMode

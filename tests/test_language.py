@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from test_triton import in_the_interpreter
+from interpreter import in_the_interpreter
 
 import rlx_optim
 from rlx_optim import conformance, language, vocabulary

@@ -93,7 +93,7 @@ def test_who_mixes():
 def test_in_the_interpreter():
     """On the triton engine, in Triton's interpreter."""
     pytest.importorskip("triton")
-    from test_triton import in_the_interpreter
+    from interpreter import in_the_interpreter
 
     results = in_the_interpreter("interpreted", "test_padding")
     assert results < 1e-5

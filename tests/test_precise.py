@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from test_triton import in_the_interpreter  # noqa: E402
+from interpreter import in_the_interpreter  # noqa: E402
 
 import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402

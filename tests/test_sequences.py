@@ -379,7 +379,7 @@ def interpreted():
 
 def test_sequences_on_the_triton_engine():
     pytest.importorskip("triton")
-    from test_triton import in_the_interpreter
+    from interpreter import in_the_interpreter
 
     assert in_the_interpreter("interpreted", "test_sequences")[0] > 10
 

@@ -233,7 +233,7 @@ def coded_in_kernels(device="cpu"):
 
 def test_triton_in_the_interpreter():
     pytest.importorskip("triton")
-    from test_triton import in_the_interpreter
+    from interpreter import in_the_interpreter
 
     for case, (gap, share) in in_the_interpreter("coded_in_kernels", "test_storage_torch").items():
         assert gap < 1e-5, case

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from helpers import MATRIX, copies, distance, problem  # noqa: E402
+from interpreter import in_the_interpreter  # noqa: E402
 from test_engines import EVERY  # noqa: E402
 
 import rlx_optim  # noqa: E402
@@ -50,18 +51,6 @@ def walk(case, device, dtype=torch.float32, steps=4, shapes=None):
 
 
 # ---- without a GPU: the interpreter ------------------------------------------------------------------------------------
-def in_the_interpreter(function, module="test_triton"):
-    """What a function of this file, or another, returns in a process whose kernels Triton interprets."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, {module}; "
-        f"print(json.dumps({module}.{function}()))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 SHAPES = {"long": (2100,), "block": (1024,), "w": (33, 7), "again": (33, 7), "wide": (130, 270), "s": (), "one": (1,)}
 
 
