@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .evaluating import is_spread
+from .evaluating import is_spread, local
 
 
 @torch.no_grad()
@@ -26,8 +26,7 @@ def qk_clip_(
     max_logits: the largest logit of each head since the last step, after the scaling by 1/√size; of all ranks, where they see
     other data. The factors of the heads are given back. Nothing waits for the device.
     """
-    device = (query.to_local() if is_spread(query) else query).device  # type: ignore[attr-defined]
-    largest = torch.as_tensor(max_logits, dtype=torch.float32, device=device).detach().reshape(-1)
+    largest = torch.as_tensor(max_logits, dtype=torch.float32, device=local(query).device).detach().reshape(-1)
     heads = largest.numel()
     size = query.shape[0] // max(heads, 1)
     groups = key.shape[0] // max(size, 1)

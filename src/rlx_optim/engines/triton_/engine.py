@@ -296,8 +296,7 @@ class Triton(Torch):
         if not any(array.storage for array in arrays):
             return Ready(arrays, reads, numbers, tuple(stores), stored, results, tiled)
         scaled = [array for array in arrays if array.scale is not None]
-        codes = tuple([CODES[array.storage] for array in (*arrays, *scaled)])
-        codes = codes[: len(arrays)] + (PLAIN,) * len(scaled)
+        codes = tuple([CODES[array.storage] for array in arrays]) + (PLAIN,) * len(scaled)
         places = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * len(scaled)
         arrays = [*arrays, *[array.scale for array in scaled]]
         return Ready(arrays, reads, [*numbers, plan.tick], tuple(stores), stored, results, False, codes, places)

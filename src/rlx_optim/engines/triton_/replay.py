@@ -123,11 +123,7 @@ class Passes:
 
     def _send(self, values: list[Any]) -> None:
         columns = any(isinstance(value, np.ndarray) for value in values)
-        host = (
-            np.concatenate([np.atleast_1d(np.asarray(v, np.float64)) for v in values])
-            if columns
-            else np.array(values, np.float64)
-        )
+        host = np.hstack(values) if columns else np.array(values, np.float64)
         if self.host is None or not np.array_equal(host, self.host):
             self.host = host
             if self.ring is None:

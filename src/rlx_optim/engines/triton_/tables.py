@@ -61,34 +61,34 @@ class Sender:
         return room.to(self.device, non_blocking=True)
 
 
-class Blocks:
+class Dealt:
+    """Programs dealt out to tensors, so many to each: which tensor each has, and which of its parts."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device):
+        first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)
+        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        self.n, self.first = sum(counts), first.to(device)
+        self.tensor = repeated.to(torch.int32).to(device)
+        self.index = (torch.arange(self.n) - first[repeated]).to(torch.int32).to(device)
+
+
+class Blocks(Dealt):
     """Flat blocks of some tensors."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
-        counts = [-(-n // BLOCK) for n in sizes]
-        self.first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
-        self.n = sum(counts)
+        super().__init__([-(-n // BLOCK) for n in sizes], device)
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
-        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
-        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)[repeated]
-        self.tensor = repeated.to(torch.int32).to(device)
-        self.index = (torch.arange(self.n) - starts).to(torch.int32).to(device)
 
 
-class Rows:
+class Rows(Dealt):
     """Blocks of neighbours that share a scale (`storage`), STRIPS of them to a program; the last of a row may be shorter."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device):
         columns = [shape[-1] for shape in shapes]
         across = [-(-n // storage.BLOCK) for n in columns]
         rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
-        counts = [-(-n // STRIPS) for n in rows]
-        self.first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
-        self.n, self.even = sum(counts), all(n % storage.BLOCK == 0 for n in columns)
-        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
-        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)[repeated]
-        self.tensor = repeated.to(torch.int32).to(device)
-        self.index = (torch.arange(self.n) - starts).to(torch.int32).to(device)
+        super().__init__([-(-n // STRIPS) for n in rows], device)
+        self.even = all(n % storage.BLOCK == 0 for n in columns)
         self.rows, self.columns, self.across = (
             torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across)
         )
