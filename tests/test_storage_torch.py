@@ -1,6 +1,7 @@
 """State in 8 and 16 bits in torch: state dicts, files, other formats, split parameters, and what is refused."""
 
 import io
+import random
 import types
 
 import numpy as np
@@ -245,3 +246,63 @@ def test_triton_on_the_gpu():
     for case, (gap, share) in coded_in_kernels("cuda").items():
         assert gap < 1e-4, case
         assert share < 0.02, case
+
+
+# ---- at random -----------------------------------------------------------------------------------------------------------------
+def _anew(opt, params, make, chance):
+    again = make(params)
+    again.load_state_dict(opt.state_dict())
+    return again
+
+
+def _through_a_file(opt, params, make, chance):
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    again = make(params)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    return again
+
+
+def _state_elsewhere(opt, params, make, chance):
+    for state in opt.state.values():
+        for name, value in list(state.items()):
+            if torch.is_tensor(value) and value.ndim and chance.random() < 0.5:
+                state[name] = value.clone()
+            elif torch.is_tensor(value) and value.ndim:
+                value.data = value.data.clone()
+    return opt
+
+
+def _parameter_elsewhere(opt, params, make, chance):
+    p = chance.choice(params)
+    p.data = p.data.clone()
+    return opt
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("wanted", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "MARS", "SGD", "NorMuon", "SOAP"])
+def test_whatever_moves_or_is_resumed_coded_steps_are_the_same(name, wanted, engine):
+    shapes, chance = [(64, 130), (80, 64), (70,), (3, 5)], random.Random(f"{name} {wanted} {engine}")
+    settings = {"momentum": 0.9} if name == "SGD" else {"route": lambda name, p: p.ndim == 2} if name == "NorMuon" else {}
+
+    def make(params):
+        named = [(f"p{i}", p) for i, p in enumerate(params)]
+        return getattr(rlx_optim.torch, name)(named, lr=1e-2, engine=engine, state_dtype=wanted, **settings)
+
+    def drawn(shape, seed):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    sides = [[torch.nn.Parameter(drawn(shape, i)) for i, shape in enumerate(shapes)] for _ in range(2)]
+    opts = [make(params) for params in sides]
+    for t in range(12):
+        for i, pair in enumerate(zip(*sides, strict=True)):
+            grad = drawn(shapes[i], 10 * t + i) * 10 ** chance.choice([-8, -3, 0])
+            for p in pair:
+                p.grad = None if (t + i) % 7 == 0 else grad.clone()
+        change = chance.choice([_anew, _through_a_file, _state_elsewhere, _parameter_elsewhere])
+        opts[1] = change(opts[1], sides[1], make, chance)
+        for opt in opts:
+            opt.step()
+        assert all(torch.equal(p, q) for p, q in zip(*sides, strict=True)), (t, change.__name__)
