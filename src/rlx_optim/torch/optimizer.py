@@ -18,7 +18,7 @@ from torch import nn
 from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
-from ..pieces import WHOLE, Split, checked, described, shapes_of, slots_of
+from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
@@ -27,7 +27,7 @@ from .lanes import ARITHMETIC
 from .models import splits_of
 from .names import counted, foreign, translated
 from .routing import kinds_of
-from .state import furnish, handed_on, names_of, piece_shape, shape_in_state, split_in, taken_over
+from .state import furnish, handed_on, part_names, piece_shape, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
 
 
@@ -306,7 +306,8 @@ class RuleOptimizer(Stepper):
                 home = self._home(name, param, spec, split)
                 if isinstance(home, Owned):
                     slots = slots_of(spec, tuple(param.shape), split)
-                    shapes = {name: shape_in_state(slots[slot], param, split) for slot, name in names_of(spec, slots).items()}
+                    names = part_names(spec, slots)
+                    shapes = {key: shape_in_state(part(slots[slot], end), param, split) for key, (slot, end) in names.items()}
                     found.append((param, home, shapes))
         return found
 
