@@ -194,13 +194,6 @@ def test_refused_in_torch():
         opt.step()
 
 
-def test_refused_where_it_is_not_done():
-    net = model()
-    opt = rlx_optim.torch.AdamW(net, state_dtype="int8")
-    spec = opt._current_specs()[0]
-    assert "state_dtype='int8' cannot be captured yet" in rlx_optim.torch.graphs.refusal(spec, "triton", "propagate")
-
-
 # ---- triton ---------------------------------------------------------------------------------------------------------------
 CASES = [("AdamW", {}), ("AdamW", {"cautious": True}), ("Lion", {}), ("Lamb", {}), ("Muon", {"route": {"*": "own"}})]
 
@@ -226,6 +219,81 @@ def coded_in_kernels(device="cpu"):
             share = max(float((a != b).float().mean()) for a, b in zip(*states, strict=True) if a.shape[-1] > 2)
             found[f"{name} {settings} {wanted}"] = [float(relative(*ends)), share]
     return found
+
+
+def capturing(device="cpu"):
+    """By format: whether counts on the device end where counts on the host do, and what is refused."""
+    found = {}
+    for wanted in FORMATS:
+        ends = []
+        for capturable in (False, True):
+            params = {
+                k: torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1)).to(device))
+                for k, s in HELD.items()
+            }
+            opt = rlx_optim.torch.AdamW(params.items(), lr=1e-2, engine="triton", state_dtype=wanted, capturable=capturable)
+            for p in params.values():
+                p.grad = torch.zeros_like(p)
+            given = [
+                {k: torch.randn(s, generator=torch.Generator().manual_seed(i)).to(device) for k, s in HELD.items()}
+                for i in range(4)
+            ]
+            stepped(opt, params, given, capturable and device == "cuda")
+            ends.append([t.detach().float().cpu() for p in params.values() for t in (p, *opt.state[p].values())])
+        same = [float((a != b).float().mean()) for a, b in zip(*ends, strict=True)]
+        found[wanted] = max(same), float(max((a - b).abs().max() for a, b in zip(*(side[::6] for side in ends), strict=True)))
+    for name in ("Lamb", "Muon"):
+        params = {k: torch.nn.Parameter(torch.ones(s, device=device)) for k, s in HELD.items()}
+        try:
+            opt = getattr(rlx_optim.torch, name)(params.items(), engine="triton", state_dtype="int8", capturable=True)
+            for p in params.values():
+                p.grad = torch.ones_like(p)
+            opt.step()
+        except ValueError as problem:
+            found[name] = str(problem), all(bool((p == 1).all()) for p in params.values())
+    return found
+
+
+HELD = {"a": (33, 130), "b": (17, 256)}
+
+
+def stepped(opt, params, given, captured):
+    """A step for each of these gradients; the last ones by a CUDA graph."""
+    for grads in given[: 2 if captured else None]:
+        for k, p in params.items():
+            p.grad.copy_(grads[k])
+        opt.step()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            opt.step()
+        for grads in given[2:]:
+            for k, p in params.items():
+                p.grad.copy_(grads[k])
+            graph.replay()
+        torch.cuda.synchronize()
+
+
+def captured_well(found):
+    for wanted in FORMATS:
+        share, gap = found[wanted]
+        assert share < 0.02, wanted
+        assert gap < 1e-6, wanted
+    for name in ("Lamb", "Muon"):
+        assert found[name] == [f"{name}: state_dtype='int8': {rlx_optim.torch.graphs.ALONE}", True] or name == "Muon"
+        assert found[name][0].endswith(rlx_optim.torch.graphs.ALONE)
+
+
+def test_captured_in_the_interpreter():
+    pytest.importorskip("triton")
+    from interpreter import in_the_interpreter
+
+    captured_well(in_the_interpreter("capturing", "test_storage_torch"))
+
+
+@pytest.mark.gpu
+def test_captured_on_the_gpu():
+    captured_well({k: list(v) for k, v in capturing("cuda").items()})
 
 
 def test_triton_in_the_interpreter():
