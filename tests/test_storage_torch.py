@@ -173,6 +173,66 @@ def test_torch_optim_takes_over_what_is_decoded(tmp_path):
     assert np.array_equal(mine.numpy(), want)
 
 
+@pytest.mark.parametrize("kept", ["float32", "int8"])
+def test_eight_bit_states_of_others_are_read(kept):
+    """bitsandbytes': codes, a table, the largest of each 256, wrapped or not; torchao's: tensors that decode themselves."""
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, lr=1e-2, state_dtype=kept)
+    theirs, want = torch.optim.AdamW(net.parameters(), lr=1e-2).state_dict(), {}
+    generator = torch.Generator().manual_seed(0)
+    for i, p in enumerate(net.parameters()):
+        if p.numel() < 4096:
+            state = {"state1": torch.randn(p.shape, generator=generator), "state2": torch.rand(p.shape, generator=generator)}
+            want[i] = state["state1"], state["state2"]
+        else:
+            blocks = -(-p.numel() // 256)
+            state = {f"state{n}": torch.randint(256, p.shape, generator=generator, dtype=torch.uint8) for n in (1, 2)}
+            state |= {"qmap1": torch.linspace(-1, 1, 256), "qmap2": torch.linspace(0, 1, 256)}
+            state |= {f"absmax{n}": torch.rand(blocks, generator=generator) + 0.5 for n in (1, 2)}
+            want[i] = tuple(
+                (state[f"qmap{n}"][state[f"state{n}"].long().flatten()] * state[f"absmax{n}"].repeat_interleave(256)[: p.numel()])
+                .reshape(p.shape) for n in (1, 2)
+            )  # fmt: skip
+        theirs["state"][i] = {"step": 7, **(state if i else {"__bnb_optimizer_quant_state__": state})}
+    opt.load_state_dict(theirs)
+    for i, p in enumerate(net.parameters()):
+        state = {k: v.numpy() for k, v in opt.state[p].items()}
+        assert state["step"] == 7
+        for key, kind, value in zip(("exp_avg", "exp_avg_sq"), (SIGNED, "positive"), want[i], strict=True):
+            found = state[key]
+            if found.dtype != np.float32:
+                found = decode(NUMPY, Coded(kind, found, state[f"{key}_scale"]))
+            assert relative(found, value.numpy()) < (1e-6 if kept == "float32" else 0.01), (i, key)
+        assert not {"qmap1", "absmax2"} & state.keys()
+    steps(net, opt, 0, 1)
+
+    class Decoding(torch.Tensor):
+        codes = None
+
+        def dequantize(self):
+            return torch.full(self.shape, 0.25)
+
+    theirs["state"] = {
+        i: {"step": 1, **{k: torch.zeros(p.shape).as_subclass(Decoding) for k in ("exp_avg", "exp_avg_sq")}}
+        for i, p in enumerate(net.parameters())
+    }
+    opt.load_state_dict(theirs)
+    assert relative(opt.state[net[0].bias]["exp_avg"].numpy(), np.full(40, 0.25)) == 0
+    theirs["state"][0] = {
+        "step": 1,
+        "state1": state_of_zeros(net),
+        "state2": state_of_zeros(net),
+        "qmap1": torch.zeros(256),
+        "max1": torch.ones(1),
+    }
+    with pytest.raises(ValueError, match=r"bitsandbytes' 8-bit state of 0\.weight without blocks"):
+        opt.load_state_dict(theirs)
+
+
+def state_of_zeros(net):
+    return torch.zeros(net[0].weight.shape, dtype=torch.uint8)
+
+
 def test_refused_in_torch():
     double = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
     with pytest.raises(ValueError, match="is float64, and so is its state"):

@@ -25,7 +25,7 @@ from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
 from .models import splits_of
-from .names import counted, foreign, translated
+from .names import counted, foreign, translated, unwrapped
 from .routing import kinds_of
 from .state import furnish, handed_on, part_names, piece_shape, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
@@ -333,6 +333,7 @@ class RuleOptimizer(Stepper):
 
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             def boxed(state: Any) -> Any:
+                state = unwrapped(state)
                 return {k: Boxed(v) if torch.is_tensor(v) else v for k, v in state.items()} if isinstance(state, dict) else state
 
             return {**loaded, "state": {key: boxed(state) for key, state in loaded["state"].items()}}

@@ -17,7 +17,7 @@ from .. import storage
 from ..pieces import WHOLE, Split, checked, part, shapes_of, slots_of, stored
 from ..spec import Shape, Slot, Spec
 from .lanes import ARITHMETIC
-from .names import outside
+from .names import in_numbers, outside
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
 
@@ -181,7 +181,9 @@ def taken_over(
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
     slots = kept_slots(spec, param, split, home)
-    for slot, key in names_of(spec, slots).items():
+    names = names_of(spec, slots)
+    given = in_numbers(owner, given, list(names.values()), name)
+    for slot, key in names.items():
         expected = slots[slot]
         wanted = expected[0].storage
         buffers = {end: room(expected, param, split, home, end) for end in storage.PARTS[wanted]}
