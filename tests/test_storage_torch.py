@@ -249,6 +249,15 @@ def test_refused_in_torch():
         bad = {**good, "state": {**good["state"], 0: {**good["state"][0], **change}}}
         with pytest.raises(ValueError, match=message):
             opt.load_state_dict(bad)
+    wide = rlx_optim.torch.AdamW(model(), state_dtype="float32")
+    before = {k: v.clone() for k, v in wide.state_dict()["state"][0].items()}
+    cast = {k: {n: v.float() for n, v in each.items() if not n.endswith("_scale")} for k, each in good["state"].items()}
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of .* are codes that were read as numbers: the checkpoint has state_dtype='int8'"
+    ):
+        wide.load_state_dict({**good, "state": cast})
+    assert all(torch.equal(v, before[k]) for k, v in wide.state_dict()["state"][0].items())
+    wide.load_state_dict(good)
     opt.param_groups[0]["state_dtype"] = "float32"
     with pytest.raises(ValueError, match="state_dtype shapes the state"):
         opt.step()

@@ -27,7 +27,7 @@ from .lanes import ARITHMETIC
 from .models import splits_of
 from .names import counted, foreign, translated, unwrapped
 from .routing import kinds_of
-from .state import furnish, handed_on, part_names, piece_shape, shape_in_state, split_in, taken_over
+from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
 
 
@@ -354,7 +354,8 @@ class RuleOptimizer(Stepper):
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
             here = [group["state_dtype"] for group in self.param_groups]
             groups = [self._completed({**g, "state_dtype": kept}) for g, kept in zip(state["param_groups"], here, strict=True)]
-            state = {"param_groups": groups, "state": self._loaded(groups, state["state"])}
+            there = [group.get("state_dtype", "float32") for group in state["param_groups"]]
+            state = {"param_groups": groups, "state": self._loaded(groups, state["state"], there)}
         super().__setstate__(state)
         self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
@@ -368,15 +369,17 @@ class RuleOptimizer(Stepper):
         self._spec_of(done)
         return done
 
-    def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any]) -> Any:
+    def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any], formats: list[Any]) -> Any:
         state = type(self.state)(dict)
         state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
-        for group in groups:
+        for group, there in zip(groups, formats, strict=True):
             spec = self._spec_of(group)
             for name, param in named(group):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
                 split = split_in(given) or self._pieces(name, param)
                 home = self._home(name, param, spec, split)
+                if there not in ("float32", spec.state_dtype):
+                    refuse_codes(self._owner, spec, there, param, split, given, name)
                 state[param] = taken_over(self._owner, spec, param, split, given, name, home)
         return state
 

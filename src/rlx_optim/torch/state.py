@@ -169,6 +169,23 @@ def whole(tensor: Any) -> torch.Tensor:
     return found
 
 
+def refuse_codes(
+    owner: str, spec: Spec, there: Any, param: torch.Tensor, split: Split, given: Mapping[str, Any], name: str
+) -> None:
+    """Refuse codes that were read as numbers: torch.distributed.checkpoint copies them into whatever tensor it is given. there:
+    the `state_dtype` that the checkpoint was written with."""
+    slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
+    for slot, key in names_of(spec, slots).items():
+        value = given.get(key)
+        if len(storage.PARTS[slots[slot][0].storage]) > 1 and torch.is_tensor(value) and value.is_floating_point():
+            found = whole(value)
+            if bool(found.any()) and torch.equal(found, found.round()):
+                raise ValueError(
+                    f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
+                    f"here it is {spec.state_dtype!r}; read it into an optimizer with that state_dtype, and load its state_dict here"
+                )
+
+
 def taken_over(
     owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
