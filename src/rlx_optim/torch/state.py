@@ -182,7 +182,7 @@ def refuse_codes(
             if bool(found.any()) and torch.equal(found, found.round()):
                 raise ValueError(
                     f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
-                    f"here it is {spec.state_dtype!r}; read it into an optimizer with that state_dtype, and load its state_dict here"
+                    f"here it is {spec.state_dtype!r}; read it into an optimizer with that one, and load its state_dict here"
                 )
 
 
