@@ -308,9 +308,14 @@ def capturing(device="cpu"):
                 for i in range(4)
             ]
             stepped(opt, params, given, capturable and device == "cuda")
-            ends.append([t.detach().float().cpu() for p in params.values() for t in (p, *opt.state[p].values())])
-        same = [float((a != b).float().mean()) for a, b in zip(*ends, strict=True)]
-        found[wanted] = max(same), float(max((a - b).abs().max() for a, b in zip(*(side[::6] for side in ends), strict=True)))
+            ends.append([t.detach().cpu() for p in params.values() for t in (p, *opt.state[p].values())])
+        same = [
+            float((a != b).float().mean()) for a, b in zip(*ends, strict=True) if a.dtype not in (torch.float32, torch.float64)
+        ]
+        found[wanted] = (
+            max(same),
+            max(float((a.float() - b.float()).abs().max()) for a, b in zip(*ends, strict=True) if a.dtype is torch.float32),
+        )
     for name in ("Lamb", "Muon"):
         params = {k: torch.nn.Parameter(torch.ones(s, device=device)) for k, s in HELD.items()}
         try:

@@ -17,8 +17,9 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
-#: blocks of neighbours with one scale that a program takes, and its warps: the best of those measured on an H200
-STRIPS, WARPS = 4, 1
+#: blocks of neighbours with one scale that a program takes, and its warps where there are scales, and where there are none: the
+#: best of those measured on an H200. A warp to a block: then each thread has 4 neighbours, of codes and of numbers alike
+STRIPS, WARPS, FREE = 4, 4, 1
 #: how an array is kept: as it is, or as one of `storage`'s codes
 PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column
@@ -217,7 +218,8 @@ def strips(
     HIGH: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which array has its
-    scales. The last of the numbers is the step, FIRSTS where in a whole tensor each begins. EVEN: rows are whole blocks."""
+    scales. The last of the numbers is the step, FIRSTS where in a whole tensor each begins. EVEN: what divides the lengths of all
+    rows, a power of two; WIDE where they are whole blocks."""
     if FLAGGED:
         if tl.load(FLAG) != 0:
             return
@@ -227,15 +229,17 @@ def strips(
     row, at = tl.arange(0, HIGH), tl.arange(0, WIDE)
     left = tl.load(ROWS + t) - first
     some = row < left
-    if EVEN:
+    if EVEN == WIDE:
         start = first * WIDE
         flat = row[:, None] * WIDE + at[None, :]
         live = some[:, None] & (at >= 0)[None, :]
     else:
-        start = first * 0
-        columns, across = tl.load(COLUMNS + t), tl.load(ACROSS + t)
-        column = ((first + row) % across * WIDE)[:, None] + at[None, :]
-        flat = ((first + row) // across * columns)[:, None] + column
+        columns, across = tl.multiple_of(tl.load(COLUMNS + t), EVEN), tl.load(ACROSS + t).to(tl.int32)
+        block = first.to(tl.int32)  # 2^31 blocks are more than any memory has
+        start = (block // across).to(tl.int64) * columns
+        block = block % across + row
+        column = (block % across * WIDE)[:, None] + at[None, :]
+        flat = (block // across * columns)[:, None] + column
         live = some[:, None] & (column < columns)
     bases = ()
     where = ()
@@ -244,8 +248,8 @@ def strips(
         base = (tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j]))
         bases = bases + (base,)
         base = base + start
-        if ALIGNED:
-            base = tl.multiple_of(base, 16)
+        if ALIGNED and EVEN > 1:
+            base = tl.multiple_of(base, min(16, EVEN * ELEMENTS[j].primitive_bitwidth // 8))
         where = where + (base,)
     for j in tl.static_range(len(ELEMENTS)):
         scales = scales + (bases[SCALES[j]] + first + row,)
@@ -256,7 +260,7 @@ def strips(
     tick = numbers[NUMS - 1].to(tl.int32)
     begin = start + tl.load(FIRSTS + t)
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
-    if EVEN and left >= HIGH:
+    if EVEN == WIDE and left >= HIGH:
         one_strip(
             where, scales, s, scale, tick, begin, flat, some, live, out, rule, False, ELEMENTS, CODES, GRADIENT, READS, STORES,
             SUMS, SINGLE, F, TINY,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class Rows(Dealt):
         across = [-(-n // storage.BLOCK) for n in columns]
         rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
         super().__init__([-(-n // STRIPS) for n in rows], device)
-        self.even = all(n % storage.BLOCK == 0 for n in columns)
+        self.even = math.gcd(storage.BLOCK, *columns)
         self.rows, self.columns, self.across, self.firsts = (
             torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across, firsts)
         )
