@@ -347,7 +347,7 @@ class RuleOptimizer(Stepper):
         self._resume_guard(window)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}

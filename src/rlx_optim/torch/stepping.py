@@ -7,6 +7,7 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from .state import count_of, dtype_of, furnish, in_pieces, names_of, settle, sha
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
+FIXED = (float, int, bool, str, type(None))
 
 
 class Stepper(Evaluating):
@@ -95,6 +97,7 @@ class Stepper(Evaluating):
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
+        self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
         self._evaluating = None
 
@@ -389,6 +392,9 @@ class Stepper(Evaluating):
             self._specs = [(None, None)] * len(groups)
         for i, group in enumerate(groups):
             fields = self._rules[group["rule"]].fields
+            given = [fields, *map(group.__getitem__, fields), group["maximize"]]
+            if i in self._given and len(given) == len(self._given[i]) and all(map(operator.is_, given, self._given[i])):
+                continue
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
             tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
@@ -401,6 +407,10 @@ class Stepper(Evaluating):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)
+            if all(map(fixed, given[1:])):
+                self._given[i] = given
+            else:
+                self._given.pop(i, None)
         return [spec for _, spec in self._specs if spec is not None]
 
     def _refuse_reshaping(self, before: Spec, now: Spec) -> None:
@@ -567,6 +577,11 @@ class Stepper(Evaluating):
                 handle.remove()
 
         return detach
+
+
+def fixed(value: Any) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in FIXED or (type(value) is tuple and all(map(fixed, value)))
 
 
 def identified(value: Any) -> Any:
