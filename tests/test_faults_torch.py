@@ -494,3 +494,34 @@ def test_a_step_within_compiled_code_is_not_compiled():
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, run(False), run(True)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])  # whose settings may follow the dtype
+def test_settings_that_were_refused_leave_nothing_behind(name):
+    """Where one group's setting is bad, another's that changed with it is not half taken: set back, it is what it was."""
+    params = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    opt = getattr(ours, name)([{"params": [p]} for p in params], lr=0.1)
+
+    def step():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        return [p.detach().clone() for p in params]
+
+    step()
+    first, second = opt.param_groups
+    was = first["lr"], second["weight_decay"]
+    first["lr"], second["weight_decay"] = 0.7, -1.0
+    with pytest.raises(ValueError, match="weight_decay"):
+        step()
+    first["lr"], second["weight_decay"] = was
+    a, b = step()
+    assert torch.equal(a, b)
+    first["betas" if name == "AdamW" else "eps"] = list(first["betas" if name == "AdamW" else "eps"])
+    step()
+    if name == "AdamW":
+        first["betas"][0] = 0.5  # in place
+    else:
+        first["eps"][1] = 50.0
+    a, b = step()
+    assert not torch.equal(a, b)

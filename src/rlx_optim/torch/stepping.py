@@ -386,32 +386,38 @@ class Stepper(Evaluating):
 
     def _current_specs(self) -> list[Spec]:
         """The spec of every group as it is now; made anew where a value changed, which checks it."""
-        groups = self._views()
+        given = [self._given_in(group) for group in self.param_groups]
+        before = self._given
+        same = [len(now) == len(before.get(i, ())) and all(map(operator.is_, now, before[i])) for i, now in enumerate(given)]
+        if all(same) and len(before) == len(given):
+            return [spec for _, spec in self._specs if spec is not None]
+        groups, self._given = self._views(), {}
         if len(self._specs) != len(groups):
             self._forget()
-            self._specs = [(None, None)] * len(groups)
+            self._specs, same = [(None, None)] * len(groups), [False] * len(given)
         for i, group in enumerate(groups):
-            fields = self._rules[group["rule"]].fields
-            given = [fields, *map(group.__getitem__, fields), group["maximize"]]
-            if i in self._given and len(given) == len(self._given[i]) and all(map(operator.is_, given, self._given[i])):
+            if same[i % len(given)]:
                 continue
+            fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
             tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
             if tensors and self.capturable:  # what is on the device is read by the step itself
                 values, tensors = list(map(identified, values)), False
-            before, spec = self._specs[i]
-            if spec is None or tensors or values != before:
+            known, spec = self._specs[i]
+            if spec is None or tensors or values != known:
                 now = self._spec_of(group)
-                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != before[-1]):
+                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != known[-1]):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)
-            if all(map(fixed, given[1:])):
-                self._given[i] = given
-            else:
-                self._given.pop(i, None)
+        self._given = {i: now for i, now in enumerate(given) if all(map(fixed, now[1:]))}
         return [spec for _, spec in self._specs if spec is not None]
+
+    def _given_in(self, group: Mapping[str, Any]) -> list[Any]:
+        """What a group says, as it is."""
+        fields = self._rules[group["rule"]].fields
+        return [fields, *map(group.__getitem__, fields), group["maximize"]]
 
     def _refuse_reshaping(self, before: Spec, now: Spec) -> None:
         for name, field in before.fields.items():

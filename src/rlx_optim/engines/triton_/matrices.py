@@ -25,7 +25,7 @@ from . import noise, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .soon import Soon
-from .tables import Placed, Plan, placed
+from .tables import Placed, Plan, Table, placed
 
 
 def left(u):
@@ -48,7 +48,7 @@ class Matrices(Torch):
             return {}  # the values would keep gradients
 
         replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
-        return replayed((plan.version, read), numbers, run, lambda: (self._maps(plan), read))
+        return replayed((plan.version, read), numbers, run, lambda: self._maps(plan), read)
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
@@ -67,13 +67,9 @@ class Matrices(Torch):
         can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
         return can and not any(map(torch.is_tensor, numbers.values()))
 
-    def _maps(self, plan: Plan) -> tuple[Any, ...]:
+    def _maps(self, plan: Plan) -> list[tuple[Table, list[Placed]]]:
         """`_tables` of the maps of a matrix rule."""
-        found = []
-        for key, arrays in plan.mapped.items():
-            table = self._pass(plan, key, arrays, len(plan.shapes))
-            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
-        return tuple(found)
+        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in plan.mapped.items()]
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
