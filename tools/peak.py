@@ -22,7 +22,7 @@ import rlx_optim.torch as ours
 SIZES = {"vocabulary": 50257, "context": 1024, "width": 768, "heads": 12, "layers": 12}
 SMALL = {"vocabulary": 512, "context": 64, "width": 128, "heads": 2, "layers": 1}
 FORMATS = ("float32", "bfloat16", "int8")
-OPTIMIZERS = ("AdamW", "Lion", "Lamb", "MARS", "Muon", "SOAP")
+OPTIMIZERS = ("AdamW", "Lion", "Lamb", "MARS", "Muon")
 
 
 class Block(nn.Module):
