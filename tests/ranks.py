@@ -611,6 +611,9 @@ def engines(world):
     return out if world.rank == 0 else None
 
 
+import coded_ranks  # noqa: E402, F401  (its scenarios, before the last)
+
+
 @scenario(2)
 def killed(world):
     """The last of a world: rank 1 dies while a second checkpoint is written."""

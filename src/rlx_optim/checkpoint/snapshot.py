@@ -16,7 +16,7 @@ import numpy as np
 from .. import random, storage
 from ..guard import checked, refusal
 from ..optimizer import NONFINITE
-from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
+from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
@@ -100,6 +100,11 @@ class Parameter:
         slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else possible(spec, self)[0]
         return {name: each for name, each in slots.items() if name in self.tensors}
 
+    def kept(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Slot, ...]]:
+        """Slots as the file has them: exact where it has numbers, whatever the settings say."""
+        plain = {name for name, each in self.tensors.items() if each.dtype.kind == "f"}
+        return {name: exact(each) if name in plain else each for name, each in slots.items()}
+
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
         """The tensors of slots in the file, by name: shape and type."""
         return {
@@ -110,7 +115,7 @@ class Parameter:
 
     def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
-        kind = slots[name][0].storage
+        kind = self.kept(slots)[name][0].storage
         found = [self.tensors[name + end].read() for end in storage.PARTS[kind]]
         if not kind:
             return found[0]
@@ -221,13 +226,13 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    parts, counters = p.arrays(p.slots(spec)), spec.counters()
+    parts, counters = p.arrays(p.kept(p.slots(spec))), spec.counters()
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p)
-        parts = p.arrays(slots)
+        parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for name, each in p.tensors.items():

@@ -23,6 +23,7 @@ from .kernels import (
     COLUMN,
     COLUMNS,
     DEEP,
+    FREE,
     FULL,
     HALF,
     HIGH,
@@ -301,11 +302,11 @@ class Triton(Matrices):
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             kernels.strips[(rows.n,)](
-                address, bases, rows.rows, rows.columns, rows.across, rows.tensor, rows.index, mine, shared, partial,
+                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, partial,
                 address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
                 ready.codes, ready.scales, len(numbers), gradient, ready.reads, ready.stores, sums, len(step.gives) == 1,
                 aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY,
-                num_warps=WARPS,
+                num_warps=WARPS if any(ready.scales) else FREE,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -83,14 +84,14 @@ class Blocks(Dealt):
 class Rows(Dealt):
     """Blocks of neighbours that share a scale (`storage`), STRIPS of them to a program; the last of a row may be shorter."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device):
+    def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], device: torch.device):
         columns = [shape[-1] for shape in shapes]
         across = [-(-n // storage.BLOCK) for n in columns]
         rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
         super().__init__([-(-n // STRIPS) for n in rows], device)
-        self.even = all(n % storage.BLOCK == 0 for n in columns)
-        self.rows, self.columns, self.across = (
-            torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across)
+        self.even = math.gcd(storage.BLOCK, *columns)
+        self.rows, self.columns, self.across, self.firsts = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across, firsts)
         )
 
 
@@ -162,6 +163,7 @@ class Plan:
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
         self.tick = None if bundle.program is None else bundle.program.inputs.get("_tick")  # which number is the step
+        self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
@@ -227,9 +229,10 @@ class Plan:
         )
 
     def strips(self, indices: tuple[int, ...] | None) -> Rows:
+        chosen = range(len(self.shapes)) if indices is None else indices
         return self.cached(
             ("strips", indices),
-            lambda: Rows(self.shapes if indices is None else [self.shapes[i] for i in indices], self.device),
+            lambda: Rows([self.shapes[i] for i in chosen], [self.firsts[i] for i in chosen], self.device),
         )
 
     def divisor(self, lengths: Sequence[int]) -> torch.Tensor:
