@@ -533,11 +533,14 @@ class ArrayEngine(storage.Words):
         go by what it was at the same place the last time."""
         return self.cond(predicate, yes, no, *operands)
 
-    def random(self, kind: str, x: Values, shape: Shape) -> Array:
-        """Noise of a stack's shape, keyed by (seed, name, t): "normal" or "uniform"."""
-        keys = [random.key(x.seed, name) for name in x.names]
-        draws = [random.draw(self, kind, key, x.t, math.prod(shape[1:])) for key in keys]
-        return self.xp.stack(draws).reshape(shape)
+    def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
+        """Keys of noise (B, 4), those of (seed, name) in place of zeros."""
+        there = self.load(np.array([random.halves(random.key(seed, name)) for name in names]))
+        return self.where((keys == 0).all(-1)[:, None], there, keys)
+
+    def random(self, kind: str, keys: Array, t: Any, shape: Shape) -> Array:
+        """Noise of a stack's shape, drawn by each tensor's key and the step: "normal" or "uniform"."""
+        return random.draw(self, kind, keys, t, math.prod(shape[1:])).reshape(shape)
 
     def probe(self, function: Callable[..., Any], x: Values) -> Array:
         """The caller's own noise in place of `random`."""

@@ -262,7 +262,7 @@ class Slot:
     is one number for the whole tensor (shape ()), which rules and `E.each` read and `E.each` gives anew.
     A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
     `meaning` says what is kept, in words that rules share: "first moment", "second moment", "largest second moment", "row",
-    "column", "curvature", "last gradient", "factor", "basis". Its first words give the name in torch's state dicts
+    "column", "curvature", "last gradient", "factor", "basis", "key". Its first words give the name in torch's state dicts
     (`torch.names`); state goes over to another optimizer where all the words are the same; it may be kept in fewer bits where
     `storage` knows them, and `storage` here says in which.
     """
@@ -282,6 +282,8 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
     return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
+#: what a slot means that noise is drawn by (`random.key`): shape (4,), from zero
+KEY = "key"
 #: where a parameter is kept while the point to evaluate at takes its place
 TRAINED = "p"
 
@@ -337,6 +339,8 @@ class Spec(abc.ABC):
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
+    #: those of its `decisions` after which the host asks the device what it found: no CUDA graph can hold such a step
+    asks: ClassVar[tuple[str, ...]] = ()
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
     #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
@@ -474,6 +478,11 @@ class Spec(abc.ABC):
         """Every number the rule needs at step t, by the rule's argument names, in float64."""
         return {}
 
+    def decisions(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
+        """What a matrix rule's `update` branches on (`E.cond`), by name, and the next values of counters that this rests on: like
+        `scalars`, but of what the host has counted, also where steps are counted on a device."""
+        return {}
+
     @abc.abstractmethod
     def update(self, E: Any, x: Any) -> Any:
         """The direction u of a step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the
@@ -493,11 +502,10 @@ class Spec(abc.ABC):
         """What `update` gave, as it is committed: masked where `cautious`."""
         return modifiers.masked(E, x, self.caution) if self.cautious and self.caution is not None else x
 
-    def numbers(
-        self, t: Any, counters: Mapping[str, Any], scalars: Callable[..., dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
-        """What `scalars` gives, here or (given) in the words of an engine, and what modifiers need beside."""
-        found = (scalars or type(self).scalars)(self, t, counters)
+    def numbers(self, t: Any, counters: Mapping[str, Any], bound: Callable[[Any], Any] = lambda method: method) -> dict[str, Any]:
+        """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside."""
+        kind = type(self)
+        found = {**bound(kind.scalars)(self, t, counters), **bound(kind.decisions)(self, t, counters)}
         found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 

@@ -190,7 +190,7 @@ class Words:
         return self.xp.arange(n, dtype=self.xp.int64)
 
     def word(self, n: Any) -> Any:
-        return n
+        return n if isinstance(n, int) else self.cast(n, "int64")
 
 
 NUMPY = Words()

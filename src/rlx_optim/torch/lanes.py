@@ -44,7 +44,7 @@ class Seat:
         self.counters = {counter: state[counter] for counter in counters}
         self.hold()
         shapes = pieces.shapes_of(tuple(param.shape), split)
-        self.records = [Record(name if split == WHOLE else f"{name}[{i}]", shape, group) for i, shape in enumerate(shapes)]
+        self.records = [Record(each, shape, group) for each, shape in zip(pieces.names_in(name, split), shapes, strict=True)]
 
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""

@@ -457,7 +457,7 @@ class Stepper(Evaluating):
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            for name, param in named(group):
+            for name, param in named(group, index):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import random, storage
+from ... import storage
 from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Pass, Values, reordered
@@ -620,13 +620,14 @@ class Triton(Torch):
             return super().soon(predicate, yes, no, *operands)
         return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
 
-    def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
+    def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
+        return super().keyed(dense(keys), seed, names)
+
+    def random(self, kind: str, keys: Any, t: Any, shape: Any) -> torch.Tensor:
         """The same words as everywhere, in one launch."""
-        plan = x.get("_plan")
-        if plan is None or self.dtype is not torch.float32:
-            return super().random(kind, x, shape)
-        keys = plan.cached("keys", lambda: self.sender.send(np.array([random.key(x.seed, name) for name in x.names], np.int64)))
-        return noise.draw(kind, keys, x.t, shape)
+        if self.dtype is not torch.float32:
+            return super().random(kind, dense(keys), t, shape)
+        return noise.draw(kind, dense(keys).contiguous(), t, shape)
 
     def wide(self, X: Any) -> torch.Tensor:
         return super().wide(dense(X))
