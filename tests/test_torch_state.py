@@ -38,7 +38,10 @@ STATE = {
     "Adafactor": ({"row_var": (6, 1), "col_var": (1, 4)}, {"variance": B}),
     "Lion": (slots("exp_avg", W), slots("exp_avg", B)),
     "SOAP": (slots(ADAM, W, L1=(6, 6), L2=(4, 4), Q1=(6, 6), Q2=(4, 4)), slots(ADAM, B)),
-    "KronPSGD": (slots("momentum_buffer", W, q1=(6, 6), q2=(4, 4), key=(4,), counter=()), slots("momentum_buffer", B, q1=(5,), key=(4,), counter=())),
+    "KronPSGD": (
+        slots("momentum_buffer", W, q1=(6, 6), q2=(4, 4), key=(4,), counter=()),
+        slots("momentum_buffer", B, q1=(5,), key=(4,), counter=()),
+    ),
     "Muon": (slots("momentum_buffer", W), slots(ADAM, B)),
     "Sophia": (slots("exp_avg hessian", W, estimates=()), slots("exp_avg hessian", B, estimates=())),
     "MARS": (slots(f"{ADAM} last_grad", W), slots(ADAM, B)),

@@ -68,7 +68,7 @@ class Bundle:
     buffers: "p" and "g" (the caller's arrays, g never written) and one entry per slot, each a list with an array per tensor.
     program: what is to be done; None for matrix rules, whose spec is asked.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
-    t: the step count of this step; only of matrix bundles is it the same for all.
+    t: the step count of this step, of a captured one on the device; only of matrix bundles is it the same for all.
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
@@ -83,7 +83,7 @@ class Bundle:
     program: Program | None = None
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
-    t: int = 0
+    t: Any = 0
     watch: Any = None
     index: Any = None
     plan: Any = None

@@ -339,7 +339,8 @@ class Spec(abc.ABC):
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
-    #: those of its `decisions` after which the host asks the device what it found: no CUDA graph can hold such a step
+    #: those of its `decisions` after which the host asks the device what it found, or brings something there: no CUDA graph can
+    #: hold such a step
     asks: ClassVar[tuple[str, ...]] = ()
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
@@ -448,8 +449,8 @@ class Spec(abc.ABC):
         return False
 
     def replays(self) -> bool:
-        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, and what `update`
-        reads of the hyperparameters itself are not floats: those reach it through `scalars`."""
+        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, what `update` reads of
+        the hyperparameters itself are not floats (those reach it through `scalars`), and it moves no counter itself."""
         return False
 
     @abc.abstractmethod
@@ -502,10 +503,13 @@ class Spec(abc.ABC):
         """What `update` gave, as it is committed: masked where `cautious`."""
         return modifiers.masked(E, x, self.caution) if self.cautious and self.caution is not None else x
 
-    def numbers(self, t: Any, counters: Mapping[str, Any], bound: Callable[[Any], Any] = lambda method: method) -> dict[str, Any]:
-        """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside."""
-        kind = type(self)
-        found = {**bound(kind.scalars)(self, t, counters), **bound(kind.decisions)(self, t, counters)}
+    def numbers(
+        self, t: Any, counters: Mapping[str, Any], bound: Callable[[Any], Any] = lambda method: method, decided: Any = None
+    ) -> dict[str, Any]:
+        """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
+        decided: what `decisions` gave already."""
+        decided = bound(type(self).decisions)(self, t, counters) if decided is None else decided
+        found = {**bound(type(self).scalars)(self, t, counters), **decided}
         found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule

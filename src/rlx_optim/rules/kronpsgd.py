@@ -19,7 +19,8 @@ begins as precond_init_scale^(1/ndim)·I. With T1 and T2 the diagonals of the tw
 With balance_probability per update the factors are rescaled to equal largest entries, which changes no step. A 0-D tensor
 counts as length 1. Updates come with probability max(0.03, min(1, exp(−0.001·(n − 500)))), n = t − 1, or the one given: the
 counter rises by 1 a step, at 1/probability or more there is an update and it returns to 0. Noise is drawn by t and a key
-that is kept in the state, at first that of (seed, name); probe(name, t, shape) replaces it. Factors are left alone where they would stop being finite.
+of state, which begins as that of (seed, name); probe(name, t, shape) replaces it. Factors are left alone where they would
+stop being finite.
 
 Conventions.
 - torch, optax: neither has it.
@@ -43,6 +44,11 @@ def average(m, g, beta, alpha, share):
     m = beta * m + alpha * g
     mhat = m / share
     return m, mhat
+
+
+def taken(g):
+    G = g
+    return G
 
 
 class KronPSGD(Spec):
@@ -83,6 +89,7 @@ class KronPSGD(Spec):
 
     matrix = True
     branches = True
+    asks = ("begins",)
 
     def diagonal(self, dims):
         """Which factors are diagonal."""
@@ -110,13 +117,17 @@ class KronPSGD(Spec):
 
     def scalars(self, t, counters):
         average = {"beta": self.beta1, "alpha": 1 - self.beta1, "share": less_power(self.beta1, t)}
-        return average | {"step": self.lr, "shrink": self.lr * self.weight_decay}
+        fit = {"precond_lr": self.precond_lr, "balance_probability": self.balance_probability}
+        return average | fit | {"step": self.lr, "shrink": self.lr * self.weight_decay}
 
     def decisions(self, t, counters):
         counter, given = counters["counter"] + 1, self.preconditioner_update_probability
         scheduled = (counter * exp(-0.001 * (t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
         fits = scheduled if given is None else counter >= 1 / given
         return {"begins": t == 1, "fits": fits, "counter": counter * (1 - fits)}
+
+    def replays(self):
+        return self.probe is None
 
     def work(self, shape):
         size, diagonal = math.prod(shape), self.diagonal(shape)
@@ -144,15 +155,15 @@ class KronPSGD(Spec):
 
         def fit(q):
             V = E.random("normal", key, x.t, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
-            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
+            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else E.map(taken, x).G.reshape(stack))
             B = linalg.every(E, divide, q, V)
             new = {}
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
-                    new[i] = f - self.precond_lr * E.upper(E.triu(T1 - T2), f) / linalg.spectral_bound(E, T1 + T2)
+                    new[i] = f - x.precond_lr * E.upper(E.triu(T1 - T2), f) / linalg.spectral_bound(E, T1 + T2)
                 else:
-                    new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
+                    new[i] = f - x.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
             sound = math.prod(linalg.finite(E, f).reshape(-1) for f in new.values()) > 0
             if len(q) > 1:
@@ -162,7 +173,7 @@ class KronPSGD(Spec):
         def balanced(q):
             top = {i: E.norm(f, math.inf).reshape(-1) for i, f in q.items()}
             mean = math.prod(size ** (1 / len(q)) for size in top.values())
-            coin = E.random("uniform", key, x.t, (stack[0],)) < self.balance_probability
+            coin = E.random("uniform", key, x.t, (stack[0],)) < x.balance_probability
             return {i: f * E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1)) for i, f in q.items()}
 
         q = E.cond(x.fits, fit, lambda q: q, q)

@@ -38,6 +38,11 @@ from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
 from ..vocabulary import less_power, maximum, sqrt, where
 
 
+def taken(g):
+    G = g
+    return G
+
+
 def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
@@ -124,6 +129,9 @@ class SOAP(Spec):
     def decisions(self, t, counters):
         return {"begins": t == 1, "refreshes": (t - 1) % self.precondition_frequency == 0}  # t - 1 steps have moved, with this
 
+    def replays(self):
+        return True
+
     def work(self, shape):
         size, every = math.prod(shape), self.precondition_frequency
         dims = [self.merged(shape)[axis - 1] for axis in self.rotated(shape)]
@@ -133,7 +141,7 @@ class SOAP(Spec):
         shape = x.p.shape[1:]
         axes = self.rotated(shape)
         stacked = (x.p.shape[0], *self.merged(shape))
-        G, m, v = (X.reshape(stacked) for X in (x.g, x.m, x.v))
+        G, m, v = (X.reshape(stacked) for X in (E.map(taken, x).G, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in axes}
         L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:

@@ -19,6 +19,7 @@ import torch
 from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Values, reordered
+from ...spec import KEY
 from ..torch_ import Torch
 from . import noise, precise, products, replay
 from .kernels import TENSOR
@@ -38,33 +39,47 @@ class Matrices(Torch):
     now: Any = None  # what the update that runs began with
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-        plan = bundle.plan
+        """A graph for each combination of decisions; what they and counters are is not read on the device."""
+        plan, counts = bundle.plan, bundle.spec.counters().keys()
         self.placed(bundle)
         read = [value for value in bundle.spec.values().values() if type(value) is not float]
+        decided = {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
+        sent = {name: value for name, value in numbers.items() if name not in decided and name not in counts}
+        if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
+            sent["_t"] = bundle.t
 
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, now)
+            self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
-        replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
-        return replayed((plan.version, read), numbers, run, lambda: (self._maps(plan), read))
+        key = ("replay", *decided.values())
+        replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        replayed((plan.version, read), sent, run, lambda: (self._maps(plan), read))
+        return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
         self.now = start = self.values(bundle, numbers)
         bundle.plan.cached("soon", Soon).begin()
-        x = self.updated(bundle, start, move)
+        x, flag = self.updated(bundle, start, move), start["_flag"]
+        self.now = None  # its stacks go
         for name in bundle.written():
             if not same(x[name], start[name]):  # what is not by address has been computed apart
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                if flag is not None:
+                    apart = torch.where(flag.reshape(()) == 0, apart, torch.stack(list(bundle.buffers[name])).to(apart.dtype))
                 torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        small = sum(bundle.plan.sizes) <= replay.MOST
-        can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
+        small, asks = sum(bundle.plan.sizes) <= replay.MOST, any(numbers[name] for name in bundle.spec.asks)
+        can = small and not asks and bundle.spec.replays() and self._standing_still(bundle)
         return can and not any(map(torch.is_tensor, numbers.values()))
+
+    def stack(self, shape: Any) -> int:
+        """As many as a graph is kept for."""
+        return max(1, replay.MOST // max(1, math.prod(shape)))
 
     def _maps(self, plan: Plan) -> tuple[Any, ...]:
         """`_tables` of the maps of a matrix rule."""
@@ -183,7 +198,7 @@ class Matrices(Torch):
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
+        alone = plan is not None and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
         if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))

@@ -51,7 +51,7 @@ def fill(OUT, KEYS, t, kind, n, draws, COUNTED: tl.constexpr, NORMAL: tl.constex
     k0 = tl.load(KEYS + 4 * b).to(tl.uint32) + (tl.load(KEYS + 4 * b + 1).to(tl.uint32) << 16)
     k1 = tl.load(KEYS + 4 * b + 2).to(tl.uint32) + (tl.load(KEYS + 4 * b + 3).to(tl.uint32) << 16)
     zero = tl.zeros((BLOCK,), tl.uint32)
-    step = tl.load(t) if COUNTED else t
+    step = tl.load(t).to(tl.int64) if COUNTED else t
     first, second = words(k0, k1, i.to(tl.uint32), zero + (4 * step + kind).to(tl.uint32))
     a = (first >> 8).to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
     c = (second >> 8).to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
