@@ -55,6 +55,8 @@ class Matrices(Torch):
         key = ("replay", *decided.values())
         replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
         replayed((plan.version, read), sent, run, lambda: (self._maps(plan), read))
+        if self._asks(bundle, numbers) and replayed.graph is not None:
+            plan.cached("soon", Soon).replayed()
         return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
@@ -73,9 +75,15 @@ class Matrices(Torch):
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        small, asks = sum(bundle.plan.sizes) <= replay.MOST, any(numbers[name] for name in bundle.spec.asks)
-        can = small and not asks and bundle.spec.replays() and self._standing_still(bundle)
-        return can and not any(map(torch.is_tensor, numbers.values()))
+        small = sum(bundle.plan.sizes) <= replay.MOST
+        can = small and bundle.spec.replays() and self._standing_still(bundle)
+        can = can and not any(map(torch.is_tensor, numbers.values()))
+        return can and (not self._asks(bundle, numbers) or bundle.plan.cached("soon", Soon).quiet())
+
+    @staticmethod
+    def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether the device is asked in this step (`Soon`)."""
+        return any(numbers[name] for name in bundle.spec.asks)
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
