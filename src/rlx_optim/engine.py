@@ -99,6 +99,12 @@ class Bundle:
         return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
 
     @functools.cached_property
+    def firsts(self) -> list[int]:
+        """Which place of a whole tensor each begins at, where its state may be coded (`storage.Coded`)."""
+        coded = next(each for name, each in self.buffers.items() if name in self.storages)
+        return [each.first if isinstance(each, storage.Coded) else 0 for each in coded]
+
+    @functools.cached_property
     def storages(self) -> dict[str, set[str]]:
         """What its slots are kept in, those in fewer bits; several where tensors differ."""
         if self.spec.state_dtype == "float32":
@@ -215,7 +221,7 @@ class ArrayEngine(storage.Words):
         """Leave a value in a buffer, encoded where it is kept in fewer bits. t: the step."""
         if not isinstance(buffer, storage.Coded):
             return self.store(buffer, value)
-        made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t)
+        made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t, buffer.first)
         for end, part in buffer.parts.items():
             self.store(part, made[end])
 

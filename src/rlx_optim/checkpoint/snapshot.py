@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .. import random, storage
-from ..guard import checked
+from ..guard import checked, refusal
 from ..optimizer import NONFINITE
-from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
+from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor, tensor
@@ -102,6 +102,11 @@ class Parameter:
         slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else possible(spec, self)[0]
         return {name: each for name, each in slots.items() if name in self.tensors}
 
+    def kept(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Slot, ...]]:
+        """Slots as the file has them: exact where it has numbers, whatever the settings say."""
+        plain = {name for name, each in self.tensors.items() if each.dtype.kind == "f"}
+        return {name: exact(each) if name in plain else each for name, each in slots.items()}
+
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
         """The tensors of slots in the file, by name: shape and type."""
         return {
@@ -112,7 +117,7 @@ class Parameter:
 
     def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
-        kind = slots[name][0].storage
+        kind = self.kept(slots)[name][0].storage
         found = [self.tensors[name + end].read() for end in storage.PARTS[kind]]
         if not kind:
             return found[0]
@@ -143,6 +148,7 @@ class Snapshot:
     written_by: str = ""
     saved_ns: int = 0
     skip_above: float | None = None
+    window: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what skip_above judges by
 
     def spec(self, parameter: Parameter) -> Spec:
         return self.members[parameter.member].specs[parameter.group]
@@ -163,6 +169,8 @@ def check(snapshot: Snapshot) -> None:
         checked("the manifest", snapshot.skip_above)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(str(problem)) from None
+    if wrong := refusal(snapshot.window):
+        raise CheckpointError(f"the manifest: 'skip_window': {wrong}")
     for index, member in enumerate(snapshot.members):
         _check_member(member)
         for group in member.groups:
@@ -213,13 +221,13 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
     slots, counters = p.slots(spec), spec.counters()
     for name in [name for name, each in slots.items() if each[0].meaning == KEY and name not in p.tensors]:
         p.tensors[name] = tensor(_key(p, what).reshape(p.stored(slots[name])))
-    parts = p.arrays(slots)
+    parts = p.arrays(p.kept(slots))
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p)
-        parts = p.arrays(slots)
+        parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for name, each in p.tensors.items():

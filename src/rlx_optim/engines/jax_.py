@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,7 @@ class Jax(ArrayEngine):
 
     name = "jax"
     xp = jnp
+    types: ClassVar[Mapping[str, Any]] = {"bfloat16": jnp.bfloat16, "int8": jnp.int8, "uint8": jnp.uint8, "float32": jnp.float32}
 
     def __init__(self, dtype: Any = jnp.float32):
         self.dtype = self.stored = jnp.dtype(dtype)
@@ -156,6 +157,12 @@ class Jax(ArrayEngine):
 
     def narrow(self, X: Array) -> Array:
         return X
+
+    def to_half(self, X: Array) -> Array:
+        return X.astype(jnp.bfloat16)
+
+    def from_half(self, X: Array) -> Array:
+        return X.astype(jnp.float32)
 
     def counter(self, n: int) -> Array:
         return jnp.arange(n, dtype=jnp.uint32)

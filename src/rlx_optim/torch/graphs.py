@@ -19,6 +19,9 @@ from ..spec import Spec
 from ..stepping import Part, Record, count, run_bundle
 from .lanes import Seat, TritonLane, written
 
+#: what of state in fewer bits can be captured
+ALONE = "with capturable=True codes are for rules that read and write them in one pass; use capturable=False, or float32 state"
+
 
 def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
     """Why this cannot be captured; None if it can."""
@@ -28,8 +31,8 @@ def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
     if called := [name for name, value in spec.values().items() if callable(value)]:
         return f"{type(spec).__name__} cannot be captured with {called[0]}=…, which the host would have to call at every replay"
-    if spec.state_dtype != "float32":
-        return f"state_dtype={spec.state_dtype!r} cannot be captured yet; use capturable=False, or float32"
+    if spec.state_dtype != "float32" and spec.matrix:
+        return f"state_dtype={spec.state_dtype!r}: {ALONE}"
     if nonfinite == "raise":
         return "nonfinite='raise' needs the host to look at every gradient; with capturable=True use 'skip' or 'propagate'"
     return None
@@ -126,7 +129,10 @@ class GraphLane(TritonLane):
         for part in self.parts:
             bundle = part.bundle
             if not self.engine.sweeps(bundle):
-                raise RuntimeError(f"{type(bundle.spec).__name__} with capturable=True steps matrices and vectors only")
+                what = f"state_dtype={bundle.spec.state_dtype!r}: {ALONE}" if bundle.storages else ""
+                raise bundle.spec.refuse(what or "with capturable=True it steps matrices and vectors only")
+        for part in self.parts:
+            bundle = part.bundle
             bundle.spec = specs[part.records[0].group]
             numbers, counts = self.numbers_of(part, place)
             if bundle.spec.matrix:

@@ -159,6 +159,7 @@ class Prepared:
                 self.columns.append(plan.scratch[place])
         self.sources += [plan.addresses[f"{plan.buffer[step.takes[j]]}_scale"] for j in layout.scaled]
         self.ticks = layout.beside > 1
+        self.first = numbered(plan.bundle.firsts) if self.ticks else None
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
@@ -171,7 +172,7 @@ class Prepared:
             self.kernel.addresses[:, slot] = addresses
 
     def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu) -> None:
-        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else [])])
+        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick, self.first] if self.ticks else [])])
         self.kernel.run()
         if self.columns:
             self.kernel.fold_columns(self.columns)
@@ -240,8 +241,8 @@ class Plan:
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
-            if self.only.ticks:
-                values.append(numbers["_tick"])
+            if self.only.first is not None:
+                values += numbers["_tick"], self.only.first
             kernel = self.only.kernel
             if kernel.row is not None:
                 kernel.row[:] = values
@@ -261,6 +262,11 @@ class Plan:
             for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
                 buffer[()] = value
         return {name: found[n] for name, n in self.program.given.items()}
+
+
+def numbered(values: Sequence[int]) -> Any:
+    """A number for each tensor, as the table of numbers takes it."""
+    return float(values[0]) if len(values) == 1 else np.array(values, np.float64)
 
 
 def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:

@@ -61,8 +61,8 @@ class Layout:
 
     @property
     def beside(self) -> int:
-        """How many numbers stand behind the rule's own: the scale of gradients, and the step where chance rounds."""
-        return 2 if HALF in self.coded else 1
+        """How many numbers stand behind the rule's own: the scale of gradients; where chance rounds, step and first place."""
+        return 3 if HALF in self.coded else 1
 
     @property
     def reductions(self) -> list[tuple[int, Reduction]]:
@@ -195,7 +195,7 @@ def source(rule: Rule, layout: Layout) -> str:
     lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
     if layout.beside > 1:
         lines.append(f"_tick = spun(int64(_number[{len(numbers) + 1}]), {0x85EBCA77})")
-        setup.append(f"_u = spun({start}, {0x9E3779B1})")
+        setup.append(f"_u = spun(int64(_number[{len(numbers) + 2}]) + {start}, {0x9E3779B1})")
         inner.append(f"_u = onward(_u, int32({0x9E3779B1 - 2**32}))")
     lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
     for i, (k, how) in enumerate(layout.over_columns):

@@ -23,6 +23,7 @@ from .kernels import (
     COLUMN,
     COLUMNS,
     DEEP,
+    FREE,
     FULL,
     HALF,
     HIGH,
@@ -173,7 +174,7 @@ class Triton(Matrices):
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
             self.number(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
-        if len(late) > 1 and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
+        if len(late) >= replay.LAUNCHES and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
             replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
             return replayed(
                 plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
@@ -186,14 +187,10 @@ class Triton(Matrices):
         watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
         return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
 
-    def _tables(self, plan: Plan, steps: Any) -> tuple[Any, ...]:
-        """Bring the tables of addresses up to date; gives what launches depend on beside what stands in them."""
-        found = []
-        for position in [position for position, step in steps if isinstance(step, Pass)]:
-            arrays = plan.made["pass", position].arrays
-            table = self._pass(plan, position, arrays, len(plan.shapes))
-            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
-        return tuple(found)
+    def _tables(self, plan: Plan, steps: Any) -> list[tuple[Table, list[Placed]]]:
+        """The tables of addresses that passes read, and the arrays of each."""
+        arrays = {position: plan.made["pass", position].arrays for position, step in steps if isinstance(step, Pass)}
+        return [(self._pass(plan, position, each, len(plan.shapes)), each) for position, each in arrays.items()]
 
     def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
         """The passes, and what follows from their sums."""
@@ -305,11 +302,11 @@ class Triton(Matrices):
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             kernels.strips[(rows.n,)](
-                address, bases, rows.rows, rows.columns, rows.across, rows.tensor, rows.index, mine, shared, partial,
+                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, partial,
                 address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
                 ready.codes, ready.scales, len(numbers), gradient, ready.reads, ready.stores, sums, len(step.gives) == 1,
                 aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY,
-                num_warps=WARPS,
+                num_warps=WARPS if any(ready.scales) else FREE,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)

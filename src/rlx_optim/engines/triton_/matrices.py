@@ -25,7 +25,7 @@ from . import noise, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .soon import Soon
-from .tables import Placed, Plan, placed
+from .tables import Placed, Plan, Table, placed
 
 
 def left(u):
@@ -33,17 +33,23 @@ def left(u):
     return p
 
 
+def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
+    """What a rule decided (`Spec.decisions`)."""
+    return {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
+
+
 class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
+    phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
         """A graph for each combination of decisions; what they and counters are is not read on the device."""
         plan, counts = bundle.plan, bundle.spec.counters().keys()
         self.placed(bundle)
         read = [value for value in bundle.spec.values().values() if type(value) is not float]
-        decided = {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
+        decided = decided_in(numbers)
         sent = {name: value for name, value in numbers.items() if name not in decided and name not in counts}
         if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
             sent["_t"] = bundle.t
@@ -52,9 +58,9 @@ class Matrices(Torch):
             self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
-        key = ("replay", *decided.values())
-        replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
-        replayed((plan.version, read), sent, run, lambda: (self._maps(plan), read))
+        phase = tuple(decided.values())
+        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
         if self._asks(bundle, numbers) and replayed.graph is not None:
             plan.cached("soon", Soon).replayed()
         return {name: numbers[name] for name in counts}
@@ -62,6 +68,7 @@ class Matrices(Torch):
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
         self.now = start = self.values(bundle, numbers)
+        self.phase = tuple(decided_in(numbers).values())
         bundle.plan.cached("soon", Soon).begin()
         x, flag = self.updated(bundle, start, move), start["_flag"]
         self.now = None  # its stacks go
@@ -89,13 +96,10 @@ class Matrices(Torch):
         """As many as a graph is kept for."""
         return max(1, replay.MOST // max(1, math.prod(shape)))
 
-    def _maps(self, plan: Plan) -> tuple[Any, ...]:
+    def _maps(self, plan: Plan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Placed]]]:
         """`_tables` of the maps of a matrix rule."""
-        found = []
-        for key, arrays in plan.mapped.items():
-            table = self._pass(plan, key, arrays, len(plan.shapes))
-            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
-        return tuple(found)
+        mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
+        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
@@ -146,7 +150,7 @@ class Matrices(Torch):
         sums = (
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
-        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
+        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
         plan.mapped[key] = every
         found = self._launch(
             plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
