@@ -40,7 +40,9 @@ def quiet(words):
 
 
 def gone(pool, name="race", optimizers=("adamw",), seconds=None, clock=None):
-    return plan.go(pool, name, optimizers, 1000, plan.Deadline(seconds, *([clock] if clock else [])), {}, quiet)
+    return plan.go(
+        pool, name, optimizers, 1000, plan.Deadline(seconds, *([clock] if clock else [])), {"versions": {"torch": "0"}}, quiet
+    )
 
 
 # ---- searches ---------------------------------------------------------------------------------------------------------
@@ -111,6 +113,12 @@ def test_storage_compares_formats_at_equal_settings_and_seeds():
     )
     assert {r["steps"] for r in ours} == {500}
     assert pool.of("muon") == []  # they are no part of a search
+
+
+def test_the_cost_of_everyone_takes_one_short_run():
+    model = Valley()
+    assert gone(plan.Pool(model), "cost", rlx_optim.list_optimizers())
+    assert [(name, steps) for name, _, steps, _ in model.trained] == [(name, 60) for name in rlx_optim.list_optimizers()]
 
 
 def test_what_diverges_everywhere_is_no_winner():
@@ -191,7 +199,7 @@ def test_an_error_is_told_and_the_others_go_on():
     model.train = lambda optimizer, *given: dict()["lion"] if optimizer == "lion" else train(optimizer, *given)
     pool = plan.Pool(model)
     assert not plan.go(pool, "race", ["lion", "sgd"], 1000, plan.Deadline(None), {}, said.append)
-    assert sum("failed: KeyError" in line for line in said) == 3
+    assert sum("failed: KeyError" in line for line in said) == 4  # three rates, and the cost
     assert {record["optimizer"] for record in pool.records} == {"sgd"}
 
 
@@ -261,7 +269,7 @@ def test_the_report_of_a_plan(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--minutes", "3"], ["--plan", "race, storage"]),
+        (["--minutes", "3"], ["--plan", "race, cost, storage"]),
         (["--known", "x.jsonl", "--plan", "race"], ["--known", "x.jsonl"]),
         (["--plan", "rase"], ["'rase'", "did you mean 'race'?"]),
         (["--device", "cuda"], ["'cuda'", "cpu"]),

@@ -102,7 +102,8 @@ def command_line(race: Race, default: Race) -> str:
     if list(race.optimizers) != list(default.optimizers):
         given += ["--optimizers", ",".join(race.optimizers)]
     given += ["--steps", str(race.steps), "--seeds", str(race.seeds), "--engine", race.engine]
-    return shlex.join(given + (["--tune"] if race.tune else []))
+    given += ["--plan", race.plan] if race.plan else ["--tune"] if race.tune else []
+    return shlex.join(given)
 
 
 def cuda_is_there() -> bool:
@@ -119,7 +120,7 @@ def known_runs(given: list[Path]) -> list[Path]:
     return [file for path in given for file in ([path] if path.is_file() else sorted(path.rglob("*.jsonl")))]
 
 
-def pursue(race: Race, plan: str, folder: Path, known: list[Path], stop: planned.Deadline) -> int:
+def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline) -> int:
     """Run what is missing of a plan, a line for each finished run; the exit code."""
     where = machine()
     pool = planned.Pool(race.model, race.engine, folder / planned.RUNS, known)
@@ -127,7 +128,7 @@ def pursue(race: Race, plan: str, folder: Path, known: list[Path], stop: planned
     print(f"{began} runs known", flush=True)
     try:
         race.interrupted = not planned.go(
-            pool, plan, race.optimizers, race.steps, stop, {key: where[key] for key in ("cpu", "versions")},
+            pool, race.plan or "", race.optimizers, race.steps, stop, {key: where[key] for key in ("cpu", "versions")},
             lambda words: print(words, flush=True),
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -174,11 +175,11 @@ def command(
     followed = one("plan", plan, list(planned.PLANS)) if plan is not None else "race" if tune and name == "gpt" else None
     if followed is None and (minutes is not None or known):
         raise Problem(f"--minutes and --known are for a plan: add --plan, one of {', '.join(planned.PLANS)}")
-    race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune)
+    race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune or followed is not None, followed)
     files = known_runs(known or [])
     folder, code = new_folder(out, followed is not None), 130
     if followed is not None:
-        code = pursue(race, followed, folder, files, stop)
+        code = pursue(race, folder, files, stop)
     else:
         with live(race.total) as (begin, tick):
             run(race, begin, tick)
@@ -189,7 +190,7 @@ def command(
     if as_json:
         write_json(found)
     else:
-        if tune:
+        if tune and followed is None:
             show_grid(found)
         show(found)
         print(f"report: {folder / REPORT}")

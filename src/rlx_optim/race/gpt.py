@@ -195,6 +195,7 @@ class Gpt:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "shape": {"blocks": shape.blocks, "width": shape.width, "heads": shape.heads, "context": shape.context},
             "batch": shape.rows * shape.context,
+            "unit": "bytes",
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "data": text.describe(),
             "corpus": text.digest,

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from . import Model, Run, Settings
 from .leads import reached
 from .rates import settings_of
@@ -32,6 +34,7 @@ COARSE, FINE = (1.0, 3.0, 1 / 3), 3**0.5  # times the rate a search begins at; t
 FARTHEST = 28.0  # from where it began, if the best rate is ever at an edge
 DECAYS = 5.0  # times the decay a search begins with
 SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
+COST = 0.06  # of a full run: enough for a few refreshes
 SEEDS = {"adamw": 5}  # 3 for others
 STORAGE = ("adamw", "lion", "muon", "soap", "lamb", "mars", "sophia")
 FORMATS = ("float32", "bfloat16", "int8")
@@ -254,6 +257,10 @@ class Search:
         if least is not None:
             yield from (job for seed in (1, 2) if (job := self.length(least / self.steps, seed)))
 
+    def cost(self) -> Iterator[Job]:
+        """A few steps where a search would begin: their time and memory."""
+        yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
+
     def storage(self) -> Iterator[Job]:
         """State in each format at half length, at the winner's settings or where a search would begin."""
         settings = self.winner() or self.start
@@ -279,10 +286,12 @@ PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
         (("muon", "soap"), ("coarse", "fine", "full", "lengths")),
         (NEXT, ("coarse", "full")),
         (FIRST, ("decay", "full", "seeds", "lengths", "again")),
+        (ALL, ("cost",)),
         (ALL, ("coarse", "full")),
         (ALL, ("fine", "decay", "full", "seeds")),
         (ALL, ("three", "seeds", "lengths", "again")),
     ),
+    "cost": ((ALL, ("cost",)),),
     "storage": ((STORAGE, ("storage",)),),
 }
 
@@ -347,20 +356,24 @@ def entries(pool: Pool, optimizers: Sequence[str], steps: int) -> list[Entry]:
         settings = search.winner()
         if settings is not None:
             runs = [as_run(r) for r in pool.of(name, steps) if r["settings"] == settings and r["seed"] != TUNING_SEED]
-            tried = sorted(pool.of(name, search.tuning, TUNING_SEED), key=lambda r: r["settings"]["lr"])
+            tried = [
+                r for r in pool.of(name, search.tuning, TUNING_SEED) if r["settings"] == plain(search.at(r["settings"]["lr"]))
+            ]
+            tried.sort(key=lambda r: r["settings"]["lr"])
             grid = [Trial(r["settings"]["lr"], r.get("train_loss"), r.get("accuracy"), r["diverged_at"]) for r in tried]
             found.append(Entry(name, settings, runs, grid))
     return found
 
 
 def as_run(record: Record) -> Run:
-    """A run again, its losses the means over EVERY steps."""
-    losses = [float("nan") if loss is None else loss for loss in record["loss"] for _ in range(EVERY)]
-    count = record["steps"] if record["diverged_at"] is None else len(losses)
+    """A run again, its losses between the means over EVERY steps."""
+    means = [float("nan") if loss is None else loss for loss in record["loss"]]
+    count = record["steps"] if record["diverged_at"] is None else EVERY * len(means)
+    losses = np.interp(np.arange(count), EVERY * (np.arange(len(means)) + 0.5), means).tolist()
     seconds = [record["seconds"] * (i + 1) / count for i in range(count)]
     metrics = {key: record[key] for key in METRICS if key in record}
     return Run(
-        record["seed"], losses[:count], seconds, metrics, record["ms_per_step"], record["state_bytes"],
+        record["seed"], losses, seconds, metrics, record["ms_per_step"], record["state_bytes"],
         record["peak_bytes"] or 0, record["diverged_at"], record["engine"],
     )  # fmt: skip
 

@@ -68,6 +68,7 @@ class Race:
     seeds: int
     engine: str
     tune: bool
+    plan: str | None = None
     entries: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 
