@@ -1,4 +1,4 @@
-"""Parameters spread over ranks give what one process gives. Real process groups (gloo), one spawn a world size; see ranks.py."""
+"""Parameters spread over ranks give what one process gives. Real process groups (gloo), one set of processes a world size; see ranks.py."""
 
 import functools
 import json
@@ -58,7 +58,8 @@ def results(tmp_path_factory):
 
 
 def spawned(size, folder):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # whatever they import is imported once
+    context.set_forkserver_preload(["ranks"])
     processes = [context.Process(target=ranks.main, args=(rank, size, str(folder))) for rank in range(size)]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OPENBLAS_NUM_THREADS", "1")  # the matrices are tiny, the processes many
@@ -123,6 +124,14 @@ def test_modified_rules_equal_one_process(results):
     for name in ranks.MODIFIED:
         close(found[name], want[name], 1e-6)
     assert "Muon: decay='hyperball' needs the norm of a whole matrix, and 'w' is shared out over ranks" in found["refused"]
+
+
+def test_what_one_rank_leaves_out_all_leave_out(results):
+    every, want = results[2]["guarded"], ranks.guarded(None)
+    for name in ("AdamW", "Muon"):
+        for found in every:
+            close(found[name][0], want[name][0], 1e-6)
+            assert found[name][1:] == want[name][1:] == (2, [68, 70])
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -51,6 +51,7 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
             "skipped": snapshot.skipped,
             "nonfinite": snapshot.nonfinite,
             "skip_above": snapshot.skip_above,
+            **({"skip_window": snapshot.window} if snapshot.window else {}),
             "optimizers": [_encoded_member(member) for member in snapshot.members],
             "parameters": {name: _encoded_parameter(snapshot, name, p) for name, p in snapshot.parameters.items()},
         },
@@ -160,6 +161,7 @@ def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
         get(manifest, "written_by", str, "the manifest"),
         natural_ns(manifest),
         manifest.get("skip_above"),  # older files have none
+        manifest.get("skip_window", {}),
     )
     check(snapshot)
     for name, p in parameters.items():

@@ -42,6 +42,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
         opt.nonfinite,
         "named",
         skip_above=opt.skip_above,
+        window={} if opt.skip_above is None else opt._guard.values(),
     )
 
 
@@ -190,6 +191,7 @@ def _made(
         one, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
         nonfinite=snapshot.nonfinite, skip_above=snapshot.skip_above, otherwise=otherwise,
     )  # fmt: skip
+    one._guard.take(snapshot.window)
     return one
 
 

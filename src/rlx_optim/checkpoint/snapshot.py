@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import random, storage
-from ..guard import checked
+from ..guard import checked, refusal
 from ..optimizer import NONFINITE
 from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
 from ..registry import spec_class
@@ -145,6 +145,7 @@ class Snapshot:
     written_by: str = ""
     saved_ns: int = 0
     skip_above: float | None = None
+    window: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what skip_above judges by
 
     def spec(self, parameter: Parameter) -> Spec:
         return self.members[parameter.member].specs[parameter.group]
@@ -171,6 +172,8 @@ def check(snapshot: Snapshot) -> None:
         checked("the manifest", snapshot.skip_above)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(str(problem)) from None
+    if wrong := refusal(snapshot.window):
+        raise CheckpointError(f"the manifest: 'skip_window': {wrong}")
     for index, member in enumerate(snapshot.members):
         _check_member(member)
         for group in member.groups:

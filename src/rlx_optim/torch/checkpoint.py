@@ -93,7 +93,8 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
             home,
         )
     iteration = max((p.step for p in parameters.values()), default=0)
-    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above)
+    window = {} if opt._guard is None else opt._guard.values()
+    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above, window=window)
 
 
 def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
@@ -204,6 +205,7 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
     opt._rules = {rule: spec_class(rule) for rule in rules}
     opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
     opt.skip_above = opt.skip_above if snapshot.skip_above is None else snapshot.skip_above
+    opt._resume_guard(snapshot.window)
     opt._forget()
     opt._current_specs()
 

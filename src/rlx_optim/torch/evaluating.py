@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+
+try:  # whether frames are being compiled
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+except ImportError:
+    compiler = None  # type: ignore[assignment]
 
 from ..pieces import Split
 from ..spec import TRAINED, Spec
@@ -17,9 +23,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """torch.compiler.disable, with a type that checkers can bind to an instance."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
+    """torch.compiler.disable, with a type that checkers can bind to an instance; where nothing is compiled it costs nothing."""
+    disabled = torch.compiler.disable(function)
+    if compiler is None:
+        return disabled
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiled = torch.compiler.is_compiling() or compiler() is not None
+        return disabled(*args, **kwargs) if compiled else function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def is_spread(param: Any) -> bool:

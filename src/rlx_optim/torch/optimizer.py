@@ -278,7 +278,7 @@ class RuleOptimizer(Stepper):
             group.update(foreign(self._rules[group.get("rule", self.rule)], group))
             there = [key for key in group["params"] if key in saved["state"]]
             saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
-        return saved
+        return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
     def consolidate_state_dict(self) -> None:
         """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
@@ -336,14 +336,18 @@ class RuleOptimizer(Stepper):
 
             return {**loaded, "state": {key: boxed(state) for key, state in loaded["state"].items()}}
 
+        window = state_dict.get("skip_window", {})
+        if problem := guard.refusal(window):
+            raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
         handle = self.register_load_state_dict_pre_hook(box)  # the last one: it sees what the user's hooks made of it
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        self._resume_guard(window)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_guard", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}

@@ -7,6 +7,7 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from ..stats import Row, Stats, summed_up
 from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
 from .again import Again
-from .clip import Clip, clip_of, release, scaled, waits
+from .clip import Clip, clip_of, grad_norm, release, scaled, waits
 from .engines import choose
 from .evaluating import Evaluating, eager, is_spread, named
 from .graphs import GraphLane, not_finite, refusal
@@ -36,6 +37,7 @@ from .state import count_of, dtype_of, furnish, in_pieces, names_of, settle, sha
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
+FIXED = (float, int, bool, str, type(None))
 
 
 class Stepper(Evaluating):
@@ -44,8 +46,8 @@ class Stepper(Evaluating):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
-    skip_above: float | None = None  # standard deviations
-    _guard: Guard | None = None
+    skip_above: float | None  # standard deviations
+    _guard: Guard | None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
@@ -95,6 +97,7 @@ class Stepper(Evaluating):
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
+        self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
         self._evaluating = None
 
@@ -188,14 +191,11 @@ class Stepper(Evaluating):
         ready = self._ready(only)
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
-        if self.skip_above is not None and (only is not None or any(lane.spread for lane, _ in ready)):
-            raise RuntimeError(
-                f"{self._owner}: skip_above is about the gradients of all parameters at once, in one process; it is neither for "
-                "attach nor for parameters that are spread over ranks"
-            )
+        if self.skip_above is not None and only is not None:
+            raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
         if self._council is not None:
             work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
-            if stopped or not self._passes(self._arrived(work), bad):
+            if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss):
                 return
         else:
             if problem is not None:
@@ -262,23 +262,39 @@ class Stepper(Evaluating):
 
     def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
         """Whether the gradients or the loss are out of line, decided where the first gradient is."""
-        device = work[0][0].device
-        norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
-        norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
+        if self._council is not None:
+            norm = grad_norm([param for group in self.param_groups for param in group["params"]])
+            device = norm.device
+        else:
+            device = work[0][0].device
+            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+            norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
         norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
         given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
-        if self._guard is None:
-            self._guard = Guard(torch, device=device)
+        if self._guard is None or self._guard.places.device != device:
+            before, self._guard = self._guard, Guard(torch, device=device)
+            self._guard.take({} if before is None else before.values())
         assert self.skip_above is not None
         bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
         return bad
 
+    def _resume_guard(self, window: Mapping[str, Sequence[float]]) -> None:
+        """Go on with the windows of a checkpoint; without any, begin anew."""
+        self._guard = None
+        if window:
+            self._guard = Guard(torch, device="cpu")
+            self._guard.take(window)
+
     def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
-        """Whether skip_above leaves out this step; the host asks."""
-        if self.skip_above is None or not work or not bool(self._outlier(work, scale, loss)):
+        """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
+        losses may differ."""
+        if self.skip_above is None or (not work and self._council is None):
             return False
-        self._skipped += 1
-        return True
+        bad = bool(self._outlier(work, scale, loss))
+        if self._council is not None:
+            (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
+        self._skipped += bad
+        return bad
 
     def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
         """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
@@ -376,6 +392,9 @@ class Stepper(Evaluating):
             self._specs = [(None, None)] * len(groups)
         for i, group in enumerate(groups):
             fields = self._rules[group["rule"]].fields
+            given = [fields, *map(group.__getitem__, fields), group["maximize"]]
+            if i in self._given and len(given) == len(self._given[i]) and all(map(operator.is_, given, self._given[i])):
+                continue
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
             tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
@@ -388,6 +407,10 @@ class Stepper(Evaluating):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)
+            if all(map(fixed, given[1:])):
+                self._given[i] = given
+            else:
+                self._given.pop(i, None)
         return [spec for _, spec in self._specs if spec is not None]
 
     def _refuse_reshaping(self, before: Spec, now: Spec) -> None:
@@ -493,7 +516,7 @@ class Stepper(Evaluating):
         if self._homes is not None:
             from .sharded.lanes import council
 
-            self._council = council(self._lanes, self.nonfinite != "propagate")
+            self._council = council(self._lanes, self.nonfinite != "propagate" or self.skip_above is not None)
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
         times = collections.Counter(self._layout)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
@@ -554,6 +577,11 @@ class Stepper(Evaluating):
                 handle.remove()
 
         return detach
+
+
+def fixed(value: Any) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in FIXED or (type(value) is tuple and all(map(fixed, value)))
 
 
 def identified(value: Any) -> Any:
