@@ -104,7 +104,7 @@ def cost(name: str) -> Cost | None:
         return None
     peaks = [r["peak_bytes"] for r in runs if r["peak_bytes"]]
     whole, own = (statistics.median(r["seconds"] / r["steps"] for r in runs), statistics.median(r["ms_per_step"] for r in runs))
-    return Cost(whole, own / 1e3, max(peaks, default=None))
+    return Cost(whole, own / 1e3, statistics.median(peaks) if peaks else None)
 
 
 def searched(name: str) -> list[dict[str, Any]]:

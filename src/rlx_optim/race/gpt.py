@@ -188,6 +188,7 @@ class Gpt:
     def __init__(self, shape: Shape, device: str = "cuda"):
         self.shape, self.device = shape, device
         self.warmed: set[str] = set()
+        self.bare: int | None = None  # bytes of weights and text, before any optimizer
 
     def describe(self) -> dict[str, Any]:
         shape, text = self.shape, corpus()
@@ -266,11 +267,13 @@ class Gpt:
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(self.texts["learned"]) - shape.context, (steps, shape.rows), generator=generator)
         starts = starts.to(self.device)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.bare = torch.cuda.memory_allocated() if self.bare is None else self.bare
+            kept = torch.cuda.memory_allocated() - self.bare  # by earlier runs of this process: none of this one's
         opt = build(model, optimizer, settings, engine)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: share(t, steps, falls=kind.evaluated is None))
         losses, run = torch.zeros(steps, device=self.device), Run(seed)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         timeline, stepped, done = Timeline(self.device), [], 0
         for step, some in enumerate(starts):
             x, y = self.windows("learned", some)
@@ -294,7 +297,7 @@ class Gpt:
         run.seconds = [at[after] for _, after in stepped]
         late = [at[after] - at[before] for before, after in stepped[len(stepped) // 2 :]]
         run.ms_per_step, run.engine = 1e3 * sum(late) / len(late), next(iter(opt.engine_report().values()))
-        run.peak_bytes = torch.cuda.max_memory_allocated() if cuda else 0
+        run.peak_bytes = torch.cuda.max_memory_allocated() - kept if cuda else 0
         run.state_bytes = sum(t.nbytes for state in opt.state.values() for t in tensors(state))
         return run, opt
 
