@@ -10,13 +10,14 @@ import rlx_optim
 from rlx_optim import cli
 from rlx_optim.race import Run, leads, plan, rates, running
 from rlx_optim.race.digits import MLP
+from rlx_optim.registry import spec_class
 
 
 class Valley:
     """In place of a model: the loss is known from the settings at once, least at `best` times the rate a search begins at."""
 
     name, title, metric, decides, goal, steps, seeds = "gpt", "a valley", "test_loss", "validation_loss", None, 1000, 3
-    engines, devices, device = ("auto",), ("cpu",), "cpu"
+    engines, devices, device, halves = ("auto",), ("cpu",), "cpu", True
 
     def __init__(self, best=1.0, noise=0.01, **gains):
         self.best, self.noise, self.gains, self.trained = best, noise, gains, []
@@ -108,9 +109,12 @@ def test_storage_compares_formats_at_equal_settings_and_seeds():
     assert gone(pool, "storage", rlx_optim.list_optimizers())
     assert {record["optimizer"] for record in pool.records} == set(plan.STORAGE)
     ours = [record for record in pool.records if record["optimizer"] == "muon"]
-    assert sorted((r["settings"]["state_dtype"], r["seed"]) for r in ours) == sorted(
+    stored = [r for r in ours if "weights" not in r["settings"]]
+    assert sorted((r["settings"]["state_dtype"], r["seed"]) for r in stored) == sorted(
         (form, seed) for form in plan.FORMATS for seed in range(3)
     )
+    rounded = "rounding" in spec_class("muon").fields
+    assert len(ours) - len(stored) == rounded * 3 * len(plan.HALVES)
     assert {r["steps"] for r in ours} == {500}
     assert pool.of("muon") == []  # they are no part of a search
 
@@ -244,7 +248,7 @@ def test_a_plan_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert "0 runs made; more to do" in capsys.readouterr().out
     assert main(*short, "--out", tmp_path / "a") == 0
     said = capsys.readouterr().out
-    assert said.count("state int8") == 3
+    assert said.count("state_dtype int8") == 3
     assert "9 runs made; the plan is done" in said
     assert main(*short, "--out", tmp_path / "a") == 0  # the same folder: nothing left to do
     assert "9 runs known\n0 runs made; the plan is done" in capsys.readouterr().out
@@ -378,6 +382,17 @@ def test_a_gpt_that_leaves_is_stopped(tiny):
     assert run.diverged_at is not None
     assert run.metrics == {}
     assert len(run.losses) < 60
+
+
+def test_bfloat16_weights_are_a_model_of_their_own(tiny):
+    torch = pytest.importorskip("torch")
+    settings = rates.SETTINGS["gpt"]["adamw"]
+    whole = tiny.train("adamw", settings, 20, 3, "auto", quiet)
+    half = tiny.train("adamw", {**settings, "weights": "bfloat16"}, 20, 3, "auto", quiet)
+    assert {p.dtype for p in tiny.model.parameters()} == {torch.bfloat16}
+    assert half.losses[0] == pytest.approx(whole.losses[0], abs=0.05)
+    assert half.losses[-1] == pytest.approx(whole.losses[-1], abs=0.3)
+    assert tiny.train("adamw", settings, 20, 3, "auto", quiet).losses == whole.losses
 
 
 def test_the_schedule_rises_stays_and_falls():

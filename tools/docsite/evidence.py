@@ -28,7 +28,7 @@ NONE = "–"
 class Recorded:
     """The model as the newest record tells it: the site is built without torch."""
 
-    name, metric, decides = "gpt", "test_loss", "validation_loss"
+    name, metric, decides, halves = "gpt", "test_loss", "validation_loss", True
 
     def __init__(self, record: Mapping[str, Any]):
         self.record = record
@@ -270,20 +270,28 @@ def starts() -> str:
 
 
 def storage() -> str:
-    """The loss with state in fewer bits, and how far it is from float32's at equal seeds."""
-    rows = []
+    """The loss with state in fewer bits and with bfloat16 weights, and how far it is from float32's at equal seeds."""
+    rows, forms = [], {**plan.FORMATS, **plan.HALVES}
+
+    def losses(name: str, more: Mapping[str, Any]) -> dict[int, float]:
+        fits = [
+            r
+            for r in pool().whose.get(name, [])
+            if more.items() <= {k: v for k, v in r["settings"].items() if k in WORDS}.items()
+        ]
+        return {r["seed"]: r["test_loss"] for r in fits if "test_loss" in r}
+
     for name in plan.STORAGE:
-        found: dict[str, dict[int, float]] = {}
-        for record in pool().whose.get(name, []):
-            if "state_dtype" in record["settings"] and "test_loss" in record:
-                found.setdefault(record["settings"]["state_dtype"], {})[record["seed"]] = record["test_loss"]
-        if "float32" in found:
-            cells = [spread(found["float32"])]
-            for form in plan.FORMATS[1:]:
-                lead = leads.lead(found[form], found["float32"]) if form in found else None
-                cells.append(said(lead).replace("ahead", "lower").replace("behind", "higher"))
-            rows.append([spec_class(name).title, *cells])
-    return table(["optimizer", *plan.FORMATS], rows) if rows else "No run is committed yet."
+        exact, *others = (losses(name, more) for more in forms.values())
+        if exact:
+            cells = [said(leads.lead(found, exact)).replace("ahead", "lower").replace("behind", "higher") for found in others]
+            rows.append([spec_class(name).title, spread(exact), *cells])
+    used = [i for i, form in enumerate(["optimizer", *forms]) if i < 4 or any(row[i] != NONE for row in rows)]
+    head = ["optimizer", *(f"state {form}" if form in plan.FORMATS else form for form in forms)]
+    return table([head[i] for i in used], [[row[i] for i in used] for row in rows]) if rows else "No run is committed yet."
+
+
+WORDS = {"state_dtype", "weights", "rounding"}
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------------

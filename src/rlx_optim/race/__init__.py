@@ -48,6 +48,7 @@ class Model(Protocol):
     engines: tuple[str, ...]
     devices: tuple[str, ...]
     device: str  # one of them
+    halves: bool  # whether it has bfloat16 weights, where `weights` among the settings says so
 
     def describe(self) -> dict[str, Any]:
         """Parameters, batch, data: what a reader of the report should know."""

@@ -119,7 +119,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 class CharGpt:
     name, metric, decides, goal, steps, seeds = "char-gpt", "test_loss", "train_loss", None, 300, 1
     title = "a small transformer on Python's own source"
-    engines, devices = KNOWN, ("cpu", "cuda")
+    engines, devices, halves = KNOWN, ("cpu", "cuda"), False
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def describe(self) -> dict[str, Any]:

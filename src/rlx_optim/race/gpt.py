@@ -182,13 +182,13 @@ class Timeline:
 class Gpt:
     name, metric, goal, steps, seeds = "gpt", "test_loss", None, 1000, 3
     title = "a GPT of 25 million parameters on Python's own source"
-    decides = "validation_loss"
+    decides, halves = "validation_loss", True
     engines, devices = KNOWN, ("cuda", "cpu")
 
     def __init__(self, shape: Shape, device: str = "cuda"):
         self.shape, self.device = shape, device
+        self.weights, self.made = "float32", dict[str, Transformer]()
         self.warmed: set[str] = set()
-        self.bare: int | None = None  # bytes of weights and text, before any optimizer
 
     def describe(self) -> dict[str, Any]:
         shape, text = self.shape, corpus()
@@ -204,13 +204,17 @@ class Gpt:
         }
 
     # ---- made once --------------------------------------------------------------------------------------------------------
-    @functools.cached_property
+    @property
     def model(self) -> Transformer:
-        model = Transformer(self.shape).to(self.device)
-        if self.device == "cuda":
-            for block in model.blocks:  # each alike, so that one is compiled
-                block.compile(dynamic=False, fullgraph=True)
-        return model
+        """The one whose weights are in the format at hand."""
+        if self.weights not in self.made:
+            self.made[self.weights] = model = Transformer(self.shape).to(self.device)
+            for p in model.parameters():  # and no angle of a rotation
+                p.data = p.data.to(getattr(torch, self.weights))
+            if self.device == "cuda":
+                for block in model.blocks:  # each alike, so that one is compiled
+                    block.compile(dynamic=False, fullgraph=True)
+        return self.made[self.weights]
 
     @functools.cached_property
     def texts(self) -> dict[str, torch.Tensor]:
@@ -246,7 +250,10 @@ class Gpt:
         return loss_, right_
 
     def train(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> Run:
-        kind = f"{optimizer} {engine} {sorted(settings)} {settings.get('state_dtype')}"
+        """`weights` among the settings is the format of the parameters; the rest is the optimizer's."""
+        kind = f"{optimizer} {engine} {[(key, value) for key, value in settings.items() if isinstance(value, str)]}"
+        settings = dict(settings)
+        self.weights = settings.pop("weights", "float32")
         if kind not in self.warmed:
             self._walk(optimizer, settings, min(WARM, steps), seed, engine, lambda loss: None)
             self.warmed.add(kind)
@@ -269,8 +276,8 @@ class Gpt:
         starts = starts.to(self.device)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-            self.bare = torch.cuda.memory_allocated() if self.bare is None else self.bare
-            kept = torch.cuda.memory_allocated() - self.bare  # by earlier runs of this process: none of this one's
+            own = [*model.parameters(), *model.buffers(), *self.texts.values(), starts]
+            kept = torch.cuda.memory_allocated() - sum(t.nbytes for t in own)  # by earlier runs of this process
         opt = build(model, optimizer, settings, engine)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: share(t, steps, falls=kind.evaluated is None))
         losses, run = torch.zeros(steps, device=self.device), Run(seed)

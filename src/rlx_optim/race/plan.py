@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..named import spec_class
 from . import Model, Run, Settings
 from .leads import reached
 from .rates import settings_of
@@ -37,7 +38,12 @@ SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own sche
 COST = 0.06  # of a full run: enough for a few refreshes
 SEEDS = {"adamw": 5}  # 3 for others
 STORAGE = ("adamw", "lion", "muon", "soap", "lamb", "mars", "sophia")
-FORMATS = ("float32", "bfloat16", "int8")
+FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float32", "bfloat16", "int8")}
+#: of parameters in bfloat16, by how they are rounded
+HALVES: dict[str, Settings] = {
+    f"weights bfloat16, {how}": {"weights": "bfloat16", "rounding": how} for how in ("nearest", "stochastic", "exact")
+}
+STORED = {"state_dtype", "weights"}  # settings of runs that are no part of a search
 
 Record = dict[str, Any]
 
@@ -61,7 +67,7 @@ class Job:
         return json.dumps([self.optimizer, self.settings, self.steps, self.seed], sort_keys=True)
 
     def describe(self) -> str:
-        more = f", state {self.settings['state_dtype']}" if "state_dtype" in self.settings else ""
+        more = "".join(f", {key} {self.settings[key]}" for key in ("state_dtype", "weights", "rounding") if key in self.settings)
         which = "tuning" if self.seed == TUNING_SEED else f"seed {self.seed}"
         return f"{self.optimizer}, lr {self.settings['lr']:g}{more}, {self.steps} steps, {which}"
 
@@ -132,7 +138,7 @@ class Pool:
         """The runs of an optimizer in the order they were made; those that store their state in fewer bits are not among them."""
         return [
             record for record in self.whose.get(optimizer, ())
-            if "state_dtype" not in record["settings"] and steps in (None, record["steps"]) and seed in (None, record["seed"])
+            if not STORED & record["settings"].keys() and steps in (None, record["steps"]) and seed in (None, record["seed"])
         ]  # fmt: skip
 
     def pace(self, optimizer: str) -> float:
@@ -262,11 +268,14 @@ class Search:
         yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
 
     def storage(self) -> Iterator[Job]:
-        """State in each format at half length, at the winner's settings or where a search would begin."""
+        """State in each format, then bfloat16 weights rounded in each way, at half length, at the winner's settings or where a
+        search would begin."""
         settings = self.winner() or self.start
-        for seed in range(3):
-            for form in FORMATS:
-                yield Job(self.optimizer, plain({**settings, "state_dtype": form}), max(1, self.steps // 2), seed)
+        rounded = self.pool.model.halves and "rounding" in spec_class(self.optimizer).fields
+        for forms in (FORMATS, HALVES if rounded else {}):
+            for seed in range(3):
+                for more in forms.values():
+                    yield Job(self.optimizer, plain({**settings, **more}), max(1, self.steps // 2), seed)
 
 
 def goal_of(pool: Pool, steps: int) -> float | None:
