@@ -127,7 +127,7 @@ def test_a_block_that_is_not_finite_says_so_and_leaves_its_neighbours():
 
 # ---- what is coded --------------------------------------------------------------------------------------------------------
 EXACT = {  # slots of a large matrix that stay as they are
-    "ademamix": {"slow"}, "adafactor": {"row", "col"}, "soap": {"L1", "L2", "Q1", "Q2"}, "kronpsgd": {"q1", "q2"},
+    "ademamix": {"slow"}, "adafactor": {"row", "col"}, "soap": {"L1", "L2", "Q1", "Q2"}, "kronpsgd": {"q1", "q2", "key"},
     "prodigy": {"s", "start", "d", "d_max", "gained"}, "normuon": {"v"}, "schedulefreeadamw": {"lead"}, "schedulefreesgd": {"lead"},
 }  # fmt: skip
 

@@ -24,11 +24,13 @@ from rlx_optim.named import spec_class  # noqa: E402
 
 #: settings under which the front end does what the named API does
 AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}
-#: rules whose step a CUDA graph can capture
+#: rules whose step a CUDA graph can capture by itself
 CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).branches]
+#: those whose decisions the host takes
+DECIDING = [case for case in EVERY if spec_class(case[0]).branches]
 #: a case of each optimizer, and of each kind of program: enough where kernels are interpreted, block by block
 ONCE = list({name: (name, settings) for name, settings in reversed(EVERY)}.values())
-KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon")
+KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon", "soap", "kronpsgd")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -111,7 +113,7 @@ def storage():
 def test_capturable_in_the_interpreter(function):
     """Counts on the device give what counts on the host give, with groups that differ."""
     results = in_the_interpreter(function)
-    assert len(results) == len(CAPTURABLE if function == "capturable" else KINDS)
+    assert len(results) == len(EVERY if function == "capturable" else KINDS)
     assert {case: gap for case, gap in results.items() if not gap < 1e-6} == {}
 
 
@@ -132,7 +134,7 @@ def capturable_kinds():
     return capturable([case for case in ONCE if case[0] in KINDS])
 
 
-def capturable(cases=CAPTURABLE):
+def capturable(cases=EVERY):
     warnings.simplefilter("ignore")
     found = {}
     for case in cases:

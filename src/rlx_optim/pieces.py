@@ -60,6 +60,11 @@ def inner_shape(shape: Shape, split: int) -> Shape:
     return tuple(kept)
 
 
+def names_in(name: str, split: Split) -> list[str]:
+    """What the pieces of a parameter are called."""
+    return [name] if split == WHOLE else [f"{name}[{i}]" for i in range(number(split))]
+
+
 def described(shape: Shape, split: Split) -> str:
     """In words: "3 of 768×768", or "2048+256+256 rows"."""
     if isinstance(split, int) or len(set(split)) == 1:

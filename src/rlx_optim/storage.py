@@ -192,7 +192,7 @@ class Words:
         return self.xp.arange(n, dtype=self.xp.int64)
 
     def word(self, n: Any) -> Any:
-        return n
+        return n if isinstance(n, int) else self.cast(n, "int64")
 
 
 NUMPY = Words()

@@ -18,8 +18,9 @@ from ..guard import checked, refusal
 from ..optimizer import NONFINITE
 from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
-from ..spec import TRAINED, Shape, Slot, Spec
-from .format import CODES, CheckpointError, Tensor
+from ..spec import KEY, TRAINED, Shape, Slot, Spec
+from .format import CODES, CheckpointError, Tensor, tensor
+from .reader import whole
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -80,6 +81,7 @@ class Parameter:
     reason: str = ""  # for its member
     stepped: bool = False  # already, in the iteration that has not ended
     parts: tuple[int, ...] = ()  # how long the pieces are along an axis, where that is said
+    generator: Any = None  # in older files: of each piece two words of 32 bits that noise is drawn by
 
     @property
     def split(self) -> bool:
@@ -132,10 +134,6 @@ class Parameter:
             return slot.shape
         return self.shape if slot.shape == self.piece else (self.pieces, *slot.shape)
 
-    def names(self, name: str) -> list[str]:
-        """The names by which noise is drawn."""
-        return [f"{name}[{i}]" for i in range(self.pieces)] if self.split else [name]
-
 
 @dataclasses.dataclass
 class Snapshot:
@@ -158,12 +156,6 @@ class Snapshot:
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
         return {f"{name}/{slot}": each for name, p in self.parameters.items() for slot, each in p.tensors.items()}
-
-
-def generator_keys(spec: Spec, name: str, p: Parameter) -> list[list[int]]:
-    """What a parameter's noise is drawn from, if it has any."""
-    seed = spec.values().get("seed")
-    return [] if seed is None else [list(random.key(seed, each)) for each in p.names(name)]
 
 
 # ---- whether it fits together -------------------------------------------------------------------------------------------
@@ -226,7 +218,10 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    parts, counters = p.arrays(p.kept(p.slots(spec))), spec.counters()
+    slots, counters = p.slots(spec), spec.counters()
+    for name in [name for name, each in slots.items() if each[0].meaning == KEY and name not in p.tensors]:
+        p.tensors[name] = tensor(_key(p, what).reshape(p.stored(slots[name])))
+    parts = p.arrays(p.kept(slots))
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
@@ -242,6 +237,14 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
         fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
             raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
+
+
+def _key(p: Parameter, what: str) -> np.ndarray:
+    """`random.key` of each piece, as an older file has it."""
+    pairs = isinstance(p.generator, list) and all(isinstance(each, list) and len(each) == 2 for each in p.generator)
+    if not pairs or len(p.generator) != p.pieces or not all(whole(word, 2**32 - 1) for each in p.generator for word in each):
+        raise CheckpointError(f"{what} has no key of its noise: its generator cannot be {p.generator!r:.80}")
+    return np.array(list(map(random.halves, p.generator)), np.float64 if p.dtype == "float64" else np.float32)
 
 
 def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import random
 from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule
 from ..linalg import Coefficients, of_each_step
@@ -159,11 +157,6 @@ class Jax(ArrayEngine):
 
     def narrow(self, X: Array) -> Array:
         return X
-
-    def random(self, kind: str, x: Any, shape: Any) -> Array:
-        """All keys in one column, or a program would have the generator's text once for each tensor."""
-        keys = np.array([random.key(x.seed, name) for name in x.names], np.uint32)
-        return random.draw(self, kind, (keys[:, :1], keys[:, 1:]), x.t, math.prod(shape[1:])).reshape(shape)
 
     def row_max(self, X: Array) -> Array:
         """Of magnitudes, by their bits, in whose order NaN is above all: XLA's own may lose it on a CPU."""

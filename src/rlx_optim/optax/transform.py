@@ -205,7 +205,7 @@ class Transform:
             kinds = {}
             for decays in dict.fromkeys(places[i].decays for i in indices):
                 spec = member.spec(state.count, dtype, **({} if decays else member.undecayed))
-                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable(member.kind.scalars))}
+                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable)}
             if len(kinds) > 1 and "decay" in member.undecayed:
                 raise spec.refuse("it sums over all leaves, and decay='hyperball' cannot be masked in some; leave mask out")
             numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
@@ -334,7 +334,7 @@ def gathers(place: Place) -> bool:
     spec = place.member.steady
     if spec.matrix:
         return False
-    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable(type(spec).scalars))).gathers is not None
+    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable)).gathers is not None
 
 
 def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:

@@ -46,9 +46,11 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if is_spread(tensor) else tensor
 
 
-def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A group's parameters with their names, or with what can be said of them."""
-    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
+def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """A group's parameters with their names, or with what can be said of them. place: the group's, so that no two are
+    called alike."""
+    said = "" if place is None else f"{place}."
+    names = group.get("param_names") or [f"{said}{i} of shape {tuple(p.shape)}" for i, p in enumerate(group["params"])]
     return zip(names, group["params"], strict=True)
 
 

@@ -376,9 +376,9 @@ class RuleOptimizer(Stepper):
     def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any], formats: list[Any]) -> Any:
         state = type(self.state)(dict)
         state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
-        for group, there in zip(groups, formats, strict=True):
+        for index, (group, there) in enumerate(zip(groups, formats, strict=True)):
             spec = self._spec_of(group)
-            for name, param in named(group):
+            for name, param in named(group, index):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
                 split = split_in(given) or self._pieces(name, param)
                 home = self._home(name, param, spec, split)

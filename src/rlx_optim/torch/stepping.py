@@ -305,6 +305,14 @@ class Stepper(Evaluating):
             lane.groups = self._views()
             lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
 
+    def _graph_lanes(self) -> list[GraphLane]:
+        """Those there are, with the settings as they are now."""
+        specs = self._current_specs()
+        lanes: Any = self._lanes or []
+        for each in (each for lane in lanes for each in lane.parts):
+            each.bundle.spec = specs[each.records[0].group]
+        return list(lanes)
+
     def _once_more(self, specs: list[Spec]) -> bool:
         """Repeat the last step, if nothing has changed that would have to be looked at."""
         again = self._again
@@ -480,7 +488,7 @@ class Stepper(Evaluating):
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            for name, param in named(group):
+            for name, param in named(group, index):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
@@ -527,6 +535,7 @@ class Stepper(Evaluating):
         if not self.capturable:
             settle(state, spec)
         seat = Seat(param, state, bare(name), group, split, spec.counters())
+        seat.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
         for record in seat.records:
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}

@@ -137,7 +137,7 @@ class Triton(Matrices):
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
-        return Values(arrays, **numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
+        return Values(arrays, **numbers, t=numbers.get("_t", bundle.t), names=bundle.names, seed=bundle.spec.values().get("seed"))
 
     @classmethod
     def _scales(cls, each: Any) -> tuple[str, Placed | None]:
@@ -175,7 +175,7 @@ class Triton(Matrices):
             self.number(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
         if len(late) >= replay.LAUNCHES and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
-            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
             return replayed(
                 plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
                 lambda: self._tables(plan, late),

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import random
 from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Values, reordered
+from ...spec import KEY
 from ..torch_ import Torch
 from . import noise, precise, products, replay
 from .kernels import TENSOR
@@ -33,43 +33,73 @@ def left(u):
     return p
 
 
+def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
+    """What a rule decided (`Spec.decisions`)."""
+    return {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
+
+
 class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
+    phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-        plan = bundle.plan
+        """A graph for each combination of decisions; what they and counters are is not read on the device."""
+        plan, counts = bundle.plan, bundle.spec.counters().keys()
         self.placed(bundle)
         read = [value for value in bundle.spec.values().values() if type(value) is not float]
+        decided = decided_in(numbers)
+        sent = {name: value for name, value in numbers.items() if name not in decided and name not in counts}
+        if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
+            sent["_t"] = bundle.t
 
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, now)
+            self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
-        replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
-        return replayed((plan.version, read), numbers, run, lambda: self._maps(plan), read)
+        phase = tuple(decided.values())
+        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
+        if self._asks(bundle, numbers) and replayed.graph is not None:
+            plan.cached("soon", Soon).replayed()
+        return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
         self.now = start = self.values(bundle, numbers)
+        self.phase = tuple(decided_in(numbers).values())
         bundle.plan.cached("soon", Soon).begin()
-        x = self.updated(bundle, start, move)
+        x, flag = self.updated(bundle, start, move), start["_flag"]
+        self.now = None  # its stacks go
         for name in bundle.written():
             if not same(x[name], start[name]):  # what is not by address has been computed apart
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                if flag is not None:
+                    apart = torch.where(flag.reshape(()) == 0, apart, torch.stack(list(bundle.buffers[name])).to(apart.dtype))
                 torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
         small = sum(bundle.plan.sizes) <= replay.MOST
-        can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
-        return can and not any(map(torch.is_tensor, numbers.values()))
+        can = small and bundle.spec.replays() and self._standing_still(bundle)
+        can = can and not any(map(torch.is_tensor, numbers.values()))
+        return can and (not self._asks(bundle, numbers) or bundle.plan.cached("soon", Soon).quiet())
 
-    def _maps(self, plan: Plan) -> list[tuple[Table, list[Placed]]]:
+    @staticmethod
+    def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether the device is asked in this step (`Soon`)."""
+        return any(numbers[name] for name in bundle.spec.asks)
+
+    def stack(self, shape: Any) -> int:
+        """As many as a graph is kept for."""
+        return max(1, replay.MOST // max(1, math.prod(shape)))
+
+    def _maps(self, plan: Plan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Placed]]]:
         """`_tables` of the maps of a matrix rule."""
-        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in plan.mapped.items()]
+        mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
+        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
 
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
@@ -120,7 +150,7 @@ class Matrices(Torch):
         sums = (
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
-        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
+        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
         plan.mapped[key] = every
         found = self._launch(
             plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
@@ -180,7 +210,7 @@ class Matrices(Torch):
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
+        alone = plan is not None and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
         if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
@@ -216,13 +246,14 @@ class Matrices(Torch):
             return super().soon(predicate, yes, no, *operands)
         return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
 
-    def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
+    def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
+        return super().keyed(dense(keys), seed, names)
+
+    def random(self, kind: str, keys: Any, t: Any, shape: Any) -> torch.Tensor:
         """The same words as everywhere, in one launch."""
-        plan = x.get("_plan")
-        if plan is None or self.dtype is not torch.float32:
-            return super().random(kind, x, shape)
-        keys = plan.cached("keys", lambda: self.sender.send(np.array([random.key(x.seed, name) for name in x.names], np.int64)))
-        return noise.draw(kind, keys, x.t, shape)
+        if self.dtype is not torch.float32:
+            return super().random(kind, dense(keys), t, shape)
+        return noise.draw(kind, dense(keys).contiguous(), t, shape)
 
     def wide(self, X: Any) -> torch.Tensor:
         return super().wide(dense(X))

@@ -1,10 +1,11 @@
 """CUDA graphs of our own, for what the host takes longer to launch than the device to compute.
 
-`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches. The graph's input and output stay
-allocated, four bytes an entry, which is why large ones are not kept.
+`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches, where the step around it cannot be
+recorded. The graph's input and output stay allocated, four bytes an entry, which is why large ones are not kept.
 
-`Passes`: the passes of a rule that measures its tensors, or the whole step of small matrices. Where the arrays are and what the
-numbers are stands in tables on the device, so a step sends what has changed of them and replays.
+`Passes`: the passes of a rule that measures its tensors, or the whole step of matrices. Where the arrays are and what the
+numbers are stands in tables on the device, so a step sends what has changed of them and replays. The graphs of a lane, which
+run one after the other, share their scratch.
 """
 
 # mypy: ignore-errors
@@ -22,7 +23,8 @@ import torch
 from ...linalg import Coefficients
 from . import products
 
-MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
+MOST = 1 << 28  # entries of what is recorded: its scratch, some ten bytes each, stays
+SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as much out
 PAGES = 8  # sets of numbers that may be under way to the device at once
 LAUNCHES = 2  # from so many on
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
@@ -35,7 +37,7 @@ def recording() -> bool:
 
 
 def pays(X: torch.Tensor) -> bool:
-    return X.device.type == "cuda" and X.numel() <= MOST
+    return X.device.type == "cuda" and X.numel() <= SMALL
 
 
 class Replay:
@@ -80,8 +82,8 @@ class Passes:
     to be recorded, the third records. They are recorded anew where something moved that launches depend on. Numbers and addresses
     are words of one room, numbers first, so that what changed is one copy."""
 
-    def __init__(self, device: torch.device, count: int):
-        self.device, self.count = device, count
+    def __init__(self, device: torch.device, count: int, watch: Any):
+        self.device, self.count, self.watch = device, count, watch
         self.form: Any = None
         self.recorded = 0
         self._start(())
@@ -154,6 +156,12 @@ class Passes:
         self.turn = (self.turn + 1) % PAGES
         self.ring[self.turn].send(words, self.room)
 
+    def _pool(self) -> Any:
+        """The memory of the graphs of one lane."""
+        if self.watch.pool is None:
+            self.watch.pool = torch.cuda.graph_pool_handle()
+        return self.watch.pool
+
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
         a device may end a recording. Where it fails, nothing has been computed, and it is not tried again."""
@@ -164,7 +172,7 @@ class Passes:
         _thread.recording = True
         try:
             with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool(), capture_error_mode="thread_local")
                 try:
                     self.given = run(self.views)
                 finally:
