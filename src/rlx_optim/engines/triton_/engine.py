@@ -23,6 +23,7 @@ from .kernels import (
     COLUMN,
     COLUMNS,
     DEEP,
+    FREE,
     FULL,
     HALF,
     HIGH,
@@ -305,7 +306,7 @@ class Triton(Matrices):
                 address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
                 ready.codes, ready.scales, len(numbers), gradient, ready.reads, ready.stores, sums, len(step.gives) == 1,
                 aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY,
-                num_warps=WARPS,
+                num_warps=WARPS if any(ready.scales) else FREE,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)

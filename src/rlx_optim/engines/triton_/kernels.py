@@ -17,8 +17,9 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
-#: blocks of neighbours with one scale that a program takes, and its warps: the best of those measured on an H200
-STRIPS, WARPS = 4, 1
+#: blocks of neighbours with one scale that a program takes, and its warps where there are scales, and where there are none: the
+#: best of those measured on an H200. A warp to a block: then each thread has 4 neighbours, of codes and of numbers alike
+STRIPS, WARPS, FREE = 4, 4, 1
 #: how an array is kept: as it is, or as one of `storage`'s codes
 PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column
@@ -248,8 +249,7 @@ def strips(
         bases = bases + (base,)
         base = base + start
         if ALIGNED and EVEN > 1:
-            # no more than 4 neighbours to a thread, of codes as of numbers: else the compiler sends them through shared memory
-            base = tl.multiple_of(base, min(4, EVEN) * ELEMENTS[j].primitive_bitwidth // 8)
+            base = tl.multiple_of(base, min(16, EVEN * ELEMENTS[j].primitive_bitwidth // 8))
         where = where + (base,)
     for j in tl.static_range(len(ELEMENTS)):
         scales = scales + (bases[SCALES[j]] + first + row,)
