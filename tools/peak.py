@@ -1,6 +1,6 @@
 """Peak memory of training steps of a GPT-2-124M on a CUDA device, by optimizer and format of its state, measured.
 
-    python tools/peak.py > benchmarks/memory-h200.json
+    python tools/peak.py > benchmarks/memory-h200.json     # or: python tools/peak.py AdamW Muon
 
 A step is forward, backward and the optimizer's, on a batch of 1×1,024 tokens, float32 weights. State: what the optimizer holds
 after a step. Peak: the most that torch had allocated at once during the second step, with weights, gradients, activations.
@@ -85,7 +85,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device == "cuda" else "a CPU, a small model: no peaks"
     rows = [{"optimizer": "torch.optim.AdamW (fused)", "state_dtype": "float32"}]
     rows[0] |= measured(lambda model: torch.optim.AdamW(model.parameters(), fused=True), sizes, device)
-    for name in OPTIMIZERS:
+    for name in sys.argv[1:] or OPTIMIZERS:
         for kept in FORMATS:
             row: dict[str, Any] = {"optimizer": name, "state_dtype": kept}
             row |= measured(
