@@ -356,14 +356,6 @@ def test_refused_changes_and_types():
         rlx_optim.AdamW(state_dtype=lambda i: "int8")
 
 
-def test_refused_under_optax():
-    pytest.importorskip("optax")
-    import rlx_optim.optax
-
-    with pytest.raises(ValueError, match="state_dtype='int8' is not done under optax"):
-        rlx_optim.optax.adamw(1e-3, state_dtype="int8")
-
-
 def test_refused_by_an_engine_that_does_not_code():
     class Plain(rlx_optim.engines.reference.Reference):
         def allocate(self, slot):

@@ -12,7 +12,7 @@ from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 
-from . import arguments, bench
+from . import arguments, bench, evidence
 from .formulas import PAIRS, symbol
 from .text import part, prose, stacked, table
 
@@ -70,7 +70,7 @@ def state(name: str) -> str:
     spec = kind(**given)
 
     def sizes(shape: tuple[int, ...]) -> dict[str, str]:
-        return {slot: "×".join(LETTERS[n] for n in s.shape) for slot, s in spec.slots(shape).items()}
+        return {slot: "×".join(LETTERS.get(n, str(n)) for n in s.shape) for slot, s in spec.slots(shape).items()}
 
     matrix, vector = sizes(MATRIX), sizes(VECTOR) if spec.takes(VECTOR) is None else {}
     slots = [*dict.fromkeys([*matrix, *vector, *(n for n in meaning if n not in spec.counters())])]
@@ -156,6 +156,7 @@ def page(name: str) -> str:
         "## When, and what it costs",
         part(told["when"], fields),
         *([measured] if measured else []),
+        *([f"[On a GPT of 25 M parameters](../evidence.md): {evidence.sentence(name)}."] if evidence.result(name) else []),
         "## Seen at work",
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-light.svg#only-light)\n"
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-dark.svg#only-dark)",
