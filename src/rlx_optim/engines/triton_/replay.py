@@ -23,7 +23,7 @@ import torch
 from ...linalg import Coefficients
 from . import products
 
-MOST = 1 << 28  # entries of what is recorded: its scratch, some ten bytes each, stays
+SHARE = 256  # bytes of the device's memory for an entry of what is recorded: its scratch, some ten bytes each, stays
 SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as much out
 PAGES = 8  # sets of numbers that may be under way to the device at once
 SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
@@ -34,6 +34,11 @@ _thread = threading.local()
 def recording() -> bool:
     """Whether this thread is recording passes."""
     return getattr(_thread, "recording", False)
+
+
+def most(device: torch.device) -> int:
+    """How many entries may be recorded at once."""
+    return torch.cuda.get_device_properties(device).total_memory // SHARE if device.type == "cuda" else 1 << 28
 
 
 def pays(X: torch.Tensor) -> bool:
