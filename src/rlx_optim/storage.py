@@ -240,8 +240,9 @@ def rounded(E: Any, x: Any, t: Any) -> Any:
     return E.xp.where(x == x, there, x)
 
 
-def chance(E: Any, t: Any, n: int) -> Any:
-    """16 random bits for each of n places at step t: a hash of both."""
+def chance(E: Any, t: Any, n: int, key: int = 0, places: Any = None) -> Any:
+    """16 random bits for each of n places at step t: a hash of both, and of a key. places: where they do not count from 0."""
     mask = E.word(0xFFFFFFFF)
-    z = ((E.counter(n) * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask)
+    z = (((E.counter(n) if places is None else places) * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask)
+    z = z ^ E.word(key)
     return (((z ^ (z >> 15)) * E.word(0x2C1B3C6D)) & mask) >> 16

@@ -18,10 +18,13 @@ from ..guard import checked
 from ..optimizer import NONFINITE
 from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
 from ..registry import spec_class
+from ..rounding import LOW
 from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+#: of parts in fewer bits, and of low halves
+KINDS: Mapping[str, Any] = {**storage.Words.types, "int16": np.int16}
 
 
 @dataclasses.dataclass
@@ -101,8 +104,9 @@ class Parameter:
         return {name: each for name, each in slots.items() if name in self.tensors}
 
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
-        """The tensors of slots in the file, by name: shape and type."""
-        return {
+        """The tensors of slots in the file, by name: shape and type; and the low half of a bfloat16 parameter, if it is there."""
+        low = {LOW: (self.shape, "int16")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
+        return low | {
             name + end: (self.stored(part(each, end)), dtype)
             for name, each in slots.items()
             for end, dtype in storage.PARTS[each[0].storage].items()
@@ -231,7 +235,7 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
         shape, dtype = parts[name]
         if each.shape != shape:
             raise CheckpointError(f"{what}: its {name!r} has shape {each.shape}, needed is {shape}")
-        fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
+        fits = each.dtype == KINDS[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
             raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
 

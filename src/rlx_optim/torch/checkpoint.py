@@ -15,12 +15,14 @@ from ..admission import listed
 from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
-from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from ..checkpoint.snapshot import KINDS, Group, Member, Parameter, Snapshot, Values, possible
 from ..pieces import Split, number, part, shapes_of
 from ..registry import spec_class
+from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
-from ..storage import PARTS, Words
+from ..storage import PARTS
+from . import halves
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
@@ -62,7 +64,7 @@ def wrapped(
     tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", whole: Callable[[], torch.Tensor] | None = None
 ) -> Tensor:
     """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
-    kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
+    kind: Any = KINDS[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
     fetched = functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what, dtype)
     return Tensor(shape, np.dtype(kind), fetched)
 
@@ -138,7 +140,7 @@ def _parameter(
     counters = spec.counters()
     p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, number(split), piece, why, parts=parts)
     slots = p.slots(spec)
-    if set(state) - {"step", "batch", *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
+    if set(state) - {"step", "batch", LOW, *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, p)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
     arrays = p.arrays(slots)
@@ -149,6 +151,9 @@ def _parameter(
             whole = None if home is None else functools.partial(home.get, state[key], there)
             stored, dtype = arrays[slot + end]
             p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
+    if halves.keeps_low(spec, param):
+        low = state[LOW]
+        p.tensors[LOW] = wrapped(low, shape, f"{LOW!r} of {name!r}", "int16", low.full_tensor if halves.is_spread(low) else None)
     return p
 
 
@@ -334,8 +339,9 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
         fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
+    halves.furnish(state, spec, param)
     others, counters = possible(earlier, p)
-    ours = {"step", "batch", *part_names(earlier, others), *counters}
+    ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
@@ -348,6 +354,8 @@ def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> S
 def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: Any) -> None:
     """Take over a file's state. there, here: its settings, and with what state is kept in here."""
     slots, mine = p.used(there), p.used(here)
+    if LOW in state and LOW in p.tensors:
+        halves.put(state[LOW], torch.from_numpy(p.tensors[LOW].read()))
     names = names_of(there, slots)
     for name, slot in slots.items():
         if home is not None:

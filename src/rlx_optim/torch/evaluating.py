@@ -10,6 +10,7 @@ import torch
 
 from ..pieces import Split
 from ..spec import TRAINED, Spec
+from .halves import local
 from .names import outside
 from .state import piece_shape
 
@@ -20,16 +21,6 @@ def eager(function: F) -> F:
     """torch.compiler.disable, with a type that checkers can bind to an instance."""
     disabled: F = torch.compiler.disable(function)
     return disabled
-
-
-def is_spread(param: Any) -> bool:
-    """A DTensor; told without importing what defines it."""
-    return hasattr(param, "placements")
-
-
-def local(tensor: Any) -> Any:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,8 @@ from .. import padding
 from . import replay
 from .kernels import BLOCK, DEEP, HIGH, STRIPS, WIDE
 
+#: how parameters are rounded, as kernels know it
+ROUNDING = {"nearest": 0, "stochastic": 1, "exact": 2}
 ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
 
 
@@ -123,10 +125,11 @@ class Placed:
 
     base: what is added to every address; it goes with the launch, so arrays that lie elsewhere every time need no new table.
     drop: the axes of the parameter that the arrays lack. gradient: these are the bundle's gradients, still to be scaled. storage,
-    scale: of codes, what they are, and where their scales are.
+    scale: of codes, what they are, and where their scales are. rounding, low: of parameters that may be of 16 bits, how they are
+    rounded (a number of `kernels`), and where their low halves are.
     """
 
-    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held", "scale", "storage")
+    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held", "low", "rounding", "scale", "storage")
 
     def __init__(
         self, address: Any, dtypes: Any, drop: tuple[int, ...] = (), held: Any = None, base: int = 0, gradient: bool = False,
@@ -134,6 +137,7 @@ class Placed:
     ):  # fmt: skip
         self.address, self.dtypes, self.drop, self.held = address, dtypes, drop, held
         self.base, self.gradient, self.storage, self.scale = base, gradient, storage, scale
+        self.rounding, self.low = 0, None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,7 +165,7 @@ class Plan:
         self.shares: dict[str, tuple[Any, ...]] = {}
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
-        self.tick = None if bundle.program is None else bundle.program.inputs.get("_tick")  # which number is the step
+        self.halves = bundle.halves
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
@@ -173,6 +177,28 @@ class Plan:
             address = side[index]
             self.shares[name] = (watch.version, types, address, mine)
         return address, mine
+
+    def round(self, params: Placed) -> None:
+        """Say of parameters how they are rounded, and where their low halves are: at the parameter itself where it has none."""
+        params.rounding = ROUNDING[next(half.rounding for half in self.halves if half is not None)]
+        if params.rounding == ROUNDING["exact"]:
+            low = params.low = self.cached("low", lambda: Placed(None, None))
+            before = self.made.get("low of")
+            if before is None or before[0] is not params.address or before[1] is not params.dtypes:
+                kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
+                mine = [dtype is torch.bfloat16 for dtype in params.dtypes]
+                dtypes = tuple([torch.int16 if own else dtype for own, dtype in zip(mine, params.dtypes, strict=True)])
+                low.address, low.dtypes = np.where(mine, kept, params.address), low.dtypes if low.dtypes == dtypes else dtypes
+                self.made["low of"] = params.address, params.dtypes
+
+    def keys(self, sender: Sender, indices: tuple[int, ...] | None) -> torch.Tensor:
+        """By what parameters are rounded by chance: key and first place of each."""
+
+        def make() -> torch.Tensor:
+            rows = [(0, 0) if half is None else (half.key, half.first or 0) for half in self.halves]
+            return sender.send(np.array(rows if indices is None else [rows[i] for i in indices], np.int64))
+
+        return self.cached(("keys of chance", indices), make)
 
     def starts(self) -> list[int]:
         """Where the arrays of all tensors are, one behind the other, each aligned, and where they end."""

@@ -1,0 +1,155 @@
+"""Parameters of 16 bits: their low halves in the state, and the way to float32 and back that engines do not go themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..engines.torch_ import Torch, part, whole
+from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
+from ..spec import Spec
+
+KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def is_spread(param: Any) -> bool:
+    """A DTensor; told without importing what defines it."""
+    return hasattr(param, "placements")
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if is_spread(tensor) else tensor
+
+
+def refusal(rounding: str, param: torch.Tensor) -> str | None:
+    """Why a parameter cannot be rounded so; None if it can."""
+    if rounding == EXACT and param.dtype is torch.float16:
+        return "is float16, which is not the upper half of a float32; use rounding='stochastic', or bfloat16"
+    return None
+
+
+def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
+    return spec.rounding == EXACT and param.dtype is torch.bfloat16
+
+
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor) -> None:
+    """The low half, where there is to be one: beside the parameter, as it is laid out and spread."""
+    if not keeps_low(spec, param):
+        state.pop(LOW, None)
+    elif LOW not in state:
+        state[LOW] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+
+
+def taken_over(owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """The low half of a checkpoint, by value; from zero where it has none."""
+    value, state = given.pop(LOW, None), dict[str, Any]()
+    furnish(state, spec, param)
+    if value is None or not state:
+        return state
+    if not torch.is_tensor(value) or value.dtype is not torch.int16 or value.shape != param.shape:
+        said = f"{value.dtype} of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
+        raise ValueError(
+            f"{owner}: {LOW!r} of {name} is {said} in the checkpoint, needed is int16 of shape {tuple(param.shape)}; it is "
+            "damaged, or leave it out: the parameter then goes on from its upper half"
+        )
+    put(state[LOW], value)
+    return state
+
+
+@torch.no_grad()
+def put(low: Any, value: torch.Tensor) -> None:
+    """Take over a low half: a DTensor of whatever placement, or the whole tensor, which every rank has."""
+    if not is_spread(low):
+        low.copy_(value)
+        return
+    from .sharded.homes import Shards
+    from .sharded.layout import Layout
+
+    Shards(Layout(low)).put(low, value)
+
+
+def checked(owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    """The low half that is here, if there is to be one."""
+    if not keeps_low(spec, param):
+        return None
+    low = state[LOW]
+    if (
+        low.dtype is not torch.int16
+        or low.shape != param.shape
+        or low.device != param.device
+        or is_spread(low) != is_spread(param)
+    ):
+        raise RuntimeError(
+            f"{owner}: {LOW!r} of {name} must be int16, of shape {tuple(param.shape)} and where the parameter is; it is "
+            f"{low.dtype}, of shape {tuple(low.shape)} and on {low.device}"
+        )
+    found: torch.Tensor = local(low)
+    return found
+
+
+def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> Half | None:
+    """How a parameter is rounded; None: to nearest, or it is not of 16 bits. name: by which chance is keyed."""
+    if param.dtype not in KINDS or spec.rounding == NEAREST:
+        return None
+    first: int | None = 0
+    if is_spread(param):
+        offsets, here = _extent(param)
+        rows = len(here) == 0 or tuple(here[1:]) == tuple(param.shape[1:])
+        first = offsets[0] * param[0:1].numel() if rows and len(here) and param.numel() else 0 if rows else None
+    return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
+
+
+def _extent(param: Any) -> tuple[list[int], list[int]]:
+    """Where what is here of a parameter begins, along each axis, and how long it is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    here, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return list(offsets), list(here)
+
+
+def places(param: Any) -> torch.Tensor:
+    """The index in the whole parameter of each element that is here."""
+    offsets, here = _extent(param)
+    device, found = local(param).device, torch.zeros((), dtype=torch.int64)
+    for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
+        stride = int(torch.tensor(param.shape[axis + 1 :]).prod()) if axis + 1 < len(here) else 1
+        line = (torch.arange(n, dtype=torch.int64) + offset) * stride
+        found = found[..., None] + line
+    return found.reshape(-1).to(device)
+
+
+def opened(seat: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a seat's parameter in the arithmetic's type."""
+    p = seat.param.detach().resolve_neg()
+    joined = whole(p, seat.half)
+    return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
+    """Leave in a seat's parameter what came of such a copy at step t."""
+    p, half = seat.param.detach(), seat.half
+    if half is None:
+        p.copy_(value)
+    elif half.low is not None:
+        part(value, p, half.low)
+    else:
+        where = (
+            None if half.first == 0 else half.first + torch.arange(p.numel(), device=p.device) if half.first else seat.places()
+        )
+        p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, where))
+
+
+def deal_out(lane: Any, seat: Any) -> None:
+    """Tell the records of a seat how they are rounded, each a part of it, as the engine of their lane wants it."""
+    half = seat.half
+    if half is None or half.first is None or seat.columns or not (half.low is None or half.low.is_contiguous()):
+        return
+    sizes = [record.size for record in seat.records]
+    for record, first in zip(seat.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
+        low = None if half.low is None else lane.view(half.low.view(-1)[first : first + record.size])
+        record.half = dataclasses.replace(half, first=half.first + first, low=low)
