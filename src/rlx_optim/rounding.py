@@ -13,6 +13,7 @@ Written in the words of an engine E; compiled engines have the same in their ker
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from . import random
@@ -46,14 +47,13 @@ def rounded(E: Any, x: Any, kind: str, t: Any, key: int, places: Any = None) -> 
     """Float32 numbers that are of a type, by chance. places: of the elements in the whole parameter; None: they count from 0."""
     flat = x.reshape(-1)
     noise = E.cast(chance(E, t, flat.shape[0], key, places), "int32")
-    bits = flat.view(E.xp.int32)
+    bits, size = flat.view(E.xp.int32), abs(flat)
     if kind == "bfloat16":
         near = ((bits + noise) & -65536).view(E.xp.float32)
     else:
-        size = abs(flat)
         near = ((bits + (noise >> 3)) & -8192).view(E.xp.float32)
         count = E.cast(E.xp.where(size < SMALLEST, size, 0.0) * 2.0**40, "int32")  # in units of 2^-40
         small = E.cast((count + noise) >> 16, "float32") * 2.0**-24
         near = E.xp.where(size < SMALLEST, E.xp.where(flat < 0, -small, small), near)
     near = E.xp.clip(near, -LARGEST[kind], LARGEST[kind])
-    return E.xp.where(flat - flat == 0, near, flat).reshape(x.shape)
+    return E.xp.where(size < math.inf, near, flat).reshape(x.shape)

@@ -32,7 +32,6 @@ BLANK = b"0" * 64
 CHUNK = 1 << 22
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "BF16": np.dtype("<u2"), "I8": np.dtype("i1"), "U8": np.dtype("u1"),
-    "I16": np.dtype("<i2"),
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 

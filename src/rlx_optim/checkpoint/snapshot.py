@@ -23,8 +23,6 @@ from ..spec import TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-#: of parts in fewer bits, and of low halves
-KINDS: Mapping[str, Any] = {**storage.Words.types, "int16": np.int16}
 
 
 @dataclasses.dataclass
@@ -105,7 +103,7 @@ class Parameter:
 
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
         """The tensors of slots in the file, by name: shape and type; and the low half of a bfloat16 parameter, if it is there."""
-        low = {LOW: (self.shape, "int16")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
+        low = {LOW: ((*self.shape, 2), "uint8")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
         return low | {
             name + end: (self.stored(part(each, end)), dtype)
             for name, each in slots.items()
@@ -235,7 +233,7 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
         shape, dtype = parts[name]
         if each.shape != shape:
             raise CheckpointError(f"{what}: its {name!r} has shape {each.shape}, needed is {shape}")
-        fits = each.dtype == KINDS[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
+        fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
             raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
 

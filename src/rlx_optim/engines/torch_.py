@@ -245,18 +245,18 @@ def _of_numbers(function: Rule) -> Rule:
 # ---- parameters of 16 bits ----------------------------------------------------------------------------------------------------
 def joined(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """A float32 parameter of its halves: p is the upper one."""
-    whole = torch.empty(p.shape, dtype=torch.float32, device=p.device)
-    lower, upper = whole.view(torch.int16).view(*p.shape, 2).unbind(-1)
-    lower.copy_(low)
-    upper.copy_(p.contiguous().view(torch.int16))
-    return whole
+    whole = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+    lower, upper = whole.view(torch.int16).view(-1, 2).unbind(1)
+    lower.copy_(low.reshape(-1))
+    upper.copy_(p.reshape(-1).view(torch.int16))
+    return whole.view(p.shape)
 
 
 def part(whole: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
     """Leave a float32 parameter in its halves."""
-    lower, upper = whole.contiguous().view(torch.int16).view(*p.shape, 2).unbind(-1)
-    low.copy_(lower)
-    p.copy_(upper.contiguous().view(torch.bfloat16))
+    lower, upper = whole.reshape(-1).view(torch.int16).view(-1, 2).unbind(1)
+    low.copy_(lower.view(p.shape))
+    p.copy_(upper.contiguous().view(torch.bfloat16).view(p.shape))
 
 
 def whole(p: torch.Tensor, half: Half | None) -> torch.Tensor:

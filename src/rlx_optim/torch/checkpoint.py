@@ -15,13 +15,13 @@ from ..admission import listed
 from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
-from ..checkpoint.snapshot import KINDS, Group, Member, Parameter, Snapshot, Values, possible
+from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
 from ..pieces import Split, number, part, shapes_of
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
-from ..storage import PARTS
+from ..storage import PARTS, Words
 from . import halves
 from .lanes import ARITHMETIC
 from .names import in_dtype
@@ -64,7 +64,7 @@ def wrapped(
     tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", whole: Callable[[], torch.Tensor] | None = None
 ) -> Tensor:
     """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
-    kind: Any = KINDS[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
+    kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
     fetched = functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what, dtype)
     return Tensor(shape, np.dtype(kind), fetched)
 
@@ -153,7 +153,8 @@ def _parameter(
             p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
     if halves.keeps_low(spec, param):
         low = state[LOW]
-        p.tensors[LOW] = wrapped(low, shape, f"{LOW!r} of {name!r}", "int16", low.full_tensor if halves.is_spread(low) else None)
+        together = low.full_tensor if halves.is_spread(low) else None
+        p.tensors[LOW] = wrapped(low, (*shape, 2), f"{LOW!r} of {name!r}", "uint8", together)
     return p
 
 

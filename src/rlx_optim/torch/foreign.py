@@ -171,7 +171,7 @@ def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, 
             p.dtype = "float32" if dtype else str(value.dtype).removeprefix("torch.")
             p.tensors[slot + end] = wrapped(value, shape, f"{slot + end} of {name!r}", dtype)
     if torch.is_tensor(low := state.get(LOW)) and spec.rounding == EXACT:
-        p.dtype, p.tensors[LOW] = "bfloat16", wrapped(low, p.shape, f"{LOW!r} of {name!r}", "int16")
+        p.dtype, p.tensors[LOW] = "bfloat16", wrapped(low, (*p.shape, 2), f"{LOW!r} of {name!r}", "uint8")
     return p
 
 

@@ -38,11 +38,20 @@ def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
 
 
 def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor) -> None:
-    """The low half, where there is to be one: beside the parameter, as it is laid out and spread."""
+    """The low half, where there is to be one: two bytes for each element, in a last dimension (no backend of torch.distributed
+    sends integers of 16 bits), spread over ranks as the parameter is."""
     if not keeps_low(spec, param):
         state.pop(LOW, None)
     elif LOW not in state:
-        state[LOW] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        here = local(param)
+        low = torch.zeros((*here.shape, 2), dtype=torch.uint8, device=here.device)
+        state[LOW] = low if here is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
+
+
+def _layout(tensor: Any) -> Any:
+    from .sharded.layout import Layout
+
+    return Layout(tensor)
 
 
 def taken_over(owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -51,11 +60,12 @@ def taken_over(owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any
     furnish(state, spec, param)
     if value is None or not state:
         return state
-    if not torch.is_tensor(value) or value.dtype is not torch.int16 or value.shape != param.shape:
+    shape = (*param.shape, 2)
+    if not torch.is_tensor(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
         said = f"{value.dtype} of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
         raise ValueError(
-            f"{owner}: {LOW!r} of {name} is {said} in the checkpoint, needed is int16 of shape {tuple(param.shape)}; it is "
-            "damaged, or leave it out: the parameter then goes on from its upper half"
+            f"{owner}: {LOW!r} of {name} is {said} in the checkpoint, needed is uint8 of shape {shape}; it is damaged, or leave "
+            "it out: the parameter then goes on from its upper half"
         )
     put(state[LOW], value)
     return state
@@ -68,27 +78,23 @@ def put(low: Any, value: torch.Tensor) -> None:
         low.copy_(value)
         return
     from .sharded.homes import Shards
-    from .sharded.layout import Layout
 
-    Shards(Layout(low)).put(low, value)
+    Shards(_layout(low)).put(low, value)
 
 
 def checked(owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str) -> torch.Tensor | None:
-    """The low half that is here, if there is to be one."""
+    """The low half of what is here, as integers of 16 bits, if there is to be one."""
     if not keeps_low(spec, param):
         return None
-    low = state[LOW]
-    if (
-        low.dtype is not torch.int16
-        or low.shape != param.shape
-        or low.device != param.device
-        or is_spread(low) != is_spread(param)
-    ):
+    kept, here, shape = state[LOW], local(param), (*param.shape, 2)
+    low = local(kept)
+    same = tuple(kept.shape) == shape and tuple(low.shape) == (*here.shape, 2) and is_spread(kept) == is_spread(param)
+    if not same or low.dtype is not torch.uint8 or low.device != here.device or not low.is_contiguous():
         raise RuntimeError(
-            f"{owner}: {LOW!r} of {name} must be int16, of shape {tuple(param.shape)} and where the parameter is; it is "
-            f"{low.dtype}, of shape {tuple(low.shape)} and on {low.device}"
+            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and where the parameter is; it is "
+            f"{low.dtype}, of shape {tuple(kept.shape)} and on {low.device}"
         )
-    found: torch.Tensor = local(low)
+    found: torch.Tensor = low.view(torch.int16).view(here.shape)
     return found
 
 
@@ -147,7 +153,7 @@ def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
 def deal_out(lane: Any, seat: Any) -> None:
     """Tell the records of a seat how they are rounded, each a part of it, as the engine of their lane wants it."""
     half = seat.half
-    if half is None or half.first is None or seat.columns or not (half.low is None or half.low.is_contiguous()):
+    if half is None or half.first is None or seat.columns:
         return
     sizes = [record.size for record in seat.records]
     for record, first in zip(seat.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
