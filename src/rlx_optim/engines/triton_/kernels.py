@@ -88,7 +88,10 @@ def one_block(
         else:
             value = tl.load(where[j])
         if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
-            value = joined_halves(value, tl.load(where[HALF[2]], mask=live, other=0))
+            if MASKED:
+                value = joined_halves(value, tl.load(where[HALF[2]], mask=live, other=0))
+            else:
+                value = joined_halves(value, tl.load(where[HALF[2]]))
         else:
             value = value.to(F)
         if j == GRADIENT:
@@ -102,7 +105,10 @@ def one_block(
         if STORES[k][1] == HALF[0]:
             result = tl.broadcast_to(result, live.shape)
             if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                tl.store(where[HALF[2]], lower_half(result), mask=live)
+                if MASKED:
+                    tl.store(where[HALF[2]], lower_half(result), mask=live)
+                else:
+                    tl.store(where[HALF[2]], lower_half(result))
             result = halved(result, place, word, ELEMENTS[HALF[0]], HALF[1])
         else:
             result = result.to(ELEMENTS[STORES[k][1]])
@@ -237,7 +243,10 @@ def one_strip(
         else:
             value = tl.load(where[j] + flat)
         if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
-            value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+            if MASKED:
+                value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+            else:
+                value = joined_halves(value, tl.load(where[HALF[2]] + flat))
         else:
             value = value.to(F)
         if CODES[j] == 1:
@@ -259,7 +268,10 @@ def one_strip(
             result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
         elif STORES[k][1] == HALF[0]:
             if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                if MASKED:
+                    tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                else:
+                    tl.store(where[HALF[2]] + flat, lower_half(result))
             result = halved(result, flat + first, word, ELEMENTS[HALF[0]], HALF[1])
         elif CODES[STORES[k][1]] == 0:
             result = result.to(ELEMENTS[STORES[k][1]])
@@ -367,7 +379,10 @@ def one_tile(
                 else:
                     value = tl.load(where[a] + flat)
                 if HALF[1] == 2 and a == HALF[0] and ELEMENTS[a] == tl.bfloat16:
-                    value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+                    if MASKED:
+                        value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+                    else:
+                        value = joined_halves(value, tl.load(where[HALF[2]] + flat))
                 else:
                     value = value.to(F)
             elif KINDS[a] == 1:
@@ -386,7 +401,10 @@ def one_tile(
             if STORES[k][1] == HALF[0]:
                 result = tl.broadcast_to(result, live.shape)
                 if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                    tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                    if MASKED:
+                        tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                    else:
+                        tl.store(where[HALF[2]] + flat, lower_half(result))
                 result = halved(result, flat + begin, word, ELEMENTS[HALF[0]], HALF[1])
             else:
                 result = result.to(ELEMENTS[STORES[k][1]])

@@ -183,13 +183,12 @@ class Plan:
         params.rounding = ROUNDING[next(half.rounding for half in self.halves if half is not None)]
         if params.rounding == ROUNDING["exact"]:
             low = params.low = self.cached("low", lambda: Placed(None, None))
-            before = self.made.get("low of")
-            if before is None or before[0] is not params.address or before[1] is not params.dtypes:
-                kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
-                mine = [dtype is torch.bfloat16 for dtype in params.dtypes]
-                dtypes = tuple([torch.int16 if own else dtype for own, dtype in zip(mine, params.dtypes, strict=True)])
-                low.address, low.dtypes = np.where(mine, kept, params.address), low.dtypes if low.dtypes == dtypes else dtypes
-                self.made["low of"] = params.address, params.dtypes
+            kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
+            if self.made.get("low of") is not params.dtypes:
+                self.made["low of"] = params.dtypes
+                self.others = np.array([dtype is not torch.bfloat16 for dtype in params.dtypes])
+                low.dtypes = tuple([torch.int16 if dtype is torch.bfloat16 else dtype for dtype in params.dtypes])
+            low.address = np.where(self.others, params.address, kept) if self.others.any() else kept
 
     def keys(self, sender: Sender, indices: tuple[int, ...] | None) -> torch.Tensor:
         """By what parameters are rounded by chance: key and first place of each."""
