@@ -17,7 +17,9 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 
 PYRIGHT := 1.1.414
 
-# a process for each core; the tests of a file stay together, since they share what they compile
+# a process for each core; the tests of a file stay together, since they share what they
+# compile; BLAS and torch on one thread each, since more would only wait for each other
+ALONE := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
 SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: race test test-all test-browser chromium test-gpu test-integrations lint types setup clean docs docs-serve tables
@@ -26,10 +28,10 @@ race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(SPREAD) -m "not slow and not gpu and not browser" $(ARGS)
+	$(ALONE) $(BIN)/python -m pytest $(SPREAD) -m "not slow and not gpu and not browser" $(ARGS)
 
 test-all: chromium $(VENV)/.browser $(VENV)/.integrations
-	$(BIN)/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
+	$(ALONE) $(BIN)/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
 
 test-browser: chromium $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)

@@ -494,6 +494,28 @@ def not_finite(world):
 scenario(2)(modified)
 
 
+def guarded(world):
+    """skip_above on shards and in one process: a spike of the gradients, then one of the loss on the last rank alone."""
+    out = {}
+    place, last = (plain, True) if world is None else (world.place, world.rank == world.size - 1)
+    for name in ("AdamW", "Muon"):
+        shapes = {k: SHAPES[k] for k in ("w", "b")}
+        params = parameters(place, shapes)
+        opt = make(name, params, skip_above=6.0)
+        moved = []
+        for t in range(72):
+            for k, g in tensors(t, shapes).items():
+                params[k].grad = place(k, g * (40 if t == 68 else 1))
+            before = whole(params["w"])
+            opt.step(loss=90.0 if t == 70 and last else 1.0 + 0.1 * (t % 3))
+            moved.append(not torch.equal(before, whole(params["w"])))
+        out[name] = wholes(params), opt.skipped, [t for t, each in enumerate(moved) if not each]
+    return out
+
+
+scenario(2)(guarded)
+
+
 @scenario(2)
 def refused(world):
     """What cannot be done is refused on every rank, wherever the fault lies."""
@@ -617,6 +639,9 @@ def engines(world):
             train(make(name, params, engine=engine), params, 0, 5, world.place)
             out[engine, name] = wholes(params)
     return out if world.rank == 0 else None
+
+
+import coded_ranks  # noqa: E402, F401  (its scenarios, before the last)
 
 
 @scenario(2)

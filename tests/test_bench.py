@@ -79,6 +79,7 @@ def refused(capsys, *options):
         ("one:262k", 1, 262_000),
         ("one:32M", 1, 32_000_000),
         ("one:77", 1, 77),
+        ("one:2kx64", 1, 128_000),
     ],
 )
 def test_shape_sets(model, tensors, parameters):
@@ -128,6 +129,9 @@ def test_traffic_counts_who_steps_a_tensor():
     assert results.traffic("mars", shapes) == (300 * 44 + 100 * 28) / 400  # vectors go to AdamW
     assert results.traffic("muon", {"b": (100,)}) == 28
     assert results.traffic("muon", shapes) is None
+    large = {"w": (64, 128)}
+    assert [results.traffic("adamw", large, kept) for kept in ("float32", "bfloat16", "int8")] == [28, 20, 16 + 4 * 4 / 128]
+    assert results.traffic("adamw", {"b": (100,)}, "int8") == 28  # which stays exact
 
 
 def test_rows_are_arithmetic():
@@ -189,6 +193,17 @@ def test_a_run_alone(tmp_path, capsys):
     assert report["machine"]["cpu"] in said
     assert "ours (step)" in said
     assert "muon: there are only vectors here; all go to `otherwise` (adamw)" in said
+
+
+def test_a_run_with_state_in_fewer_bits(tmp_path):
+    assert run("--json", tmp_path / "r.json", "--state-dtype", "bfloat16,int8", model="one:64x128", optimizers="adamw,muon") == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["settings"]["state_dtypes"] == ["bfloat16", "int8"]
+    who = ["ours", "ours (step)", "ours, bfloat16 state", "ours, int8 state"]
+    assert [(r["optimizer"], r["implementation"]) for r in report["rows"]] == [
+        (k, each) for k in ("adamw", "muon") for each in who
+    ]
+    assert [r["state_bytes_per_parameter"] for r in report["rows"]] == [8, 8, 4, 2.0625, 4, 4, 2, 1.03125]
 
 
 def test_a_run_with_torch(tmp_path):
@@ -264,6 +279,7 @@ def test_a_plot_is_drawn(tmp_path):
         (["--model", "one:900000000M"], ["900,000,000,000,000 parameters", "memory"]),
         (["--peers", "torhc"], ["'torhc'", "did you mean 'torch'?", "optax", "pytorch_optimizer"]),
         (["--rounds", "0"], ["--rounds"]),
+        (["--state-dtype", "int4"], ["'int4'", "bfloat16", "int8"]),
         (["--threads", "no"], ["--threads"]),
         (["--seconds", "-1"], ["--seconds"]),
         (["--json", "/no/such/folder/r.json"], ["--json", "/no/such/folder/r.json"]),

@@ -102,6 +102,24 @@ def test_ours_are_right_as_transformations(name):
     assert report.ok, [each for each in report.results if not each.ok]
 
 
+CUDA = ("cuda", "cuda-sync", "cuda-graph")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(OURS))
+def test_ours_are_right_on_cuda(name):
+    report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=CUDA)
+    assert report.ok, [each for each in report.results if not each.ok]
+    assert [each.status for each in report.results].count("passed") >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CUDA)
+def test_what_is_wrong_on_cuda_is_caught(check):
+    (result,) = caught(check, only=[check]).results
+    assert result.status in ("failed", "error"), result
+
+
 # ---- nothing passes unseen -------------------------------------------------------------------------------------------------------------
 def test_no_check_passes_without_having_seen_something():
     subject = subject_of("wrong:Right")

@@ -14,6 +14,7 @@ import rlx_optim
 from rlx_optim import CheckpointError
 from rlx_optim.checkpoint import latest
 from rlx_optim.checkpoint.files import opened
+from rlx_optim.random import halves, key
 
 
 # ---- the named API --------------------------------------------------------------------------------------------------------
@@ -304,15 +305,13 @@ def test_the_safetensors_library_reads_it(tmp_path):
     }  # fmt: skip
 
 
-def test_generator_keys_are_kept_and_held(tmp_path):
+def test_keys_of_noise_are_kept(tmp_path):
     opt = rlx_optim.KronPSGD(seed=7, engine="reference")
     opt.step("w", np.ones((3, 2), np.float32), np.ones((3, 2), np.float32))
+    assert opt.state("w")["key"].tolist() == halves(key(7, "w"))
     opt.save(tmp_path / "a.safetensors")
-    with opened(tmp_path / "a.safetensors"):
-        from rlx_optim.random import key
-    raw = (tmp_path / "a.safetensors").read_bytes()
-    manifest = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["manifest"])
-    assert manifest["parameters"]["w"]["generator"] == [list(key(7, "w"))]
+    with opened(tmp_path / "a.safetensors") as file:
+        assert file.tensors()["w/key"].read().tolist() == halves(key(7, "w"))
 
 
 # ---- from one optimizer to another ------------------------------------------------------------------------------------------

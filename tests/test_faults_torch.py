@@ -467,3 +467,61 @@ def test_grad_scaler_works_either_way(amp_scaling):
 def test_a_tensor_for_lr_has_one_element():
     with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
         ours.AdamW(tensors(), lr=torch.tensor([0.1, 0.2]))
+
+
+def test_a_step_within_compiled_code_is_not_compiled():
+    """Neither where the training step is compiled, nor where the optimizer's own is; and it computes the same."""
+
+    def run(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        opt = ours.AdamW(model, lr=1e-2)
+
+        def train(x):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        wrap = (lambda f: torch.compile(f, backend="eager")) if compiled else (lambda f: f)
+        train, step = wrap(train), wrap(opt.step)
+        for t in range(6):
+            x = torch.full((2, 5), 0.3 * t + 0.1)
+            train(x)
+            model(x).sum().backward()
+            step()
+            opt.zero_grad()
+            opt.param_groups[0]["lr"] *= 0.9
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])  # whose settings may follow the dtype
+def test_settings_that_were_refused_leave_nothing_behind(name):
+    """Where one group's setting is bad, another's that changed with it is not half taken: set back, it is what it was."""
+    params = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    opt = getattr(ours, name)([{"params": [p]} for p in params], lr=0.1)
+
+    def step():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        return [p.detach().clone() for p in params]
+
+    step()
+    first, second = opt.param_groups
+    was = first["lr"], second["weight_decay"]
+    first["lr"], second["weight_decay"] = 0.7, -1.0
+    with pytest.raises(ValueError, match="weight_decay"):
+        step()
+    first["lr"], second["weight_decay"] = was
+    a, b = step()
+    assert torch.equal(a, b)
+    first["betas" if name == "AdamW" else "eps"] = list(first["betas" if name == "AdamW" else "eps"])
+    step()
+    if name == "AdamW":
+        first["betas"][0] = 0.5  # in place
+    else:
+        first["eps"][1] = 50.0
+    a, b = step()
+    assert not torch.equal(a, b)

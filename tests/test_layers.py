@@ -52,7 +52,7 @@ MAY = {
     },
     "optax": {
         "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random",
-        "checkpoint", "explain", "guard", "rounding",
+        "checkpoint", "explain", "guard", "rounding", "storage",
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",

@@ -1,6 +1,8 @@
 """What may be done to any rule's step: every cell of the table of rules and modifiers works or is refused, on every front end."""
 
+import copy
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -605,6 +607,38 @@ def test_skip_above_in_torch_and_jax():
     assert float(opt.state[p]["step"]) == 220 - sum(want)
     np.testing.assert_allclose(np.asarray(x), p.detach().numpy(), rtol=1e-6)
     assert opt.step(lambda: torch.tensor(1.0)) == 1.0
+
+
+def test_a_resumed_run_leaves_out_the_same_steps(tmp_path):
+    """The windows go on in files, state dicts, pickles and copies, from one front end to the other."""
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch import Lion
+
+    norms, losses = curve(220, spikes={k: v for k, v in SPIKES.items() if k < 220}), curve(220, 1, {200: 9.0})
+    want = [a or b for a, b in zip(judge(norms, 6.0), judge(losses, 6.0), strict=True)]
+    p = torch.nn.Parameter(torch.ones(4))
+    opt, ours = Lion([("p", p)], lr=0.01, skip_above=6.0), rlx_optim.Lion(lr=0.01, skip_above=6.0)
+    q = {"p": np.ones(4, np.float32)}
+    for t, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
+        p.grad = torch.full((4,), float(norm / 2))
+        opt.step(loss=loss)
+        ours.step_all(q, {"p": p.grad.numpy()}, loss=loss)
+        if t % 30 == 20:  # half of a window, a whole one, one that has gone round
+            saved, fresh = opt.state_dict(), Lion([("p", p)], lr=0.01, skip_above=6.0)
+            if t % 60 == 20:
+                fresh.load_state_dict(saved)
+                fresh.skipped = opt.skipped
+                opt, ours = fresh, pickle.loads(pickle.dumps(ours))
+            else:
+                opt, ours = copy.deepcopy(opt), rlx_optim.load(ours.save(tmp_path / "ours.safetensors"))
+                (p,) = opt.param_groups[0]["params"]
+        if t == 100:
+            opt.load(ours.save(tmp_path / "theirs.safetensors"))
+    assert opt.skipped == ours.skipped == sum(want)
+    damaged = {"norm": [3, 1.0]}
+    with pytest.raises(ValueError, match="Lion: 'skip_window' of the state dict: 'norm' must be a count and as many finite"):
+        opt.load_state_dict({**opt.state_dict(), "skip_window": damaged})
+    assert opt.state_dict()["skip_window"]["norm"][0] == np.isfinite(norms).sum()
 
 
 def test_skip_above_refusals():

@@ -23,7 +23,7 @@ MLP, LOGREG = digits.MLP, digits.LOGREG
 quiet = lambda loss: None  # noqa: E731
 METRICS = {"accuracy", "test_loss", "train_loss"}
 ENTRY = METRICS | {
-    "lr", "settings", "runs", "diverged", "diverged_at", "ms_per_step", "seconds", "state_bytes", "engine", "curve", "grid",
+    "lr", "settings", "runs", "diverged", "diverged_at", "ms_per_step", "seconds", "state_bytes", "peak_bytes", "engine", "curve", "grid",
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_what_is_of_the_type_stays_and_what_is_finite_stays_so(kind):
 
 def test_chance_is_of_the_step_the_key_and_the_place():
     def draw(t, key, places=None, n=4096):
-        return storage.chance(storage.NUMPY, t, n, key, places) / 65536 - 0.5
+        return storage.chance(storage.NUMPY, t, n, key=key, places=places) / 65536 - 0.5
 
     for one, other in ((draw(1, 5), draw(2, 5)), (draw(1, 5), draw(1, rounding.key_of(0, "w")))):
         assert abs(np.mean(one * other) * 12) < 5 / 64

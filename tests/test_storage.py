@@ -1,6 +1,7 @@
 """State in 8 and 16 bits: the codes, what is coded, every engine, everywhere state goes, and what is refused."""
 
 import copy
+import json
 import pickle
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_a_block_that_is_not_finite_says_so_and_leaves_its_neighbours():
 
 # ---- what is coded --------------------------------------------------------------------------------------------------------
 EXACT = {  # slots of a large matrix that stay as they are
-    "ademamix": {"slow"}, "adafactor": {"row", "col"}, "soap": {"L1", "L2", "Q1", "Q2"}, "kronpsgd": {"q1", "q2"},
+    "ademamix": {"slow"}, "adafactor": {"row", "col"}, "soap": {"L1", "L2", "Q1", "Q2"}, "kronpsgd": {"q1", "q2", "key"},
     "prodigy": {"s", "start", "d", "d_max", "gained"}, "normuon": {"v"}, "schedulefreeadamw": {"lead"}, "schedulefreesgd": {"lead"},
 }  # fmt: skip
 
@@ -355,14 +356,6 @@ def test_refused_changes_and_types():
         rlx_optim.AdamW(state_dtype=lambda i: "int8")
 
 
-def test_refused_under_optax():
-    pytest.importorskip("optax")
-    import rlx_optim.optax
-
-    with pytest.raises(ValueError, match="state_dtype='int8' is not done under optax"):
-        rlx_optim.optax.adamw(1e-3, state_dtype="int8")
-
-
 def test_refused_by_an_engine_that_does_not_code():
     class Plain(rlx_optim.engines.reference.Reference):
         def allocate(self, slot):
@@ -370,3 +363,28 @@ def test_refused_by_an_engine_that_does_not_code():
 
     with pytest.raises(ValueError, match="state_dtype='int8': this engine keeps 'm' of 'w' as it is alone"):
         walk(rlx_optim.AdamW(state_dtype="int8", engine=Plain()), start(), 1)
+
+
+def test_inspect_shows_values(tmp_path, capsys):
+    """Formats and not parts; two files are compared by what their codes mean."""
+    from rlx_optim.cli import main
+
+    for name, wanted, steps in (("a", "int8", 2), ("b", "int8", 3), ("c", "float32", 2), ("d", {"m": "bfloat16"}, 2)):
+        opt = rlx_optim.AdamW(state_dtype=wanted)
+        walk(opt, start(), steps)
+        opt.save(tmp_path / f"{name}.safetensors")
+
+    def told(*names):
+        main(["inspect", "--json", *(str(tmp_path / f"{name}.safetensors") for name in names)])
+        return json.loads(capsys.readouterr().out)
+
+    assert {row["parameter"]: row["state"] for row in told("a")["state"]} == {
+        "w": "m in int8, v in int8", "e": "m in int8, v in int8", "b": "m, v", "s": "m, v",
+    }  # fmt: skip
+    assert told("d")["state"][0]["state"] == "m in bfloat16, v"
+    assert told("a", "a")["equal"]
+    apart = {line.partition(":")[0]: float(line.rpartition(" ")[2]) for line in told("a", "b")["differences"] if "/" in line}
+    assert 0.1 < apart["w/m"] < 1
+    assert 0 < apart["w/v"] < 0.1
+    near = [line for line in told("a", "c")["differences"] if line.startswith("w/m:")]
+    assert float(near[0].rpartition(" ")[2]) < 0.02

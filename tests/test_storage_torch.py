@@ -2,7 +2,6 @@
 
 import io
 import random
-import types
 
 import numpy as np
 import pytest
@@ -174,6 +173,66 @@ def test_torch_optim_takes_over_what_is_decoded(tmp_path):
     assert np.array_equal(mine.numpy(), want)
 
 
+@pytest.mark.parametrize("kept", ["float32", "int8"])
+def test_eight_bit_states_of_others_are_read(kept):
+    """bitsandbytes': codes, a table, the largest of each 256, wrapped or not; torchao's: tensors that decode themselves."""
+    net = model()
+    opt = rlx_optim.torch.AdamW(net, lr=1e-2, state_dtype=kept)
+    theirs, want = torch.optim.AdamW(net.parameters(), lr=1e-2).state_dict(), {}
+    generator = torch.Generator().manual_seed(0)
+    for i, p in enumerate(net.parameters()):
+        if p.numel() < 4096:
+            state = {"state1": torch.randn(p.shape, generator=generator), "state2": torch.rand(p.shape, generator=generator)}
+            want[i] = state["state1"], state["state2"]
+        else:
+            blocks = -(-p.numel() // 256)
+            state = {f"state{n}": torch.randint(256, p.shape, generator=generator, dtype=torch.uint8) for n in (1, 2)}
+            state |= {"qmap1": torch.linspace(-1, 1, 256), "qmap2": torch.linspace(0, 1, 256)}
+            state |= {f"absmax{n}": torch.rand(blocks, generator=generator) + 0.5 for n in (1, 2)}
+            want[i] = tuple(
+                (state[f"qmap{n}"][state[f"state{n}"].long().flatten()] * state[f"absmax{n}"].repeat_interleave(256)[: p.numel()])
+                .reshape(p.shape) for n in (1, 2)
+            )  # fmt: skip
+        theirs["state"][i] = {"step": 7, **(state if i else {"__bnb_optimizer_quant_state__": state})}
+    opt.load_state_dict(theirs)
+    for i, p in enumerate(net.parameters()):
+        state = {k: v.numpy() for k, v in opt.state[p].items()}
+        assert state["step"] == 7
+        for key, kind, value in zip(("exp_avg", "exp_avg_sq"), (SIGNED, "positive"), want[i], strict=True):
+            found = state[key]
+            if found.dtype != np.float32:
+                found = decode(NUMPY, Coded(kind, found, state[f"{key}_scale"]))
+            assert relative(found, value.numpy()) < (1e-6 if kept == "float32" else 0.01), (i, key)
+        assert not {"qmap1", "absmax2"} & state.keys()
+    steps(net, opt, 0, 1)
+
+    class Decoding(torch.Tensor):
+        codes = None
+
+        def dequantize(self):
+            return torch.full(self.shape, 0.25)
+
+    theirs["state"] = {
+        i: {"step": 1, **{k: torch.zeros(p.shape).as_subclass(Decoding) for k in ("exp_avg", "exp_avg_sq")}}
+        for i, p in enumerate(net.parameters())
+    }
+    opt.load_state_dict(theirs)
+    assert relative(opt.state[net[0].bias]["exp_avg"].numpy(), np.full(40, 0.25)) == 0
+    theirs["state"][0] = {
+        "step": 1,
+        "state1": state_of_zeros(net),
+        "state2": state_of_zeros(net),
+        "qmap1": torch.zeros(256),
+        "max1": torch.ones(1),
+    }
+    with pytest.raises(ValueError, match=r"bitsandbytes' 8-bit state of 0\.weight without blocks"):
+        opt.load_state_dict(theirs)
+
+
+def state_of_zeros(net):
+    return torch.zeros(net[0].weight.shape, dtype=torch.uint8)
+
+
 def test_refused_in_torch():
     double = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
     with pytest.raises(ValueError, match="is float64, and so is its state"):
@@ -190,19 +249,18 @@ def test_refused_in_torch():
         bad = {**good, "state": {**good["state"], 0: {**good["state"][0], **change}}}
         with pytest.raises(ValueError, match=message):
             opt.load_state_dict(bad)
+    wide = rlx_optim.torch.AdamW(model(), state_dtype="float32")
+    before = {k: v.clone() for k, v in wide.state_dict()["state"][0].items()}
+    cast = {k: {n: v.float() for n, v in each.items() if not n.endswith("_scale")} for k, each in good["state"].items()}
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of .* are codes that were read as numbers: the checkpoint has state_dtype='int8'"
+    ):
+        wide.load_state_dict({**good, "state": cast})
+    assert all(torch.equal(v, before[k]) for k, v in wide.state_dict()["state"][0].items())
+    wide.load_state_dict(good)
     opt.param_groups[0]["state_dtype"] = "float32"
     with pytest.raises(ValueError, match="state_dtype shapes the state"):
         opt.step()
-
-
-def test_refused_where_it_is_not_done():
-    net = model()
-    opt = rlx_optim.torch.AdamW(net, state_dtype="int8")
-    spec = opt._current_specs()[0]
-    assert "state_dtype='int8' cannot be captured yet" in rlx_optim.torch.graphs.refusal(spec, "triton", "propagate")
-    opt._homes = types.SimpleNamespace(of=lambda *given: "somewhere")
-    with pytest.raises(ValueError, match=r"state_dtype='int8' is for parameters that are not spread over ranks; '0.weight'"):
-        opt._home("0.weight", net[0].weight, spec, 1)
 
 
 # ---- triton ---------------------------------------------------------------------------------------------------------------
@@ -230,6 +288,86 @@ def coded_in_kernels(device="cpu"):
             share = max(float((a != b).float().mean()) for a, b in zip(*states, strict=True) if a.shape[-1] > 2)
             found[f"{name} {settings} {wanted}"] = [float(relative(*ends)), share]
     return found
+
+
+def capturing(device="cpu"):
+    """By format: whether counts on the device end where counts on the host do, and what is refused."""
+    found = {}
+    for wanted in FORMATS:
+        ends = []
+        for capturable in (False, True):
+            params = {
+                k: torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1)).to(device))
+                for k, s in HELD.items()
+            }
+            opt = rlx_optim.torch.AdamW(params.items(), lr=1e-2, engine="triton", state_dtype=wanted, capturable=capturable)
+            for p in params.values():
+                p.grad = torch.zeros_like(p)
+            given = [
+                {k: torch.randn(s, generator=torch.Generator().manual_seed(i)).to(device) for k, s in HELD.items()}
+                for i in range(4)
+            ]
+            stepped(opt, params, given, capturable and device == "cuda")
+            ends.append([t.detach().cpu() for p in params.values() for t in (p, *opt.state[p].values())])
+        same = [
+            float((a != b).float().mean()) for a, b in zip(*ends, strict=True) if a.dtype not in (torch.float32, torch.float64)
+        ]
+        found[wanted] = (
+            max(same),
+            max(float((a.float() - b.float()).abs().max()) for a, b in zip(*ends, strict=True) if a.dtype is torch.float32),
+        )
+    for name in ("Lamb", "Muon"):
+        params = {k: torch.nn.Parameter(torch.ones(s, device=device)) for k, s in HELD.items()}
+        try:
+            opt = getattr(rlx_optim.torch, name)(params.items(), engine="triton", state_dtype="int8", capturable=True)
+            for p in params.values():
+                p.grad = torch.ones_like(p)
+            opt.step()
+        except ValueError as problem:
+            found[name] = str(problem), all(bool((p == 1).all()) for p in params.values())
+    return found
+
+
+HELD = {"a": (33, 130), "b": (17, 256)}
+
+
+def stepped(opt, params, given, captured):
+    """A step for each of these gradients; the last ones by a CUDA graph."""
+    for grads in given[: 2 if captured else None]:
+        for k, p in params.items():
+            p.grad.copy_(grads[k])
+        opt.step()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            opt.step()
+        for grads in given[2:]:
+            for k, p in params.items():
+                p.grad.copy_(grads[k])
+            graph.replay()
+        torch.cuda.synchronize()
+
+
+def captured_well(found):
+    for wanted in FORMATS:
+        share, gap = found[wanted]
+        assert share < 0.02, wanted
+        assert gap < 1e-6, wanted
+    for name in ("Lamb", "Muon"):
+        assert found[name] == [f"{name}: state_dtype='int8': {rlx_optim.torch.graphs.ALONE}", True] or name == "Muon"
+        assert found[name][0].endswith(rlx_optim.torch.graphs.ALONE)
+
+
+def test_captured_in_the_interpreter():
+    pytest.importorskip("triton")
+    from interpreter import in_the_interpreter
+
+    captured_well(in_the_interpreter("capturing", "test_storage_torch"))
+
+
+@pytest.mark.gpu
+def test_captured_on_the_gpu():
+    captured_well({k: list(v) for k, v in capturing("cuda").items()})
 
 
 def test_triton_in_the_interpreter():

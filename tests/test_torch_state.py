@@ -38,7 +38,10 @@ STATE = {
     "Adafactor": ({"row_var": (6, 1), "col_var": (1, 4)}, {"variance": B}),
     "Lion": (slots("exp_avg", W), slots("exp_avg", B)),
     "SOAP": (slots(ADAM, W, L1=(6, 6), L2=(4, 4), Q1=(6, 6), Q2=(4, 4)), slots(ADAM, B)),
-    "KronPSGD": (slots("momentum_buffer", W, q1=(6, 6), q2=(4, 4), counter=()), slots("momentum_buffer", B, q1=(5,), counter=())),
+    "KronPSGD": (
+        slots("momentum_buffer", W, q1=(6, 6), q2=(4, 4), key=(4,), counter=()),
+        slots("momentum_buffer", B, q1=(5,), key=(4,), counter=()),
+    ),
     "Muon": (slots("momentum_buffer", W), slots(ADAM, B)),
     "Sophia": (slots("exp_avg hessian", W, estimates=()), slots("exp_avg hessian", B, estimates=())),
     "MARS": (slots(f"{ADAM} last_grad", W), slots(ADAM, B)),
@@ -281,7 +284,7 @@ def test_what_others_put_into_groups_and_state_counts():
     assert float(opt.state[params["b"]]["step"]) == 1
     opt.state[params["b"]]["exp_avg"] = torch.zeros(4, 3, dtype=torch.float64)
     give_gradients({"b": params["b"]}, 7)
-    with pytest.raises(RuntimeError, match=r"'exp_avg' of shape \(4, 3\) must be contiguous, .* torch.float32"):
+    with pytest.raises(RuntimeError, match=r"'exp_avg' of 0.0 of shape \(4, 3\) must be contiguous, .* torch.float32"):
         opt.step()
 
 

@@ -8,6 +8,7 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,11 +24,13 @@ from rlx_optim.named import spec_class  # noqa: E402
 
 #: settings under which the front end does what the named API does
 AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}
-#: rules whose step a CUDA graph can capture
+#: rules whose step a CUDA graph can capture by itself
 CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).branches]
+#: those whose decisions the host takes
+DECIDING = [case for case in EVERY if spec_class(case[0]).branches]
 #: a case of each optimizer, and of each kind of program: enough where kernels are interpreted, block by block
 ONCE = list({name: (name, settings) for name, settings in reversed(EVERY)}.values())
-KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon")
+KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon", "soap", "kronpsgd")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -110,7 +113,7 @@ def storage():
 def test_capturable_in_the_interpreter(function):
     """Counts on the device give what counts on the host give, with groups that differ."""
     results = in_the_interpreter(function)
-    assert len(results) == len(CAPTURABLE if function == "capturable" else KINDS)
+    assert len(results) == len(EVERY if function == "capturable" else KINDS)
     assert {case: gap for case, gap in results.items() if not gap < 1e-6} == {}
 
 
@@ -131,7 +134,7 @@ def capturable_kinds():
     return capturable([case for case in ONCE if case[0] in KINDS])
 
 
-def capturable(cases=CAPTURABLE):
+def capturable(cases=EVERY):
     warnings.simplefilter("ignore")
     found = {}
     for case in cases:
@@ -459,3 +462,41 @@ def test_views_at_odd_addresses_on_the_gpu():
     assert torch.equal(odd, even)
     assert room[0] == 1
     assert (room[4001:] == 1).all()
+
+
+def test_tables_of_addresses_are_sent_when_something_moved():
+    """Tensors of two types are two groups; what is aligned is said of each; a table may live in another's memory."""
+    tables = pytest.importorskip("rlx_optim.engines.triton_.tables")
+
+    class Sender(tables.Sender):
+        sent = 0
+
+        def send(self, host, to=None):
+            self.sent += 1
+            return super().send(host, to)
+
+    kinds = (torch.float32, torch.bfloat16, torch.float32)
+    p, g = (tables.Placed(np.array(each, np.int64), kinds) for each in ([160, 320, 480], [1600, 3202, 4800]))
+    table, sender = tables.Table([p, g], 3), Sender(torch.device("cpu"))
+
+    def told():
+        return [(addresses.tolist(), aligned) for addresses, aligned in table.addresses([p, g], sender)]
+
+    first = [([[160, 480], [1600, 4800]], True), ([[320], [3202]], False)]
+    assert told() == told() == first
+    g.address = g.address.copy()
+    assert told() == first
+    assert sender.sent == 1  # nothing had moved
+    g.address = np.array([1604, 3200, 4800], np.int64)
+    second = [([[160, 480], [1604, 4800]], False), ([[320], [3200]], True)]
+    assert told() == second
+    assert sender.sent == 2
+    words, room = np.zeros(8, np.int64), torch.zeros(8, dtype=torch.int64)
+    table.fill([p, g], words[2:], room[2:])
+    room.copy_(torch.from_numpy(words))
+    assert words.tolist() == [0, 0, 160, 480, 1604, 4800, 320, 3200]
+    assert told() == second
+    assert sender.sent == 2
+    g.address = np.array([1600, 3202, 4800], np.int64)
+    assert told() == first
+    assert room.tolist() == [0, 0, 160, 480, 1600, 4800, 320, 3202]

@@ -10,13 +10,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docsite import arguments, bench, conformance, katex, modifiers, optimizers, parity, plots
+from docsite import arguments, bench, conformance, evidence, katex, modifiers, optimizers, parity, plots, precision, races
 
 import rlx_optim
 
 ROOT = Path(__file__).parents[1]
 #: pages of the site that stand elsewhere in the repository, where they exist; their tables are in place
 ELSEWHERE = {"h200.md": ROOT / "benchmarks" / "h200.md", "changelog.md": ROOT / "CHANGELOG.md"}
+RACED = ("digits-mlp", "char-gpt")
 #: <!-- table: NAME --> in a page becomes this
 TABLES = {
     "version": lambda: rlx_optim.__version__,
@@ -25,7 +26,23 @@ TABLES = {
     "benchmark source": lambda: bench.source("two-blocks"),
     "copy": bench.copies,
     "choices": bench.choices,
+    "choices source": bench.device_source,
     "training run": bench.training_run,
+    "evidence source": evidence.source,
+    "evidence marks": evidence.marks,
+    "evidence results": evidence.results,
+    "evidence rates": evidence.rates,
+    "evidence starts": evidence.starts,
+    "evidence storage": evidence.storage,
+    "evidence figures": evidence.figures,
+    **{f"evidence {name}": functools.partial(evidence.sentence, name) for name in rlx_optim.list_optimizers()},
+    **{f"race {model}": functools.partial(races.by_optimizer, model) for model in RACED},
+    **{f"race source {model}": functools.partial(races.source, model) for model in RACED},
+    "numbers small": precision.small,
+    "numbers bfloat16": precision.bfloat16,
+    "numbers products": precision.products,
+    "numbers spikes": precision.spikes,
+    "numbers source": precision.source,
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
     "modifiers": modifiers.by_rule,
     "parity engines": lambda: parity.by_optimizer("engine"),
@@ -38,7 +55,7 @@ TABLES = {
     "conformance unchecked": conformance.unchecked,
     "conformance source": conformance.source,
 }
-MARK = re.compile(r"<!-- table: ([\w ]+) -->")
+MARK = re.compile(r"<!-- table: ([\w -]+?) -->")
 
 
 def filled(text: str) -> str:

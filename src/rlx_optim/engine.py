@@ -69,7 +69,7 @@ class Bundle:
     buffers: "p" and "g" (the caller's arrays, g never written) and one entry per slot, each a list with an array per tensor.
     program: what is to be done; None for matrix rules, whose spec is asked.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
-    t: the step count of this step; only of matrix bundles is it the same for all.
+    t: the step count of this step, of a captured one on the device; only of matrix bundles is it the same for all.
     watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
@@ -86,7 +86,7 @@ class Bundle:
     program: Program | None = None
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
-    t: int = 0
+    t: Any = 0
     watch: Any = None
     index: Any = None
     plan: Any = None
@@ -101,6 +101,12 @@ class Bundle:
         """The step of each tensor, where chance may round."""
         now: Any = self.numbers.get("_tick", 0)
         return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
+
+    @functools.cached_property
+    def firsts(self) -> list[int]:
+        """Which place of a whole tensor each begins at, where its state may be coded (`storage.Coded`)."""
+        coded = next(each for name, each in self.buffers.items() if name in self.storages)
+        return [each.first if isinstance(each, storage.Coded) else 0 for each in coded]
 
     @functools.cached_property
     def storages(self) -> dict[str, set[str]]:
@@ -219,7 +225,7 @@ class ArrayEngine(storage.Words):
         """Leave a value in a buffer, encoded where it is kept in fewer bits. t: the step."""
         if not isinstance(buffer, storage.Coded):
             return self.store(buffer, value)
-        made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t)
+        made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t, buffer.first)
         for end, part in buffer.parts.items():
             self.store(part, made[end])
 
@@ -537,11 +543,14 @@ class ArrayEngine(storage.Words):
         go by what it was at the same place the last time."""
         return self.cond(predicate, yes, no, *operands)
 
-    def random(self, kind: str, x: Values, shape: Shape) -> Array:
-        """Noise of a stack's shape, keyed by (seed, name, t): "normal" or "uniform"."""
-        keys = [random.key(x.seed, name) for name in x.names]
-        draws = [random.draw(self, kind, key, x.t, math.prod(shape[1:])) for key in keys]
-        return self.xp.stack(draws).reshape(shape)
+    def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
+        """Keys of noise (B, 4), those of (seed, name) in place of zeros."""
+        there = self.load(np.array([random.halves(random.key(seed, name)) for name in names]))
+        return self.where((keys == 0).all(-1)[:, None], there, keys)
+
+    def random(self, kind: str, keys: Array, t: Any, shape: Shape) -> Array:
+        """Noise of a stack's shape, drawn by each tensor's key and the step: "normal" or "uniform"."""
+        return random.draw(self, kind, keys, t, math.prod(shape[1:])).reshape(shape)
 
     def probe(self, function: Callable[..., Any], x: Values) -> Array:
         """The caller's own noise in place of `random`."""

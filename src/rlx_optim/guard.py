@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .spec import real
@@ -39,6 +40,17 @@ def checked(owner: str, sigmas: Any) -> float | None:
     return found
 
 
+def refusal(values: Any) -> str | None:
+    """What is wrong with windows from a checkpoint; None: nothing."""
+    if not isinstance(values, Mapping) or not values.keys() <= {"norm", "loss"}:
+        return "windows of 'norm' and 'loss' are needed"
+    for what, each in values.items():
+        fine = isinstance(each, (list, tuple)) and each and all(type(x) in (int, float) and math.isfinite(x) for x in each)
+        if not fine or each[0] != int(each[0]) or each[0] < 0 or len(each) - 1 != min(each[0], WINDOW):
+            return f"{what!r} must be a count and as many finite numbers, {WINDOW} at most, got {each!r:.80}"
+    return None
+
+
 class Guard:
     """The windows of one optimizer: of the norm of all gradients, and of the loss where it is given."""
 
@@ -59,6 +71,21 @@ class Guard:
                 self.keep(what, *after)
                 verdicts.append(verdict)
         return verdicts[0] if loss is None else verdicts[0] | verdicts[1]
+
+    def values(self) -> dict[str, list[float]]:
+        """For a checkpoint: of each window how many values it has seen, then those it holds."""
+        found = {}
+        for what, (window, count) in self.seen.items():
+            seen = int(count)
+            found[what] = [seen, *window.tolist()[:seen]]
+        return found
+
+    def take(self, values: Mapping[str, Sequence[float]]) -> None:
+        """Go on where a checkpoint ended; `refusal` has said nothing against it."""
+        xp = sys.modules[self.library]
+        for what, (seen, *window) in values.items():
+            full = [*window, *[0.0] * (WINDOW - len(window))]
+            self.keep(what, xp.asarray(full, dtype=xp.float64), xp.asarray(int(seen)))
 
     def keep(self, what: str, window: Any, count: Any) -> None:
         """In the same memory, where a captured step finds it again."""

@@ -60,6 +60,11 @@ def inner_shape(shape: Shape, split: int) -> Shape:
     return tuple(kept)
 
 
+def names_in(name: str, split: Split) -> list[str]:
+    """What the pieces of a parameter are called."""
+    return [name] if split == WHOLE else [f"{name}[{i}]" for i in range(number(split))]
+
+
 def described(shape: Shape, split: Split) -> str:
     """In words: "3 of 768×768", or "2048+256+256 rows"."""
     if isinstance(split, int) or len(set(split)) == 1:
@@ -83,7 +88,12 @@ def slots_of(spec: Spec, shape: Shape, split: Split) -> dict[str, tuple[Slot, ..
 def _alike(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
     """Pieces of one parameter are kept in the same: exact, where one of them is, or where rows differ in length."""
     same = len({(slot.storage, slot.shape[-1:]) for slot in slots}) == 1 or not any(slot.storage for slot in slots)
-    return slots if same else tuple(dataclasses.replace(slot, storage=storage.EXACT) for slot in slots)
+    return slots if same else exact(slots)
+
+
+def exact(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+    """These slots, kept as they are."""
+    return tuple(dataclasses.replace(slot, storage=storage.EXACT) for slot in slots)
 
 
 def part(slots: tuple[Slot, ...], end: str) -> tuple[Slot, ...]:

@@ -2,13 +2,15 @@
 
 Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in shifts, sums
 and xor of 32-bit words, so that one text runs on NumPy, torch and JAX. A draw depends on (key, t, kind, position) alone, so
-neither call order nor stacking, sharding or resuming changes it.
+neither call order nor stacking, sharding or resuming changes it. A key is kept as four numbers below 2^16, which every floating
+type of state holds exactly.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 MASK = 0xFFFFFFFF
@@ -20,6 +22,17 @@ def key(seed: int, name: str) -> tuple[int, int]:
     """The two words that stand for (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+def halves(key: Sequence[int]) -> list[int]:
+    """A key as it is kept."""
+    return [half for word in key for half in (word & 0xFFFF, word >> 16)]
+
+
+def words(E: Any, keys: Any) -> tuple[Any, Any]:
+    """The two words of each key that is kept (B, 4), as columns."""
+    first, second = (E.word(keys[..., i : i + 1]) + 0x10000 * E.word(keys[..., i + 1 : i + 2]) for i in (0, 2))
+    return first, second
 
 
 def threefry(key0: Any, key1: Any, x0: Any, x1: Any, mask: Any = MASK) -> tuple[Any, Any]:
@@ -36,13 +49,13 @@ def threefry(key0: Any, key1: Any, x0: Any, x1: Any, mask: Any = MASK) -> tuple[
 
 
 def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
-    """Two streams of n numbers in (0, 1), as float arrays of the engine, for one tensor."""
-    first, second = threefry(E.word(keys[0]), E.word(keys[1]), E.counter(n), E.word(4 * t + KINDS[kind]), E.word(MASK))
+    """Two streams of n numbers in (0, 1), as float arrays of the engine, for each of the keys (B, 4)."""
+    first, second = threefry(*words(E, keys), E.counter(n), E.word(4 * t + KINDS[kind]), E.word(MASK))
     return E.real(first >> 8) * 2.0**-24 + 2.0**-25, E.real(second >> 8) * 2.0**-24 + 2.0**-25
 
 
 def draw(E: Any, kind: str, keys: Any, t: Any, n: int) -> Any:
-    """n numbers for one tensor, or for each of a column of keys: standard normal (Box–Muller) or uniform in (0, 1)."""
+    """n numbers for each of the keys (B, 4): standard normal (Box–Muller) or uniform in (0, 1)."""
     if kind == "uniform":
         return uniforms(E, kind, keys, t, n)[0]
     a, b = uniforms(E, kind, keys, t, (n + 1) // 2)

@@ -46,7 +46,7 @@ def key_of(seed: int | None, name: str) -> int:
 def rounded(E: Any, x: Any, kind: str, t: Any, key: int, places: Any = None) -> Any:
     """Float32 numbers that are of a type, by chance. places: of the elements in the whole parameter; None: they count from 0."""
     flat = x.reshape(-1)
-    noise = E.cast(chance(E, t, flat.shape[0], key, places), "int32")
+    noise = E.cast(chance(E, t, flat.shape[0], key=key, places=places), "int32")
     bits, size = flat.view(E.xp.int32), abs(flat)
     if kind == "bfloat16":
         near = ((bits + noise) & -65536).view(E.xp.float32)

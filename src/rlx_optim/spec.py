@@ -262,7 +262,7 @@ class Slot:
     is one number for the whole tensor (shape ()), which rules and `E.each` read and `E.each` gives anew.
     A `factor` does not line up with the parameter at all; matrix rules use those. eye: it starts as a scaled identity.
     `meaning` says what is kept, in words that rules share: "first moment", "second moment", "largest second moment", "row",
-    "column", "curvature", "last gradient", "factor", "basis". Its first words give the name in torch's state dicts
+    "column", "curvature", "last gradient", "factor", "basis", "key". Its first words give the name in torch's state dicts
     (`torch.names`); state goes over to another optimizer where all the words are the same; it may be kept in fewer bits where
     `storage` knows them, and `storage` here says in which.
     """
@@ -282,6 +282,8 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
     return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
+#: what a slot means that noise is drawn by (`random.key`): shape (4,), from zero
+KEY = "key"
 #: where a parameter is kept while the point to evaluate at takes its place
 TRAINED = "p"
 
@@ -342,6 +344,9 @@ class Spec(abc.ABC):
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
+    #: those of its `decisions` after which the host asks the device what it found, or brings something there: no CUDA graph can
+    #: hold such a step
+    asks: ClassVar[tuple[str, ...]] = ()
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
     #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
@@ -449,8 +454,8 @@ class Spec(abc.ABC):
         return False
 
     def replays(self) -> bool:
-        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, and what `update`
-        reads of the hyperparameters itself are not floats: those reach it through `scalars`."""
+        """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, what `update` reads of
+        the hyperparameters itself are not floats (those reach it through `scalars`), and it moves no counter itself."""
         return False
 
     @abc.abstractmethod
@@ -479,6 +484,11 @@ class Spec(abc.ABC):
         """Every number the rule needs at step t, by the rule's argument names, in float64."""
         return {}
 
+    def decisions(self, t: int, counters: Mapping[str, float]) -> dict[str, Any]:
+        """What a matrix rule's `update` branches on (`E.cond`), by name, and the next values of counters that this rests on: like
+        `scalars`, but of what the host has counted, also where steps are counted on a device."""
+        return {}
+
     @abc.abstractmethod
     def update(self, E: Any, x: Any) -> Any:
         """The direction u of a step on a bundle x, in the words of engine E. Unless `matrix`, tensors of a bundle share the
@@ -499,10 +509,12 @@ class Spec(abc.ABC):
         return modifiers.masked(E, x, self.caution) if self.cautious and self.caution is not None else x
 
     def numbers(
-        self, t: Any, counters: Mapping[str, Any], scalars: Callable[..., dict[str, Any]] | None = None
+        self, t: Any, counters: Mapping[str, Any], bound: Callable[[Any], Any] = lambda method: method, decided: Any = None
     ) -> dict[str, Any]:
-        """What `scalars` gives, here or (given) in the words of an engine, and what modifiers need beside."""
-        found = (scalars or type(self).scalars)(self, t, counters)
+        """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
+        decided: what `decisions` gave already."""
+        decided = bound(type(self).decisions)(self, t, counters) if decided is None else decided
+        found = {**bound(type(self).scalars)(self, t, counters), **decided}
         found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 

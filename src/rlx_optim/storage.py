@@ -8,8 +8,9 @@ and, for every 128 neighbours of a row (the last block of a row may be shorter),
 
 Scales are exact: an average with a decay of 0.999 moves less in a step than a rounded scale would show, and would never decay. A
 block with a NaN or an infinity has such a scale, and is not finite as a whole. 16 bits are bfloat16, rounded up or down by chance
-for the same reason; chance is a hash of the step and the place. All of it is in float32 arithmetic, on every engine, by the
-functions below, in the words of the engine E; compiled engines have them in their kernels. Rules know nothing of it.
+for the same reason; chance is a hash of the step and the place, which on a shard is that in the whole. All of it is in float32
+arithmetic, on every engine, by the functions below, in the words of the engine E; compiled engines have them in their kernels.
+Rules know nothing of it.
 """
 
 from __future__ import annotations
@@ -116,12 +117,13 @@ def bytes_of(slot: Any, own: int = 4) -> int:
 
 
 class Coded:
-    """A slot in fewer bits: its parts, as arrays of whatever library. A bfloat16 is a uint16 where the library has none."""
+    """A slot in fewer bits: its parts, as arrays of whatever library. A bfloat16 is a uint16 where the library has none.
+    first: which place of a whole tensor its first coordinate is; of a shard it may be another than 0."""
 
-    __slots__ = ("codes", "scale", "storage")
+    __slots__ = ("codes", "first", "scale", "storage")
 
-    def __init__(self, storage: str, codes: Any, scale: Any = None):
-        self.storage, self.codes, self.scale = storage, codes, scale
+    def __init__(self, storage: str, codes: Any, scale: Any = None, *, first: int = 0):
+        self.storage, self.codes, self.scale, self.first = storage, codes, scale, first
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -190,17 +192,18 @@ class Words:
         return self.xp.arange(n, dtype=self.xp.int64)
 
     def word(self, n: Any) -> Any:
-        return n
+        return n if isinstance(n, int) else self.cast(n, "int64")
 
 
 NUMPY = Words()
 
 
-def encode(E: Any, storage: str, x: Any, t: Any) -> dict[str, Any]:
-    """The parts of values, by what is added to the slot's name. t: the step, by which bfloat16 is rounded."""
+def encode(E: Any, storage: str, x: Any, t: Any, first: int = 0) -> dict[str, Any]:
+    """The parts of values, by what is added to the slot's name. t, first: the step and the first place, by which bfloat16 is
+    rounded."""
     x = E.cast(x, "float32")
     if storage == HALF:
-        return {"": E.to_half(rounded(E, x, t))}
+        return {"": E.to_half(rounded(E, x, t, first))}
     x = E.xp.sqrt(x) if storage == POSITIVE else x
     scale = largest(E, x)
     code = E.xp.round(TOP[storage] * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
@@ -233,16 +236,17 @@ def spread(E: Any, scale: Any, shape: Any) -> Any:
     return wide.reshape(*scale.shape[:-1], scale.shape[-1] * BLOCK)[..., : shape[-1]]
 
 
-def rounded(E: Any, x: Any, t: Any) -> Any:
+def rounded(E: Any, x: Any, t: Any, first: int) -> Any:
     """Float32 numbers that are bfloat16: the next above or below, the nearer the likelier."""
     bits = x.reshape(-1).view(E.xp.int32)
-    there = ((bits + E.cast(chance(E, t, bits.shape[0]), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
+    there = ((bits + E.cast(chance(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
     return E.xp.where(x == x, there, x)
 
 
-def chance(E: Any, t: Any, n: int, key: int = 0, places: Any = None) -> Any:
-    """16 random bits for each of n places at step t: a hash of both, and of a key. places: where they do not count from 0."""
+def chance(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = None) -> Any:
+    """16 random bits for each of n places from the first on, at step t: a hash of both, and of a key. places: where they do not
+    follow one another."""
     mask = E.word(0xFFFFFFFF)
-    z = (((E.counter(n) if places is None else places) * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask)
-    z = z ^ E.word(key)
+    places = E.counter(n) + E.word(first) if places is None else places
+    z = ((places * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask) ^ E.word(key)
     return (((z ^ (z >> 15)) * E.word(0x2C1B3C6D)) & mask) >> 16

@@ -12,6 +12,7 @@ from rlx_optim.cli.info import described
 from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 
+from . import evidence
 from .text import table
 
 ROOT = Path(__file__).parents[2]
@@ -161,10 +162,10 @@ def by_size(name: str = "adamw") -> str:
 
 
 def choices() -> str:
-    """What each costs: state, traffic, and time beside AdamW's in the same run."""
-    rows = []
+    """What each costs: state, traffic, and time beside AdamW's in the same run, on a CPU and on a GPU."""
+    rows, beside = [], evidence.cost("adamw")
     for name in list_optimizers():
-        told, found = described(name), newest().get(("two-blocks", name))
+        told, found, gpu = described(name), newest().get(("two-blocks", name)), device_ms().get(name)
         traffic = told["traffic_bytes_per_parameter"]
         rows.append([
             f"[{told['class']}](optimizers/{name}.md)",
@@ -172,9 +173,39 @@ def choices() -> str:
             str(traffic) if traffic else "matrix products",
             figures(found.ns) if found else "–",
             times(found.ms / found.adamw_ms) if found and found.adamw_ms else "–",
+            figures(gpu[0]) if gpu else "–",
+            times(gpu[0] / gpu[1]) if gpu else "–",
+            times(spent.step / beside.step) if (spent := evidence.cost(name)) and beside else "–",
         ])  # fmt: skip
-    head = ["optimizer", "state, bytes a parameter", "traffic, bytes a parameter", "ns a parameter", "time, AdamW = 1"]
-    return table(head, rows, right=(1, 2, 3, 4))
+    head = [
+        "optimizer", "state, bytes a parameter", "traffic, bytes a parameter", "CPU: ns a parameter", "AdamW = 1",
+        "H200: ms for GPT-2 124M", "AdamW = 1", "a training step, AdamW = 1",
+    ]  # fmt: skip
+    return table(head, rows, right=(1, 2, 3, 4, 5, 6, 7))
+
+
+@functools.cache
+def on_device(model: str = "gpt2-124m") -> list[dict[str, Any]]:
+    """The committed runs of a model on a GPU, the oldest first."""
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*/*.json"))]
+    gpu = [r for r in found if r.get("model") == model and r["settings"].get("device") == "cuda"]
+    return sorted(gpu, key=lambda r: r["machine"]["date"])
+
+
+@functools.cache
+def device_ms() -> dict[str, tuple[float, float]]:
+    """Milliseconds of our step of GPT-2 124M on a GPU, and AdamW's of the same run, from the newest that has both."""
+    found = {}
+    for run in on_device():
+        ours = {row["optimizer"]: row["ms_per_step"] for row in run["rows"] if row["implementation"] == "ours"}
+        found |= {name: (ms, ours["adamw"]) for name, ms in ours.items() if "adamw" in ours}
+    return found
+
+
+def device_source() -> str:
+    dates = sorted({run["machine"]["date"][:10] for run in on_device()})
+    said = f"from `rlx-optim bench --device cuda --model gpt2-124m` ({' and '.join(dates)}; eager steps)"
+    return f"Time on a GPU is {said}, that of a whole training step from [the GPT of 25 M](evidence.md)."
 
 
 def training_run() -> str:
@@ -188,12 +219,8 @@ GRAPH = ", in a CUDA graph"
 
 
 def on_a_gpu(model: str) -> str:
-    """One line an optimizer of the newest run of this model on a GPU."""
-    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*/*.json"))]
-    run = max(
-        (r for r in found if r.get("model") == model and r["settings"].get("device") == "cuda"),
-        key=lambda r: r["machine"]["date"],
-    )
+    """One line an optimizer of the newest run of this model on a GPU that has peers."""
+    run = next(r for r in reversed(on_device(model)) if any(not row["implementation"].startswith("ours") for row in r["rows"]))
     lines = []
     for name in dict.fromkeys(row["optimizer"] for row in run["rows"]):
         rows = {row["implementation"]: row for row in run["rows"] if row["optimizer"] == name}

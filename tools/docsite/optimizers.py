@@ -12,7 +12,7 @@ from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 
-from . import arguments, bench
+from . import arguments, bench, evidence
 from .formulas import PAIRS, symbol
 from .text import part, prose, stacked, table
 
@@ -156,6 +156,7 @@ def page(name: str) -> str:
         "## When, and what it costs",
         part(told["when"], fields),
         *([measured] if measured else []),
+        *([f"[On a GPT of 25 M parameters](../evidence.md): {evidence.sentence(name)}."] if evidence.result(name) else []),
         "## Seen at work",
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-light.svg#only-light)\n"
         f"![{title} and AdamW on the handwritten digits](../assets/plots/{name}-dark.svg#only-dark)",

@@ -1,4 +1,4 @@
-"""Tables of parity, from the committed result of `rlx-optim parity --out benchmarks/parity.json`."""
+"""Tables of parity, from the committed results of `rlx-optim parity --out benchmarks/parity.json`: one a machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def compared() -> dict[str, Any]:
-    """The committed result of `rlx-optim parity`."""
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "parity.json").read_text())
-    return found
+def results() -> list[dict[str, Any]]:
+    """The committed results of `rlx-optim parity`."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("parity*.json"), reverse=True)]
+
+
+def compared() -> list[dict[str, Any]]:
+    return [row for each in results() for row in each["rows"]]
 
 
 def difference(row: dict[str, Any] | None) -> str:
@@ -34,7 +37,7 @@ def difference(row: dict[str, Any] | None) -> str:
 def by_optimizer(*kinds: str) -> str:
     """A line an optimizer, a column an engine or a library."""
     kinds = kinds or ("engine", "peer")
-    rows = [row for row in compared()["rows"] if row["kind"] in kinds]
+    rows = [row for row in compared() if row["kind"] in kinds]
     columns = [c for kind in kinds for c in dict.fromkeys((kind, row["column"]) for row in rows if row["kind"] == kind)]
     cells = {(row["optimizer"], row["kind"], row["column"]): row for row in rows}
     names = [name for name in list_optimizers() if any(row["optimizer"] == name for row in rows)]
@@ -45,10 +48,14 @@ def by_optimizer(*kinds: str) -> str:
 
 def remarks() -> str:
     """What must be known of a comparison, as a list."""
-    return "\n".join(f"- `{row['against']}`: {row['remark']}" for row in compared()["rows"] if row["remark"])
+    return "\n".join(f"- `{row['against']}`: {row['remark']}" for row in compared() if row["remark"])
 
 
 def source() -> str:
-    machine = compared()["machine"]
-    used = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"made on {machine['date'][:10]} by `{compared()['command']}` with {used}"
+    made = []
+    for each in results():
+        machine = each["machine"]
+        used = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        where = f"on an {machine['gpu']}, " if machine.get("gpu") else ""
+        made.append(f"made on {machine['date'][:10]} by `{each['command']}` {where}with {used}")
+    return "; ".join(made)

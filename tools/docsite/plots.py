@@ -19,7 +19,7 @@ from rlx_optim.race.digits import MLP
 from rlx_optim.race.rates import settings_of
 from rlx_optim.registry import spec_class
 
-from . import bench
+from . import bench, evidence
 
 ROOT = Path(__file__).parents[2]
 BESIDE = "adamw"  # what each is shown beside
@@ -154,10 +154,46 @@ def speed(model: str, theme: str) -> bytes:
     return out.getvalue()
 
 
+def told(of: str, theme: str) -> bytes:
+    """The committed runs of the GPT: "curves" by step and by second, or "rates", the loss over the learning rate."""
+    colours, out = THEMES[theme], io.BytesIO()
+    found = {name: r for name in list_optimizers() if (r := evidence.result(name)) is not None}
+    order = sorted(found, key=lambda name: found[name].mean)[:SHOWN]
+    order += [BESIDE] if BESIDE in found and BESIDE not in order else []
+    with drawing(colours, out, 2 if of == "curves" else 1, 9, 3.8) as axes:
+        for place, name in enumerate(order):
+            look = {"color": f"C{place % 10}", "lw": 2.2 if name == BESIDE else 1.4, "label": spec_class(name).title}
+            if of == "rates":
+                tried = sorted((r["settings"]["lr"], r.get("validation_loss")) for r in evidence.searched(name))
+                best, start = evidence.least(name), evidence.start(name)
+                axes.plot([lr / start for lr, _ in tried], [loss for _, loss in tried], "o-", ms=4, **look)
+                axes.plot([best[0] / start], [best[1]], "o", ms=9, mfc="none", color=look["color"])
+                continue
+            losses = np.array(evidence.curve(name))
+            steps = evidence.plan.EVERY * np.arange(1, len(losses) + 1)
+            for one, x in zip(axes, (steps, found[name].step * steps), strict=True):
+                one.plot(x[LATE:], losses[LATE:], **look)
+        if of == "rates":
+            axes.set(xscale="log", xlabel="learning rate, times where its search began", ylabel="loss of the text that chooses")
+        else:
+            axes[0].set(xlabel="step", ylabel="training loss, mean of ten steps")
+            axes[1].set(xlabel="seconds")
+        for one in np.atleast_1d(axes):
+            one.grid(color=colours["faint"], lw=0.4)
+        np.atleast_1d(axes)[-1].legend(fontsize=8)
+    return out.getvalue()
+
+
+SHOWN, LATE = 9, 10  # curves of a figure; points at the start of each that are left out
+
 #: every figure: its path on the site, what draws it, and of what
 FIGURES: dict[str, tuple[Callable[[str, str], bytes], str, str]] = {
     f"assets/plots/{file}-{theme}.svg": (draw, of, theme)
-    for draw, of, file in [*((at_work, name, name) for name in list_optimizers()), (speed, "two-blocks", "speed")]
+    for draw, of, file in [
+        *((at_work, name, name) for name in list_optimizers()),
+        (speed, "two-blocks", "speed"),
+        *((told, of, f"evidence-{of}") for of in ("curves", "rates") if evidence.drawn()),
+    ]
     for theme in THEMES
 }
 
@@ -182,6 +218,6 @@ def state_of_code() -> str:
     read = [
         *Path(__file__).parent.glob("*.py"),
         *(ROOT / "src" / "rlx_optim").rglob("*.py"),
-        *(ROOT / "benchmarks").rglob("*.json"),
+        *(ROOT / "benchmarks").rglob("*.json*"),
     ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(read))).hexdigest()[:12]

@@ -16,7 +16,7 @@ from ..routing import OTHERWISE, OWN
 from ..spec import Shape
 from .format import CheckpointError, Tensor
 from .reader import strict_json, whole
-from .snapshot import Group, Member, Parameter, Snapshot, Values, check, generator_keys
+from .snapshot import Group, Member, Parameter, Snapshot, Values, check
 
 VERSIONS = (1, 2)  # 2: some state is in fewer bits
 
@@ -51,8 +51,9 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
             "skipped": snapshot.skipped,
             "nonfinite": snapshot.nonfinite,
             "skip_above": snapshot.skip_above,
+            **({"skip_window": snapshot.window} if snapshot.window else {}),
             "optimizers": [_encoded_member(member) for member in snapshot.members],
-            "parameters": {name: _encoded_parameter(snapshot, name, p) for name, p in snapshot.parameters.items()},
+            "parameters": {name: _encoded_parameter(p) for name, p in snapshot.parameters.items()},
         },
         ensure_ascii=False,
         separators=(",", ":"),
@@ -73,7 +74,7 @@ def _encoded_member(member: Member) -> dict[str, Any]:
     return {"name": member.optimizer, **_encoded_values(member.values), "groups": groups}
 
 
-def _encoded_parameter(snapshot: Snapshot, name: str, p: Parameter) -> dict[str, Any]:
+def _encoded_parameter(p: Parameter) -> dict[str, Any]:
     entry = {
         "optimizer": p.member,
         "group": p.group,
@@ -87,8 +88,7 @@ def _encoded_parameter(snapshot: Snapshot, name: str, p: Parameter) -> dict[str,
         "piece": list(p.piece),
     }
     entry |= {"parts": list(p.parts)} if p.parts else {}
-    keys = generator_keys(snapshot.spec(p), name, p)
-    return entry | ({"generator": keys} if keys else {})
+    return entry
 
 
 # ---- from JSON ----------------------------------------------------------------------------------------------------------
@@ -160,11 +160,9 @@ def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
         get(manifest, "written_by", str, "the manifest"),
         natural_ns(manifest),
         manifest.get("skip_above"),  # older files have none
+        manifest.get("skip_window", {}),
     )
     check(snapshot)
-    for name, p in parameters.items():
-        if generator_keys(snapshot.spec(p), name, p) != (entries[name].get("generator") or []):
-            raise CheckpointError(f"parameter {name!r}: its generator key is not that of its name and seed")
     return snapshot
 
 
@@ -220,4 +218,5 @@ def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
         get(table, "reason", str, where),
         get(table, "stepped", bool, where),
         shape_of(table, "parts", where) if "parts" in table else (),
+        table.get("generator"),
     )

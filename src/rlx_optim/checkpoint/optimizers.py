@@ -15,7 +15,7 @@ from ..routing import OTHERWISE
 from ..settings import Settings
 from ..spec import TRAINED, Spec
 from ..stepping import Record
-from ..storage import parts_of
+from ..storage import filled, parts_of
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Member, Parameter, Snapshot, Values
 
@@ -42,6 +42,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
         opt.nonfinite,
         "named",
         skip_above=opt.skip_above,
+        window={} if opt.skip_above is None else opt._guard.values(),
     )
 
 
@@ -190,6 +191,7 @@ def _made(
         one, **member.values.hyperparameters | own, groups=groups, engine=engine, precision=precision,
         nonfinite=snapshot.nonfinite, skip_above=snapshot.skip_above, otherwise=otherwise,
     )  # fmt: skip
+    one._guard.take(snapshot.window)
     return one
 
 
@@ -211,7 +213,12 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
 def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
     record.slots, record.counters, record.t = spec.stored_slots(p.shape), dict(p.counters), p.step
-    for name, (slot,) in p.used(spec).items():
+    slots = p.used(spec)
+    there = p.kept(slots)
+    for name, (slot,) in slots.items():
         record.state[name] = opt._engine.allocate(slot)
+        if there[name] != (slot,):
+            filled(opt._engine, record.state[name], p.values(slots, name))
+            continue
         for key, each in parts_of({name: record.state[name]}).items():
             np.copyto(each, p.tensors[key].read())

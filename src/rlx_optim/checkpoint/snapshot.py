@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from .. import random, storage
-from ..guard import checked
+from ..guard import checked, refusal
 from ..optimizer import NONFINITE
-from ..pieces import WHOLE, Split, part, shapes_of, slots_of, stored
+from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..rounding import LOW
-from ..spec import TRAINED, Shape, Slot, Spec
-from .format import CODES, CheckpointError, Tensor
+from ..spec import KEY, TRAINED, Shape, Slot, Spec
+from .format import CODES, CheckpointError, Tensor, tensor
+from .reader import whole
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -81,6 +82,7 @@ class Parameter:
     reason: str = ""  # for its member
     stepped: bool = False  # already, in the iteration that has not ended
     parts: tuple[int, ...] = ()  # how long the pieces are along an axis, where that is said
+    generator: Any = None  # in older files: of each piece two words of 32 bits that noise is drawn by
 
     @property
     def split(self) -> bool:
@@ -101,6 +103,11 @@ class Parameter:
         slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else possible(spec, self)[0]
         return {name: each for name, each in slots.items() if name in self.tensors}
 
+    def kept(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Slot, ...]]:
+        """Slots as the file has them: exact where it has numbers, whatever the settings say."""
+        plain = {name for name, each in self.tensors.items() if each.dtype.kind == "f"}
+        return {name: exact(each) if name in plain else each for name, each in slots.items()}
+
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
         """The tensors of slots in the file, by name: shape and type; and the low half of a bfloat16 parameter, if it is there."""
         low = {LOW: ((*self.shape, 2), "uint8")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
@@ -112,7 +119,7 @@ class Parameter:
 
     def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
-        kind = slots[name][0].storage
+        kind = self.kept(slots)[name][0].storage
         found = [self.tensors[name + end].read() for end in storage.PARTS[kind]]
         if not kind:
             return found[0]
@@ -129,10 +136,6 @@ class Parameter:
             return slot.shape
         return self.shape if slot.shape == self.piece else (self.pieces, *slot.shape)
 
-    def names(self, name: str) -> list[str]:
-        """The names by which noise is drawn."""
-        return [f"{name}[{i}]" for i in range(self.pieces)] if self.split else [name]
-
 
 @dataclasses.dataclass
 class Snapshot:
@@ -147,6 +150,7 @@ class Snapshot:
     written_by: str = ""
     saved_ns: int = 0
     skip_above: float | None = None
+    window: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what skip_above judges by
 
     def spec(self, parameter: Parameter) -> Spec:
         return self.members[parameter.member].specs[parameter.group]
@@ -154,12 +158,6 @@ class Snapshot:
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the file."""
         return {f"{name}/{slot}": each for name, p in self.parameters.items() for slot, each in p.tensors.items()}
-
-
-def generator_keys(spec: Spec, name: str, p: Parameter) -> list[list[int]]:
-    """What a parameter's noise is drawn from, if it has any."""
-    seed = spec.values().get("seed")
-    return [] if seed is None else [list(random.key(seed, each)) for each in p.names(name)]
 
 
 # ---- whether it fits together -------------------------------------------------------------------------------------------
@@ -173,6 +171,8 @@ def check(snapshot: Snapshot) -> None:
         checked("the manifest", snapshot.skip_above)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(str(problem)) from None
+    if wrong := refusal(snapshot.window):
+        raise CheckpointError(f"the manifest: 'skip_window': {wrong}")
     for index, member in enumerate(snapshot.members):
         _check_member(member)
         for group in member.groups:
@@ -220,13 +220,16 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
 
 
 def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    parts, counters = p.arrays(p.slots(spec)), spec.counters()
+    slots, counters = p.slots(spec), spec.counters()
+    for name in [name for name, each in slots.items() if each[0].meaning == KEY and name not in p.tensors]:
+        p.tensors[name] = tensor(_key(p, what).reshape(p.stored(slots[name])))
+    parts = p.arrays(p.kept(slots))
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if missing := set(needed) - set(given):
             raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p)
-        parts = p.arrays(slots)
+        parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
     for name, each in p.tensors.items():
@@ -236,6 +239,14 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
         fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
             raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
+
+
+def _key(p: Parameter, what: str) -> np.ndarray:
+    """`random.key` of each piece, as an older file has it."""
+    pairs = isinstance(p.generator, list) and all(isinstance(each, list) and len(each) == 2 for each in p.generator)
+    if not pairs or len(p.generator) != p.pieces or not all(whole(word, 2**32 - 1) for each in p.generator for word in each):
+        raise CheckpointError(f"{what} has no key of its noise: its generator cannot be {p.generator!r:.80}")
+    return np.array(list(map(random.halves, p.generator)), np.float64 if p.dtype == "float64" else np.float32)
 
 
 def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:

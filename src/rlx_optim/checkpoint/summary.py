@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,14 @@ import numpy as np
 
 from ..pieces import described
 from ..registry import spec_class
+from ..rounding import LOW
 from ..routing import sized
+from ..spec import Spec
+from ..storage import HALF, POSITIVE, SIGNED
 from .format import Tensor
 from .snapshot import Member, Parameter, Snapshot, Values
 
+FORMAT = {SIGNED: "int8", POSITIVE: "int8", HALF: "bfloat16"}
 HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
 
 
@@ -55,7 +60,11 @@ def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = []
     for name, p in snapshot.parameters.items():
         counters = [f"{k}={v:g}" for k, v in p.counters.items()]
-        state = ", ".join([*p.tensors, *counters]) or "–"
+        kept = {slot: each[0].storage for slot, each in p.kept(p.used(snapshot.spec(p))).items()}
+        low = [LOW] if LOW in p.tensors else []
+        state = (
+            ", ".join([*(f"{slot} in {FORMAT[kind]}" if kind else slot for slot, kind in kept.items()), *low, *counters]) or "–"
+        )
         size = sum(each.nbytes for each in p.tensors.values())
         shape = sized(p.shape) + (f" as {_pieces(p)}" if p.split else "")
         table.append((name, title(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
@@ -106,9 +115,21 @@ def _parameter(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
     ):
         if left != right:
             yield f"{name}: {what} {left} and {right}"
-    for slot in [slot for slot in one.tensors if slot in other.tensors]:
-        if found := _distance(one.tensors[slot], other.tensors[slot]):
+    mine, its = _values_of(one, a.spec(one)), _values_of(other, b.spec(other))
+    for slot in [slot for slot in mine if slot in its]:
+        if found := _distance(mine[slot], its[slot]):
             yield f"{name}/{slot}: {found}"
+
+
+def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
+    """What is in its slots, decoded where that is codes, when it is read."""
+    slots = p.kept(p.used(spec))
+
+    def one(slot: str) -> Tensor:
+        return dataclasses.replace(p.tensors[slot], dtype=np.dtype(np.float32), read=lambda: p.values(slots, slot))
+
+    low = {LOW: p.tensors[LOW]} if LOW in p.tensors else {}
+    return low | {slot: one(slot) if each[0].storage else p.tensors[slot] for slot, each in slots.items()}
 
 
 def _distance(one: Tensor, other: Tensor) -> str | None:

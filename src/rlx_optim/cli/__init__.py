@@ -103,9 +103,11 @@ def write_json(data: Any, path: Path | None = None) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where a measurement was made: processor, threads, memory, versions, date."""
+    """Where a measurement was made: processor, GPU where torch has found one, threads, memory, versions, date."""
+    torch = sys.modules.get("torch")
     return {
         "cpu": _processor(),
+        **({"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}),
         "cores": available(),
         "threads": get_threads(),
         "memory_gb": round(physical_memory() / 1e9, 1),

@@ -21,6 +21,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases
+from ..storage import FORMATS
 from . import NAMES, OPTIMIZERS, Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
@@ -85,12 +86,12 @@ UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
 
 
 def shapes_of(model: str) -> Shapes:
-    """The tensors of a shape set by name; "one:262k" is one vector of 262,000."""
-    one = re.fullmatch(r"one:([1-9]\d*)([kM]?)", model)
+    """The tensors of a shape set by name; "one:262k" is one vector of 262,000, "one:512x1k" a matrix."""
+    one = re.fullmatch(r"one:([1-9]\d*[kM]?(x[1-9]\d*[kM]?)?)", model)
     if one:
-        return {"w": (int(one[1]) * UNITS[one[2]],)}
+        return {"w": tuple(int(n.rstrip("kM")) * UNITS[n.lstrip("0123456789")] for n in one[1].split("x"))}
     if model not in MODELS:
-        raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M)"])
+        raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M), one:NxN"])
     return MODELS[model]()
 
 
@@ -168,7 +169,9 @@ def plot(report: Report, path: Path) -> None:
 
 # ---- the command ------------------------------------------------------------------------------------------------------
 def command(
-    model: Annotated[str, typer.Option(help=f"Shape set: {', '.join(MODELS)}, or one:N (one:1k, one:32M).")] = "two-blocks",
+    model: Annotated[
+        str, typer.Option(help=f"Shape set: {', '.join(MODELS)}, or one:N (one:1k, one:32M, one:4kx1k).")
+    ] = "two-blocks",
     optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "adamw",
     peers: Annotated[str, typer.Option(help=f"{', '.join(LIBRARIES)}, comma-separated; all or none.")] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each implementation.")] = 7,
@@ -176,6 +179,7 @@ def command(
     threads: Annotated[int | None, typer.Option(min=1, help="Of all implementations; every core by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     front: Annotated[str, typer.Option(help="On cuda, how ours is run: torch, or jax, beside optax.")] = "torch",
+    state_dtype: Annotated[str, typer.Option(help="Ours also with its state in bfloat16, int8 or both, comma-separated.")] = "",
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -196,7 +200,10 @@ def command(
         raise unknown("front", front, FRONTS)
     if front == "jax" and device != "cuda":
         raise Problem("--front jax is for --device cuda; on the CPU ours is the named API, beside optax among the peers")
-    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front)
+    if front == "jax" and state_dtype:
+        raise Problem("--state-dtype is for --front torch, and for the CPU")
+    kept = tuple(choose("state dtype", state_dtype, FORMATS[1:])) if state_dtype else ()
+    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept)
     (cuda.check if device == "cuda" else check_memory)(request)
     with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)

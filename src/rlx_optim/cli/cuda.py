@@ -17,7 +17,7 @@ from typing import Any
 from ..named import spec_class
 from . import Problem
 from .peers import HOW, Contender, Peer, jitted, load, optax_contender, running
-from .results import Request, Shapes, parameters, present, settings_of
+from .results import Request, Shapes, label_of, parameters, present, settings_of
 
 Tensors = dict[str, Any]
 
@@ -32,7 +32,10 @@ def check(request: Request) -> None:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise Problem("--device cuda: torch sees no CUDA device here")
-    count, most = parameters(request.shapes), max(len(present(name, request)) + 3 for name in request.optimizers)
+    count, most = (
+        parameters(request.shapes),
+        max(map(len, ((*present(name, request), *request.state_dtypes, 0, 0, 0) for name in request.optimizers))),
+    )
     free, _ = torch.cuda.mem_get_info()
     if 4 * count * (3 + 4 * most) > free:
         raise Problem(f"model {request.model}: {count:,} parameters in {most} implementations are too many for this GPU's memory")
@@ -77,16 +80,16 @@ def hidden(tensor: Any) -> bool:
     return bool(tensor.ndim == 2 and max(tensor.shape) < EMBEDDING)
 
 
-def ours(name: str, params: Tensors, grads: Tensors, captured: bool = False) -> Contender:
+def ours(name: str, params: Tensors, grads: Tensors, captured: bool = False, kept: str = "float32") -> Contender:
     front = importlib.import_module("rlx_optim.torch")
     tensors, kind = own(params, grads), spec_class(name)
-    settings = settings_of(name)
+    settings = settings_of(name) | {"state_dtype": kept}
     settings = {k: kind.fields[k].default for k in kind.torch.defaults} | settings  # as in the named API
     if not kind.everywhere:
         settings["route"] = functools.partial(_route, frozenset(k for k, tensor in tensors.items() if hidden(tensor)))
     made = front.made(kind)(list(tensors.items()), capturable=captured, **settings)
-    label = "ours, in a CUDA graph" if captured else "ours"
-    return runs(label, [made], list(tensors.values()), captured)
+    label = f"{label_of(kept)}, in a CUDA graph" if captured else label_of(kept)
+    return dataclasses.replace(runs(label, [made], list(tensors.values()), captured), kept=kept)
 
 
 def _route(matrices: frozenset[str], name: str, tensor: Any) -> bool:
@@ -146,6 +149,7 @@ def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[
     made["ours"] = functools.partial(ours, name, *arrays)
     if not spec_class(name).branches:
         made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
+    made |= {label_of(kept): functools.partial(ours, name, *arrays, kept=kept) for kept in request.state_dtypes}
     for peer in present(name, request):
         made[peer.label] = functools.partial(theirs, peer, *arrays)
         if peer.settings.get("fused"):

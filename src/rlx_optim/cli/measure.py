@@ -20,7 +20,7 @@ from ..named import create
 from ..threads import get_threads, set_threads
 from . import cuda, machine
 from .peers import Arrays, Contender, contender
-from .results import Report, Request, Shapes, Timing, notes, parameters, present, rows, settings_of
+from .results import Report, Request, Shapes, Timing, label_of, notes, parameters, present, rows, settings_of
 
 Tick = Callable[[str], None]
 
@@ -36,9 +36,9 @@ def draw(shapes: Shapes) -> tuple[Arrays, Arrays]:
     return first, second
 
 
-def ours(name: str, params: Arrays, grads: Arrays, single: bool = False) -> Contender:
+def ours(name: str, params: Arrays, grads: Arrays, single: bool = False, kept: str = "float32") -> Contender:
     """Our optimizer on copies of the parameters: all tensors in one pass, or each by `step`. Every matrix counts as hidden."""
-    made = create(name, engine="cpu", groups=[{"match": "*", "use": "own"}], **settings_of(name))
+    made = create(name, engine="cpu", groups=[{"match": "*", "use": "own"}], **settings_of(name), state_dtype=kept)
     params, grads = {k: p.copy() for k, p in params.items()}, dict(grads)
     if isinstance(made, CurvatureOptimizer):
         for k, g in grads.items():
@@ -53,7 +53,8 @@ def ours(name: str, params: Arrays, grads: Arrays, single: bool = False) -> Cont
         grads.update({k: g.copy() for k, g in grads.items()})
 
     whole = functools.partial(made.step_all, params, grads)
-    return Contender("ours (step)" if single else "ours", step if single else whole, made.state_bytes, renew)
+    label = "ours (step)" if single else label_of(kept)
+    return Contender(label, step if single else whole, made.state_bytes, renew, kept=kept)
 
 
 def memory_copy() -> Contender:
@@ -80,6 +81,7 @@ def field(name: str, request: Request, arrays: tuple[Arrays, Arrays]) -> dict[st
     runs: dict[str, Callable[[], Contender]] = {"ours": functools.partial(ours, name, *arrays)}
     if len(request.shapes) == 1:
         runs["ours (step)"] = functools.partial(ours, name, *arrays, single=True)
+    runs |= {label_of(kept): functools.partial(ours, name, *arrays, kept=kept) for kept in request.state_dtypes}
     return runs | {peer.label: functools.partial(contender, peer, *arrays) for peer in present(name, request)}
 
 
@@ -173,7 +175,7 @@ def compete(name: str, request: Request, arrays: Any, copy: Contender, report: R
 
 def timing(entrant: Entrant) -> Timing:
     contender = entrant.contender
-    return Timing(contender.label, entrant.seconds, entrant.steps, contender.state_bytes(), entrant.host)
+    return Timing(contender.label, entrant.seconds, entrant.steps, contender.state_bytes(), entrant.host, contender.kept)
 
 
 def copy_speed(ceiling: Entrant) -> float | None:

@@ -31,6 +31,7 @@ class Contender:
     renew: Callable[[], None] = lambda: None
     wait: Callable[[], None] | None = None  # until the device is idle, where steps are only enqueued
     moved: int = 0  # bytes of a step, for the copy
+    kept: str = "float32"  # the format of its state
 
 
 @dataclasses.dataclass(frozen=True)

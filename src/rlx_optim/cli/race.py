@@ -2,6 +2,7 @@
 
 rlx-optim race
 rlx-optim race --model char-gpt --optimizers adamw,muon,soap --steps 500 --tune --out my-race
+rlx-optim race --model gpt --device cuda --plan race --minutes 9 --out evidence
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..named import list_optimizers
+from ..race import plan as planned
 from ..race import report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
@@ -26,13 +28,13 @@ from .bench import digits
 REPORT, RESULTS = "report.html", "results.json"
 
 
-def new_folder(given: Path | None) -> Path:
-    """A folder that is new or empty, made before anything is trained for it."""
+def new_folder(given: Path | None, resumed: bool = False) -> Path:
+    """A folder that is new or empty, or has the runs of a plan that goes on; made before anything is trained for it."""
     folder = given or Path(f"race-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise Problem(f"--out: {folder} is not empty; name a new folder")
+        if any(folder.iterdir()) and not (resumed and (folder / planned.RUNS).exists()):
+            raise Problem(f"--out: {folder} is not empty; name a new folder{' or one of a plan' if resumed else ''}")
         (folder / REPORT).touch()
         (folder / REPORT).unlink()
     except OSError as problem:
@@ -100,7 +102,40 @@ def command_line(race: Race, default: Race) -> str:
     if list(race.optimizers) != list(default.optimizers):
         given += ["--optimizers", ",".join(race.optimizers)]
     given += ["--steps", str(race.steps), "--seeds", str(race.seeds), "--engine", race.engine]
-    return shlex.join(given + (["--tune"] if race.tune else []))
+    given += ["--plan", race.plan] if race.plan else ["--tune"] if race.tune else []
+    return shlex.join(given)
+
+
+def cuda_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def known_runs(given: list[Path]) -> list[Path]:
+    """Files of earlier runs: those given, and those of folders given."""
+    for path in given:
+        if not path.exists():
+            raise Problem(f"--known: no file or folder {path}")
+    return [file for path in given for file in ([path] if path.is_file() else sorted(path.rglob("*.jsonl")))]
+
+
+def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline) -> int:
+    """Run what is missing of a plan, a line for each finished run; the exit code."""
+    where = machine()
+    pool = planned.Pool(race.model, race.engine, folder / planned.RUNS, known)
+    began, code, race.interrupted = len(pool.records), 0, True
+    print(f"{began} runs known", flush=True)
+    try:
+        race.interrupted = not planned.go(
+            pool, race.plan or "", race.optimizers, race.steps, stop, {key: where[key] for key in ("cpu", "versions")},
+            lambda words: print(words, flush=True),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        code = 130
+    print(f"{len(pool.records) - began} runs made; {'more to do' if race.interrupted else 'the plan is done'}", flush=True)
+    race.entries += planned.entries(pool, race.optimizers, race.steps)
+    return code
 
 
 def command(
@@ -115,6 +150,15 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new or empty folder for the report; race-DATE-TIME by default.")
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help=f"{' or '.join(planned.PLANS)}: runs in the order of their worth, resumed where they stand."),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Of a plan: begin nothing that would end later.")] = None,
+    known: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="Of a plan: earlier runs, a file or a folder of *.jsonl.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; for gpt cuda by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
     """Train one model with every optimizer and write a report that opens in a browser."""
@@ -122,12 +166,23 @@ def command(
     name = one("model", model, list(MODELS))
     if library := missing(name):
         raise Problem(f'model {name} needs {library}: pip install "rlx-optim[{library}]"; digits-mlp and logreg do not')
+    stop = planned.Deadline(None if minutes is None else 60 * minutes)
     raced = get_model(name)
+    raced.device = raced.device if device is None else one("device", device, raced.devices)
+    if raced.device == "cuda" and not cuda_is_there():
+        raise Problem(f"model {name} is for a GPU, and torch finds none; --device cpu runs it all the same, slowly")
     where = one("engine", engine, raced.engines)
-    race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune)
-    folder = new_folder(out)
-    with live(race.total) as (begin, tick):
-        run(race, begin, tick)
+    followed = one("plan", plan, list(planned.PLANS)) if plan is not None else "race" if tune and name == "gpt" else None
+    if followed is None and (minutes is not None or known):
+        raise Problem(f"--minutes and --known are for a plan: add --plan, one of {', '.join(planned.PLANS)}")
+    race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune or followed is not None, followed)
+    files = known_runs(known or [])
+    folder, code = new_folder(out, followed is not None), 130
+    if followed is not None:
+        code = pursue(race, folder, files, stop)
+    else:
+        with live(race.total) as (begin, tick):
+            run(race, begin, tick)
     every = Race(raced, list_optimizers(), race.steps, race.seeds, where, tune)
     found = report.results(race, command_line(race, every), machine())
     write_json(found, folder / RESULTS)
@@ -135,12 +190,12 @@ def command(
     if as_json:
         write_json(found)
     else:
-        if tune:
+        if tune and followed is None:
             show_grid(found)
         show(found)
         print(f"report: {folder / REPORT}")
     if race.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(code)
     if missed := race.missed():
         print(f"below the goal of {raced.goal:.0%}: {', '.join(missed)}", file=sys.stderr)
     raise typer.Exit(int(bool(missed) and chosen == list_optimizers()))

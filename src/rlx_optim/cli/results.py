@@ -7,8 +7,10 @@ import math
 import os
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from .. import storage
 from ..program import trace
 from ..registry import required, spec_class
 from ..spec import Shape, Spec
@@ -41,6 +43,7 @@ class Request:
     threads: int | None = None
     device: str = "cpu"
     front: str = "torch"  # of ours, on a CUDA device
+    state_dtypes: tuple[str, ...] = ()  # formats of state in which ours is measured beside float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Timing:
     steps_per_turn: int
     state_bytes: int
     host_seconds: float | None = None  # until a step is enqueued
+    kept: str = "float32"  # the format of its state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +97,29 @@ def settings_of(name: str) -> dict[str, Any]:
     return {**required(spec_class(name)), **OURS.get(name, {})}
 
 
+def label_of(kept: str) -> str:
+    """Ours, by the format of its state."""
+    return "ours" if kept == "float32" else f"ours, {kept} state"
+
+
 def parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def bytes_of(spec: Spec, shape: Shape) -> int | None:
+def bytes_of(spec: Spec, shape: Shape) -> float | None:
     """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else."""
-    return None if spec.matrix else 4 * trace(spec, spec.slots(shape)).traffic()
+    if spec.matrix:
+        return None
+    coded = [slot for slot in spec.stored_slots(shape).values() if slot.storage]  # read and written once
+    less = sum(storage.bytes_of(replace(slot, storage="")) - storage.bytes_of(slot) for slot in coded)
+    return 4 * trace(spec, spec.slots(shape)).traffic() - 2 * less / max(math.prod(shape), 1)
 
 
-def traffic(name: str, shapes: Shapes) -> float | None:
-    """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`."""
-    rule, fallback = spec_class(name)(**settings_of(name)), spec_class(name).otherwise_default
-    other = None if fallback is None else spec_class(fallback.name)(**fallback.settings)
-    total = 0
+def traffic(name: str, shapes: Shapes, kept: str = "float32") -> float | None:
+    """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`. kept: the format of its state."""
+    rule, fallback = spec_class(name)(**settings_of(name), state_dtype=kept), spec_class(name).otherwise_default
+    other = None if fallback is None else spec_class(fallback.name)(**fallback.settings, state_dtype=kept)
+    total = 0.0
     for shape in shapes.values():
         each = bytes_of(rule if other is None or rule.takes(shape) is None else other, shape)
         if each is None:
@@ -123,7 +136,8 @@ def present(name: str, request: Request) -> list[Peer]:
 
 def turns(request: Request) -> list[int]:
     """How many implementations of each optimizer take turns; one tensor alone is stepped by `step` as well."""
-    return [1 + (len(request.shapes) == 1) + len(present(name, request)) for name in request.optimizers]
+    more = len(request.state_dtypes) + (len(request.shapes) == 1)
+    return [1 + more + len(present(name, request)) for name in request.optimizers]
 
 
 def check_memory(request: Request) -> None:
@@ -166,10 +180,9 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
     """The rows of one optimizer."""
     medians = {t.implementation: statistics.median(t.seconds) for t in timings}
     best = min((median for label, median in medians.items() if not label.startswith("ours")), default=None)
-    count, needed = parameters(shapes), traffic(name, shapes)
-    made = []
+    count, made = parameters(shapes), []
     for t in timings:
-        median = medians[t.implementation]
+        median, needed = medians[t.implementation], traffic(name, shapes, t.kept)
         speed = None if needed is None else needed * count / median / 1e9
         made.append(
             Row(

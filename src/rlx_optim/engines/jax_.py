@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import random
 from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule
 from ..linalg import Coefficients, of_each_step
@@ -105,6 +103,7 @@ class Jax(ArrayEngine):
 
     name = "jax"
     xp = jnp
+    types: ClassVar[Mapping[str, Any]] = {"bfloat16": jnp.bfloat16, "int8": jnp.int8, "uint8": jnp.uint8, "float32": jnp.float32}
 
     def __init__(self, dtype: Any = jnp.float32):
         self.dtype = self.stored = jnp.dtype(dtype)
@@ -159,10 +158,11 @@ class Jax(ArrayEngine):
     def narrow(self, X: Array) -> Array:
         return X
 
-    def random(self, kind: str, x: Any, shape: Any) -> Array:
-        """All keys in one column, or a program would have the generator's text once for each tensor."""
-        keys = np.array([random.key(x.seed, name) for name in x.names], np.uint32)
-        return random.draw(self, kind, (keys[:, :1], keys[:, 1:]), x.t, math.prod(shape[1:])).reshape(shape)
+    def to_half(self, X: Array) -> Array:
+        return X.astype(jnp.bfloat16)
+
+    def from_half(self, X: Array) -> Array:
+        return X.astype(jnp.float32)
 
     def counter(self, n: int) -> Array:
         return jnp.arange(n, dtype=jnp.uint32)

@@ -21,10 +21,11 @@ from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
 from ..spec import Spec
+from ..storage import parts
 from . import places
 from .inside import Part, part_of
 from .places import Place
-from .transform import RuleState, Transform, arithmetic
+from .transform import RuleState, Transform, arithmetic, encoded
 
 Tree = Any
 
@@ -96,7 +97,7 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
     for i, (place, leaf) in enumerate(zip(where, leaves, strict=True)):
         if place.name in parameters:
             raise CheckpointError(f"two leaves are called {place.name!r}")
-        arrays = {name: each[i] for name, each in slots.items() if name in place.slots} | factors[i]
+        arrays = {name: each[i] for name, each in slots.items()} | factors[i]
         member = next(i for i, each in enumerate(transform.members) if each is place.member)
         prefix = transform.counters(place.member)
         counters = {k: float(state.counters[prefix + k]) for k in place.member.steady.counters()}
@@ -104,10 +105,17 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
             member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
             len(place.names), place.inner, place.why,
         )  # fmt: skip
-        p.tensors = {name: tensor(np.asarray(arrays[name]).reshape(p.stored((slot,)))) for name, slot in place.slots.items()}
+        kept = p.arrays({name: (slot,) for name, slot in place.slots.items()})
+        p.tensors = {name: tensor(host(arrays[name]).reshape(shape)) for name, (shape, _) in kept.items()}
         parameters[place.name] = p
     members = [_member(each, part.member(each, whole), where, count) for each in transform.members]
     return Snapshot(members, parameters, count, front_end="optax")
+
+
+def host(array: Any) -> np.ndarray:
+    """An array as NumPy has it: a bfloat16 is a uint16."""
+    found = np.asarray(array)
+    return found.view(np.uint16) if array.dtype == jnp.bfloat16 else found
 
 
 def settings(member: places.Member, count: int) -> Spec:
@@ -153,7 +161,7 @@ def _restored(part: Part, snapshot: Snapshot) -> RuleState:
     slots: dict[str, list[Any]] = {name: [] for name in transform.names}
     factors = []
     for place, leaf in zip(where, leaves, strict=True):
-        arrays = _arrays(snapshot.parameters[place.name], place, leaf)
+        arrays = _arrays(snapshot, snapshot.parameters[place.name], place, leaf)
         for name in transform.names:
             slots[name].append(arrays.pop(name, optax.MaskedNode()))
         factors.append(arrays)
@@ -184,11 +192,19 @@ def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> Non
             raise CheckpointError(f"{slot} of {name!r} is {p.tensors[slot].dtype}; float32 is kept here and would lose bits")
 
 
-def _arrays(p: Parameter, place: Place, leaf: Any) -> dict[str, Any]:
-    return {
-        name: jnp.asarray(p.tensors[name].read().reshape((*place.stack, *slot.shape)), arithmetic(leaf))
-        for name, slot in place.slots.items()
-    }
+def _arrays(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> dict[str, Any]:
+    """The state of a leaf: codes of the same format as they are, others decoded and encoded."""
+    out: dict[str, Any] = {}
+    there = p.kept(p.used(snapshot.spec(p)))
+    for name, slot in place.slots.items():
+        if slot.storage and there[name][0].storage == slot.storage:
+            for end, (shape, dtype) in parts(slot).items():
+                found = p.tensors[name + end].read().reshape((*place.stack, *shape))
+                out[name + end] = jnp.asarray(found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
+        else:
+            values = jnp.asarray(p.values(there, name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
+            out |= encoded(place, {name: values}, 0)
+    return out
 
 
 def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..engines.jax_ import engine_in, traceable
 from ..program import trace
 from ..spec import integer
 from .places import is_traced
-from .transform import NO_PARAMS, RuleState, Transform, arithmetic
+from .transform import NO_PARAMS, RuleState, Transform, arithmetic, decoded, encoded, parts_of
 
 INTERVAL, SEED = integer(10, 1), integer(0, 0)
 
@@ -34,30 +34,34 @@ def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[.
         if params is None:
             raise ValueError(NO_PARAMS.format(owner))
         due = state.count % interval == 0
-        h = engine_in(jnp.float32).cond(
-            due, lambda h: observed(transform, state, params, obj_fn, h, seed), lambda h: h, state.slots["h"]
+        mine = {name: each for name, each in state.slots.items() if name in parts_of(transform.own, ["h"])}
+        mine = engine_in(jnp.float32).cond(
+            due, lambda kept: observed(transform, state, params, obj_fn, kept, seed), lambda kept: kept, mine
         )
         counters = {**state.counters, counted: state.counters[counted] + due}
-        return transform.update(grads, state._replace(slots={**state.slots, "h": h}, counters=counters), params, **extra)
+        return transform.update(grads, state._replace(slots={**state.slots, **mine}, counters=counters), params, **extra)
 
     return update
 
 
-def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callable[[Any], Any], h: Any, seed: int) -> Any:
-    """h with this step's estimate averaged in."""
-    leaves, tree, _ = transform.laid_out(params)
+def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callable[[Any], Any], kept: Any, seed: int) -> Any:
+    """What h is kept in, with this step's estimate averaged in."""
+    leaves, tree, places = transform.laid_out(params)
     signs = [random_signs(seed, i, state.count, leaf) for i, leaf in enumerate(leaves)]
     product = jax.jvp(jax.grad(obj_fn), (tree.unflatten(leaves),), (tree.unflatten(signs),))[1]
     member = transform.own
     spec: Any = member.spec(state.count)
     numbers = traceable(member.kind.scalars)(spec, state.count + 1, {})
-    out = []
-    for old, u, hu in zip(tree.flatten_up_to(h), signs, jax.tree.leaves(product), strict=True):
+    out = {name: tree.flatten_up_to(each) for name, each in kept.items()}
+    for i, (place, u, hu) in enumerate(zip(places, signs, jax.tree.leaves(product), strict=True)):
+        old = decoded(place, {name: each[i] for name, each in out.items()}, ["h"])["h"]
         dtype = arithmetic(old)
         program = trace(spec, spec.slots(old.shape), "observe", numbers)
         arrays = {"h": [old], "g": [u.astype(dtype) * hu.astype(dtype)]}
-        out.append(engine_in(dtype).executed(program, [old.shape], arrays, numbers)[program.buffers["h"]][0])
-    return tree.unflatten(out)
+        new = engine_in(dtype).executed(program, [old.shape], arrays, numbers)[program.buffers["h"]][0]
+        for name, array in encoded(place, {"h": new}, state.count + 1).items():
+            out[name][i] = array
+    return {name: tree.unflatten(each) for name, each in out.items()}
 
 
 def random_signs(seed: int, place: int, count: Any, leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from ..registry import known
 from ..spec import Shape
 from .checkpoint import opened, transform_of
 from .places import Place
-from .transform import RuleState, Transform, arithmetic
+from .transform import RuleState, Transform, arithmetic, decoded, encoded
 
 Tree = Any
 
@@ -55,8 +55,9 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
     slots = {name: tree.flatten_up_to(each) for name, each in fresh.slots.items()}
     for i, (place, leaf) in enumerate(zip(places, leaves, strict=True)):
         theirs = _theirs(place, found, tree, i)
-        for name in place.slots:
-            slots[name][i] = jnp.asarray(_slot(name, place, theirs), arithmetic(leaf))
+        values = {name: jnp.asarray(_slot(name, place, theirs), arithmetic(leaf)) for name in place.slots}
+        for name, array in encoded(place, values, 0).items():
+            slots[name][i] = array
     steps = max(counts, default=1) if count is None else count
     counters = {k: jnp.asarray(float(steps > 0), v.dtype) if k.endswith(".started") else v for k, v in fresh.counters.items()}
     mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
@@ -124,7 +125,8 @@ def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> 
         entries = tree.flatten_up_to(getattr(part, field))
         for i, place in enumerate(places):
             if not isinstance(entries[i], optax.MaskedNode):
-                entries[i] = _entry(field, table[place.member.rule], place, {k: v[i] for k, v in slots.items()}, entries[i])
+                ours = decoded(place, {k: v[i] for k, v in slots.items()}, slots)
+                entries[i] = _entry(field, table[place.member.rule], place, ours, entries[i])
         new[field] = tree.unflatten(entries)
     return part._replace(**new)
 

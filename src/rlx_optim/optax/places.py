@@ -75,8 +75,7 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
     if not traced:
         spec.check()
     spec.check_modifiers(traced)
-    if spec.state_dtype != "float32":
-        raise ValueError(f"{kind.title}: state_dtype={spec.state_dtype!r} is not done under optax; its state is float32")
+    spec.check_storage()
     return spec
 
 
@@ -106,7 +105,7 @@ class Place:
 
     @property
     def slots(self) -> dict[str, Slot]:
-        return self.member.steady.slots(self.inner)
+        return self.member.steady.stored_slots(self.inner)
 
 
 def admitted(owner: str, what: str, leaf: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,14 @@ from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
+from ..storage import PARTS, Coded, decode, encode, parts
 from .places import Member, Place, admitted, path_name
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
 AXES = integer(0, 0)  # that a leaf has before those of its tensors
 PROBES = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which names a rule uses
+LARGE = ((64, 128), (16, 16, 32))  # and which of them may be kept in fewer bits
 
 
 class RuleState(NamedTuple):
@@ -61,6 +64,12 @@ def aligned_slots(member: Member) -> list[str]:
     return list(dict.fromkeys(name for name, _ in found if all(lines_up for n, lines_up in found if n == name)))
 
 
+def parts_of(member: Member, names: list[str]) -> list[str]:
+    """Names of the arrays that these slots are kept in."""
+    found = [(name, slot.storage) for shape in LARGE for name, slot in member.steady.stored_slots(shape).items()]
+    return list(dict.fromkeys([*names, *(name + end for name, kept in found if name in names for end in PARTS[kept])]))
+
+
 def arithmetic(leaf: Any) -> Any:
     return jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
 
@@ -84,7 +93,7 @@ class Transform:
         routed = route.values() if isinstance(route, Mapping) else ()
         members = [own, *([] if other is None else [other]), *(each for each in routed if isinstance(each, Member))]
         self.members = list({id(member): member for member in members}.values())
-        self.names = list(dict.fromkeys(name for member in self.members for name in aligned_slots(member)))
+        self.names = list(dict.fromkeys(name for member in self.members for name in parts_of(member, aligned_slots(member))))
 
     # ---- which leaf goes where -----------------------------------------------------------------------------------------
     def _admitted(self, given: Any) -> Choice:
@@ -136,10 +145,15 @@ class Transform:
     def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> Place:
         shape = tuple(leaf.shape)
         choice, why = self.router.decide(self.choice, name, shape[axes:], leaf)
-        if choice.rule.steady.rounding == EXACT and str(leaf.dtype) in LARGEST:
+        steady = choice.rule.steady
+        if steady.rounding == EXACT and str(leaf.dtype) in LARGEST:
             raise ValueError(
                 f"{self.owner}: rounding='exact' is not done under optax, where {name!r} of {leaf.dtype} is moved by adding in "
                 "its own type; use rounding='stochastic', or float32 parameters"
+            )
+        if leaf.dtype == jnp.float64 and steady.state_dtype != "float32":
+            raise steady.refuse(
+                f'{name!r} is float64, and so is its state; route it to a rule with state_dtype="float32", or make it float32'
             )
         return Place(name, choice.rule, why, 0 if choice is self.router.otherwise else axes, shape, decays)
 
@@ -156,7 +170,11 @@ class Transform:
         factors = []
         for place, leaf in zip(places, leaves, strict=True):
             _refuse_zeros(place, leaf)
-            fresh = {name: start(slot, place, arithmetic(leaf)) for name, slot in place.slots.items()}
+            fresh = {
+                name + end: jnp.zeros((*place.stack, *shape), dtype) if dtype else start(slot, place, arithmetic(leaf))
+                for name, slot in place.slots.items()
+                for end, (shape, dtype) in parts(slot).items()
+            }
             for name in self.names:
                 slots[name].append(fresh.get(name, optax.MaskedNode()))
             factors.append({name: array for name, array in fresh.items() if name not in self.names})
@@ -194,12 +212,12 @@ class Transform:
             kinds = {}
             for decays in dict.fromkeys(places[i].decays for i in indices):
                 spec = member.spec(state.count, dtype, **({} if decays else member.undecayed))
-                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable(member.kind.scalars))}
+                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable)}
             if len(kinds) > 1 and "decay" in member.undecayed:
                 raise spec.refuse("it sums over all leaves, and decay='hyperball' cannot be masked in some; leave mask out")
             numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
             leaves = [
-                (places[i], {"p": ps[i], "g": gs[i]} | {name: slots[name][i] for name in self.names} | factors[i])
+                (places[i], {"p": ps[i], "g": gs[i]} | decoded(places[i], {n: slots[n][i] for n in self.names} | factors[i]))
                 for i in indices
             ]
             if not member.kind.matrix:
@@ -210,6 +228,7 @@ class Transform:
                 x = step(spec, leaves, dtype, numbers, state.count + 1)
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
                 updates[i] = added(ps[i], back.pop("change"), places[i], state.count + 1)
+                back = encoded(places[i], back, state.count + 1)
                 for name in back.keys() & set(self.names):
                     slots[name][i] = back.pop(name)
                 factors[i] = back
@@ -254,6 +273,28 @@ def _refuse_zeros(place: Place, leaf: Any) -> None:
 
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------
 Leaf = tuple[Place, dict[str, Any]]  # p, g and the slots by name
+
+
+def decoded(place: Place, given: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, Any]:
+    """The slots of a leaf, decoded where they are kept in fewer bits."""
+    E, kept = engine_in(jnp.float32), {n: slot.storage for n, slot in place.slots.items() if only is None or n in only}
+    return {
+        name: decode(E, Coded(kind, *(given[name + end] for end in PARTS[kind]))) if kind else given[name]
+        for name, kind in kept.items()
+    }
+
+
+def encoded(place: Place, values: Mapping[str, Any], t: Any) -> dict[str, Any]:
+    """What the slots of a leaf are kept in, encoded where that is fewer bits; a tensor of a stack by itself."""
+    E = engine_in(jnp.float32)
+    out: dict[str, Any] = {}
+    for name in values:
+        slot, made = place.slots[name], {"": values[name]}
+        if slot.storage:
+            code = functools.partial(encode, E, slot.storage, t=t)
+            made = jax.vmap(code)(values[name].reshape(-1, *slot.shape)) if place.axes else code(values[name])
+        out |= {name + end: array.reshape((*place.stack, *parts(slot)[end][0])) for end, array in made.items()}
+    return out
 
 
 def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
@@ -310,7 +351,7 @@ def gathers(place: Place) -> bool:
     spec = place.member.steady
     if spec.matrix:
         return False
-    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable(type(spec).scalars))).gathers is not None
+    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable)).gathers is not None
 
 
 def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     rlx-optim race
     rlx-optim race --model logreg --optimizers adamw,muon --seeds 5 --tune
 
-`models` has what is trained, `rates` the committed learning rates, `running` runs and tunes, `report` and `pages/` make the page.
+`digits`, `char_gpt` and `gpt` are what is trained, `rates` has the committed learning rates, `running` runs and tunes, `plan`
+does so in pieces that add up, `leads` has what they allow to be said, `report` and `pages/` make the page.
 Nothing here prints; the command line is `rlx_optim.cli.race`.
 """
 
@@ -25,10 +26,11 @@ class Run:
     seed: int
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    #: "accuracy", "test_loss" and "train_loss" at the end; nothing if it diverged
+    #: "accuracy", "test_loss", "train_loss" at the end, "validation_loss" where there is such text; nothing if it diverged
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     ms_per_step: float = 0.0  # of the optimizer's step alone, the mean over the second half of the run
     state_bytes: int = 0
+    peak_bytes: int = 0  # of the device's memory during the run: weights, gradients and activations too; 0 where it is not known
     diverged_at: int | None = None  # the first step whose loss was not finite; the run ends there
     engine: str = ""  # in words: what stepped it
 
@@ -39,10 +41,14 @@ class Model(Protocol):
     name: str
     title: str  # in one line
     metric: str  # the one that ranks: "accuracy" or "test_loss"
+    decides: str  # the one that settings are chosen by: never that of the test data
     goal: float | None  # the accuracy that everyone reaches in a full race
     steps: int
     seeds: int
     engines: tuple[str, ...]
+    devices: tuple[str, ...]
+    device: str  # one of them
+    halves: bool  # whether it has bfloat16 weights, where `weights` among the settings says so
 
     def describe(self) -> dict[str, Any]:
         """Parameters, batch, data: what a reader of the report should know."""

@@ -117,13 +117,10 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class CharGpt:
-    name, metric, goal, steps, seeds = "char-gpt", "test_loss", None, 300, 1
+    name, metric, decides, goal, steps, seeds = "char-gpt", "test_loss", "train_loss", None, 300, 1
     title = "a small transformer on Python's own source"
-    engines = KNOWN
-
-    @property
-    def device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    engines, devices, halves = KNOWN, ("cpu", "cuda"), False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def describe(self) -> dict[str, Any]:
         return {

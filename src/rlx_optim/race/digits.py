@@ -58,7 +58,8 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.nda
 class Digits:
     """Layers of (inputs, outputs) with tanh between them, trained on the digits."""
 
-    metric, seeds, steps = "accuracy", 3, 500
+    metric, decides, seeds, steps = "accuracy", "train_loss", 3, 500
+    devices, device, halves = ("cpu",), "cpu", False
 
     def __init__(self, name: str, title: str, layers: dict[str, tuple[int, int]], goal: float | None = None):
         self.name, self.title, self.layers, self.goal = name, title, layers, goal

@@ -1,4 +1,4 @@
-"""The committed settings, by model and optimizer. lr is the peak: it falls to 0 along half a cosine.
+"""The committed settings, by model and optimizer. lr is the peak: it falls to 0 along half a cosine (`gpt`: along a line).
 
 They come from `rlx-optim race --model M --tune`, rounded. "otherwise" is the AdamW for tensors that the rule does not take;
 "groups" gives a rule the head of a NumPy network too, which its name would keep out.
@@ -13,6 +13,7 @@ from ..named import spec_class
 SGD = {"momentum": 0.9, "nesterov": True}
 HEAD = {"groups": [{"match": "head.*", "use": "own"}]}
 DECAY = {"weight_decay": 0.1}
+SHORT = {"betas": (0.9, 0.95)}
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "digits-mlp": {
@@ -95,6 +96,34 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "scion": {"lr": 2e-3, "scale": 30.0, "momentum": 0.1},
         "schedulefreeadamw": {"lr": 5e-3},
         "schedulefreesgd": {"lr": 0.3},
+    },
+    # where searches begin (`plan`), not what they found; b2 is 0.95 where the rule leaves it free, as is usual in runs this short
+    "gpt": {
+        "sgd": {"lr": 0.3, **SGD},
+        "adam": {"lr": 2e-3, **SHORT},
+        "adamw": {"lr": 2e-3, **SHORT, **DECAY},
+        "nadamw": {"lr": 2e-3, **SHORT, **DECAY},
+        "radam": {"lr": 2e-3, **SHORT},
+        "qhadamw": {"lr": 2e-3, "betas": (0.95, 0.95), **DECAY},
+        "stableadamw": {"lr": 2e-3, **SHORT, **DECAY},
+        "ademamix": {"lr": 2e-3, "betas": (0.9, 0.95, 0.999), **DECAY},
+        "adan": {"lr": 3e-3},
+        "adopt": {"lr": 2e-3, "betas": (0.9, 0.95)},
+        "laprop": {"lr": 2e-3, **SHORT},
+        "lamb": {"lr": 1e-2, **SHORT},
+        "lars": {"lr": 10.0},
+        "adafactor": {"lr": 3e-2},
+        "lion": {"lr": 3e-4, "weight_decay": 1.0},
+        "soap": {"lr": 3e-3, **DECAY},
+        "kronpsgd": {"lr": 1e-3, **DECAY},
+        "muon": {"lr": 2e-2, "weight_decay": 0.01, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
+        "sophia": {"lr": 1e-3, **DECAY},
+        "mars": {"lr": 3e-3, **DECAY, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
+        "prodigy": {"lr": 1.0, **SHORT},
+        "normuon": {"lr": 2e-2, "weight_decay": 0.01, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
+        "scion": {"lr": 1e-3, "scale": 30.0, "momentum": 0.1},
+        "schedulefreeadamw": {"lr": 5e-3, **SHORT},
+        "schedulefreesgd": {"lr": 1.0},
     },
 }
 

@@ -17,6 +17,7 @@ MODELS = {
     "digits-mlp": ("digits:MLP", None),
     "logreg": ("digits:LOGREG", None),
     "char-gpt": ("char_gpt:GPT", "torch"),
+    "gpt": ("gpt:GPT", "torch"),
 }
 GRID = (0.1, 0.3, 1.0, 3.0, 10.0)  # times the committed learning rate
 TUNING_SEED = 1_000_003  # none of a race's own
@@ -67,6 +68,7 @@ class Race:
     seeds: int
     engine: str
     tune: bool
+    plan: str | None = None
     entries: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
 

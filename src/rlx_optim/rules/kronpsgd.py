@@ -18,8 +18,9 @@ begins as precond_init_scale^(1/ndim)·I. With T1 and T2 the diagonals of the tw
     q ← q − precond_lr·(T1 − T2)·q/max(|T1 + T2|)
 With balance_probability per update the factors are rescaled to equal largest entries, which changes no step. A 0-D tensor
 counts as length 1. Updates come with probability max(0.03, min(1, exp(−0.001·(n − 500)))), n = t − 1, or the one given: the
-counter rises by 1 a step, at 1/probability or more there is an update and it returns to 0. Noise is keyed by (seed, name,
-t); probe(name, t, shape) replaces it. Factors are left alone where they would stop being finite.
+counter rises by 1 a step, at 1/probability or more there is an update and it returns to 0. Noise is drawn by t and a key
+of state, which begins as that of (seed, name); probe(name, t, shape) replaces it. Factors are left alone where they would
+stop being finite.
 
 Conventions.
 - torch, optax: neither has it.
@@ -35,13 +36,19 @@ a triangular solve and two Gram matrices.
 import math
 
 from .. import linalg
-from ..spec import Foreign, Optax, Slot, Spec, Torch, choice, flag, function, integer, like, real
+from ..spec import KEY, Foreign, Optax, Slot, Spec, Torch, choice, flag, function, integer, like, real
 from ..vocabulary import exp, less_power
 
 
-def average(m, g, beta, alpha):
+def average(m, g, beta, alpha, share):
     m = beta * m + alpha * g
-    return m
+    mhat = m / share
+    return m, mhat
+
+
+def taken(g):
+    G = g
+    return G
 
 
 class KronPSGD(Spec):
@@ -56,7 +63,7 @@ class KronPSGD(Spec):
     memory_save_mode: make the largest dimension's factor diagonal, or all of them.
     momentum_into_precond_update: fit the factors to the momentum; else to the gradient.
     balance_probability: how often, at an update, the factors are rescaled to equal size.
-    seed: of the noise.
+    seed: of the noise, with the tensor's name, at its first step.
     probe: a function of name, t and shape that gives the noise in place of the generator.
     """
 
@@ -82,6 +89,7 @@ class KronPSGD(Spec):
 
     matrix = True
     branches = True
+    asks = ("begins",)
 
     def diagonal(self, dims):
         """Which factors are diagonal."""
@@ -93,6 +101,7 @@ class KronPSGD(Spec):
     def slots(self, shape):
         """m: the average of gradients.
         q1: the factor of the first dimension; q2 of the second, and so on.
+        key: what noise is drawn by, four numbers below 2^16; zeros become those of (seed, name) at the first step.
         """
         dims = shape or (1,)
         scale, diagonal = self.precond_init_scale ** (1 / len(dims)), self.diagonal(dims)
@@ -100,14 +109,25 @@ class KronPSGD(Spec):
             f"q{i}": Slot((n,) if i - 1 in diagonal else (n, n), scale, eye=i - 1 not in diagonal, factor=True, meaning="factor")
             for i, n in enumerate(dims, 1)
         }
-        return like(shape, m="first moment") | factors
+        return like(shape, m="first moment") | factors | {"key": Slot((4,), factor=True, meaning=KEY)}
 
     def counters(self):
         """counter: steps since the last update of the factors."""
         return {"counter": 0}
 
     def scalars(self, t, counters):
-        return {"beta": self.beta1, "alpha": 1 - self.beta1, "step": self.lr, "shrink": self.lr * self.weight_decay}
+        average = {"beta": self.beta1, "alpha": 1 - self.beta1, "share": less_power(self.beta1, t)}
+        fit = {"precond_lr": self.precond_lr, "balance_probability": self.balance_probability}
+        return average | fit | {"step": self.lr, "shrink": self.lr * self.weight_decay}
+
+    def decisions(self, t, counters):
+        counter, given = counters["counter"] + 1, self.preconditioner_update_probability
+        scheduled = (counter * exp(-0.001 * (t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
+        fits = scheduled if given is None else counter >= 1 / given
+        return {"begins": t == 1, "fits": fits, "counter": counter * (1 - fits)}
+
+    def replays(self):
+        return self.probe is None
 
     def work(self, shape):
         size, diagonal = math.prod(shape), self.diagonal(shape)
@@ -116,9 +136,9 @@ class KronPSGD(Spec):
     def update(self, E, x):
         stack = x.p.shape if x.p.ndim > 1 else (*x.p.shape, 1)
         x = E.map(average, x)
-        mhat = (x.m / less_power(self.beta1, x.t)).reshape(stack)
+        mhat = x.mhat.reshape(stack)
         q = {i: x[f"q{i}"] for i in range(1, len(stack))}
-        counter = x.counter + 1
+        key = E.cond(x.begins, lambda key: E.keyed(key, x.seed, x.names), lambda key: key, x.key)
 
         # a factor is upper triangular (B, n, n) or diagonal (B, n)
         def multiply(f, U, rounds=False):
@@ -133,35 +153,32 @@ class KronPSGD(Spec):
         def divide(f, U):
             return E.solve(f, U) if f.ndim == 3 else U / f[..., None]
 
-        def fit(q, counter):
-            V = E.random("normal", x, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
-            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else x.g.reshape(stack))
+        def fit(q):
+            V = E.random("normal", key, x.t, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
+            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else E.map(taken, x).G.reshape(stack))
             B = linalg.every(E, divide, q, V)
             new = {}
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
-                    new[i] = f - self.precond_lr * E.upper(E.triu(T1 - T2), f) / linalg.spectral_bound(E, T1 + T2)
+                    new[i] = f - x.precond_lr * E.upper(E.triu(T1 - T2), f) / linalg.spectral_bound(E, T1 + T2)
                 else:
-                    new[i] = f - self.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
+                    new[i] = f - x.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
             sound = math.prod(linalg.finite(E, f).reshape(-1) for f in new.values()) > 0
             if len(q) > 1:
                 new = balanced(new)
-            return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}, 0 * counter
+            return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}
 
         def balanced(q):
             top = {i: E.norm(f, math.inf).reshape(-1) for i, f in q.items()}
             mean = math.prod(size ** (1 / len(q)) for size in top.values())
-            coin = E.random("uniform", x, (stack[0],)) < self.balance_probability
+            coin = E.random("uniform", key, x.t, (stack[0],)) < x.balance_probability
             return {i: f * E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1)) for i, f in q.items()}
 
-        given = self.preconditioner_update_probability
-        scheduled = (counter * exp(-0.001 * (x.t - 501)) >= 1) | (counter >= 1 / 0.03)  # 1 / p(n), n = t - 1
-        due = scheduled if given is None else counter >= 1 / given
-        q, counter = E.cond(due, fit, lambda *same: same, q, counter)
+        q = E.cond(x.fits, fit, lambda q: q, q)
         u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply_for_step, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
         u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
         shrink = x.shrink if x.p.ndim > 2 else 0.0
-        return x.set(u=u, shrink=shrink, counter=counter, **{f"q{i}": f for i, f in q.items()})
+        return x.set(u=u, shrink=shrink, key=key, **{f"q{i}": f for i, f in q.items()})

@@ -38,6 +38,11 @@ from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
 from ..vocabulary import less_power, maximum, sqrt, where
 
 
+def taken(g):
+    G = g
+    return G
+
+
 def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     m = beta1 * m + alpha1 * g
     v = beta2 * v + alpha2 * g * g
@@ -74,6 +79,7 @@ class SOAP(Spec):
 
     matrix = True
     branches = True
+    asks = ("begins", "refreshes")
 
     def merged(self, shape):
         """The shape whose dimensions are rotated."""
@@ -120,17 +126,22 @@ class SOAP(Spec):
         left = 1 - shrink if self.decay == "decoupled" else 1.0
         return numbers | {"beta": beta, "alpha": 1 - beta, "shrink": shrink, "step": left * step}
 
+    def decisions(self, t, counters):
+        return {"begins": t == 1, "refreshes": (t - 1) % self.precondition_frequency == 0}  # t - 1 steps have moved, with this
+
+    def replays(self):
+        return True
+
     def work(self, shape):
         size, every = math.prod(shape), self.precondition_frequency
         dims = [self.merged(shape)[axis - 1] for axis in self.rotated(shape)]
         return size + sum(6 * size * n + (4 * size * n + 6 * n**3) // every for n in dims)
 
     def update(self, E, x):
-        n = x.t - 1  # steps that moved, this one included
         shape = x.p.shape[1:]
         axes = self.rotated(shape)
         stacked = (x.p.shape[0], *self.merged(shape))
-        G, m, v = (X.reshape(stacked) for X in (x.g, x.m, x.v))
+        G, m, v = (X.reshape(stacked) for X in (E.map(taken, x).G, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in axes}
         L, exact = {}, {}  # as it is stored, and before it is rounded
         for i in axes:
@@ -142,7 +153,7 @@ class SOAP(Spec):
         def move(m, v, Q):
             y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
             u = linalg.rotated(E, Q, y.u, back=True)
-            return u, *E.cond(n % self.precondition_frequency == 0, refresh, same, y.m, y.v, Q)
+            return u, *E.cond(x.refreshes, refresh, same, y.m, y.v, Q)
 
         def refresh(m, v, Q):
             new = {}
@@ -161,6 +172,6 @@ class SOAP(Spec):
         def same(*x):
             return x
 
-        u, m, v, Q = E.cond(x.t == 1, initialise, move, m, v, Q)
+        u, m, v, Q = E.cond(x.begins, initialise, move, m, v, Q)
         slots = {f"L{i}": L[i] for i in axes} | {f"Q{i}": Q[i] for i in axes}
         return x.set(u=u.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)

@@ -21,11 +21,12 @@ try:
     from .attention import qk_clip_
     from .clip import clip_grad_norm_
     from .curvature import CurvatureOptimizer
+    from .graphed import Graphed
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "torch", ("torch",)) from None
 
-__all__ = ["RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
+__all__ = ["Graphed", "RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
 
 COMMON = {
     "maximize": False, "engine": "auto", "nonfinite": "propagate", "skip_above": None, "capturable": False, "amp_scaling": False,

@@ -95,7 +95,8 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
             home,
         )
     iteration = max((p.step for p in parameters.values()), default=0)
-    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above)
+    window = {} if opt._guard is None else opt._guard.values()
+    return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above, window=window)
 
 
 def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
@@ -139,7 +140,7 @@ def _parameter(
     shape, kind = tuple(param.shape), str(param.dtype).removeprefix("torch.")
     counters = spec.counters()
     p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, number(split), piece, why, parts=parts)
-    slots = p.slots(spec)
+    slots = p.slots(spec) if home is None else home.kept(p.slots(spec), split)
     if set(state) - {"step", "batch", LOW, *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, p)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
@@ -210,6 +211,7 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
     opt._rules = {rule: spec_class(rule) for rule in rules}
     opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
     opt.skip_above = opt.skip_above if snapshot.skip_above is None else snapshot.skip_above
+    opt._resume_guard(snapshot.window)
     opt._forget()
     opt._current_specs()
 
@@ -329,10 +331,11 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
 def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
     """State for a parameter, to be filled: buffers that fit are used again."""
     rule, spec = snapshot.members[p.member].optimizer, _here(opt, snapshot, p, index)
-    slots = {name: each * (p.pieces // len(each)) for name, each in p.used(spec).items()}
+    home = opt._home(None, param, spec, p.way)
+    used = p.used(spec) if home is None else home.kept(p.used(spec), p.way)
+    slots = {name: each * (p.pieces // len(each)) for name, each in used.items()}
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
     state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.way} if p.pieces > 1 else {})
-    home = opt._home(None, param, spec, p.way)
     for key, (name, end) in part_names(spec, slots).items():
         each = slots[name]
         old, shape = before.get(key), shape_in_state(part(each, end), param, p.way)
@@ -354,14 +357,12 @@ def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> S
 @torch.no_grad()
 def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: Any) -> None:
     """Take over a file's state. there, here: its settings, and with what state is kept in here."""
-    slots, mine = p.used(there), p.used(here)
+    slots, mine = p.kept(p.used(there)), p.used(here)
+    mine = mine if home is None else home.kept(mine, p.way)
     if LOW in state and LOW in p.tensors:
         halves.put(state[LOW], torch.from_numpy(p.tensors[LOW].read()))
     names = names_of(there, slots)
     for name, slot in slots.items():
-        if home is not None:
-            home.put(state[names[name]], torch.from_numpy(p.values(slots, name)))
-        else:
-            kind, wanted = slot[0].storage, mine[name][0].storage
-            same = {end: p.tensors[name + end].read() for end in PARTS[kind]} if kind == wanted else None
-            put({end: state[names[name] + end] for end in PARTS[wanted]}, wanted, same or p.values(slots, name))
+        kind, wanted = slot[0].storage, mine[name][0].storage
+        same = {end: p.tensors[name + end].read() for end in PARTS[kind]} if kind == wanted else None
+        put({end: state[names[name] + end] for end in PARTS[wanted]}, wanted, same or p.values(slots, name), home)

@@ -86,7 +86,7 @@ def clip_grad_norm_(
         if (clip := clip_of(grad)) is not None:
             delattr(grad, MARK)
             _local(grad).mul_(clip.factor)
-    total = _norm(params, grads, norm_type)
+    total = grad_norm(params, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}; not clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own form
@@ -112,8 +112,9 @@ def _listed(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _norm(params: list[Any], grads: list[Any], order: float) -> torch.Tensor:
+def grad_norm(params: list[Any], order: float = 2.0) -> torch.Tensor:
     """The norm of all gradients; every rank that shares one of the parameters must ask."""
+    grads = [p.grad for p in params if p.grad is not None]
     device = grads[0].device if grads else params[0].device if params else torch.device("cpu")
     if any(hasattr(p, "placements") for p in params):
         from .sharded.norms import sorted_out, total

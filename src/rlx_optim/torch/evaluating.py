@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+
+try:  # whether frames are being compiled
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+except ImportError:
+    compiler = None  # type: ignore[assignment]
 
 from ..pieces import Split
 from ..spec import TRAINED, Spec
@@ -18,14 +24,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """torch.compiler.disable, with a type that checkers can bind to an instance."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
+    """torch.compiler.disable, with a type that checkers can bind to an instance; where nothing is compiled it costs nothing."""
+    disabled = torch.compiler.disable(function)
+    if compiler is None:
+        return disabled
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiled = torch.compiler.is_compiling() or compiler() is not None
+        return disabled(*args, **kwargs) if compiled else function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
-def named(group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A group's parameters with their names, or with what can be said of them."""
-    names = group.get("param_names") or [f"shape {tuple(p.shape)}" for p in group["params"]]
+def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """A group's parameters with their names, or with what can be said of them. place: the group's, so that no two are
+    called alike."""
+    said = "" if place is None else f"{place}."
+    names = group.get("param_names") or [f"{said}{i} of shape {tuple(p.shape)}" for i, p in enumerate(group["params"])]
     return zip(names, group["params"], strict=True)
 
 

@@ -1,7 +1,9 @@
 """Steps that a CUDA graph can capture: counts, hyperparameters and the decision to skip are on the device.
 
-The host knows nothing of the step count here, so every number that depends on it is computed from the counts on the device, in
-float64, by the same `Spec.scalars`. A step that is skipped is launched all the same and writes nothing.
+Every number that depends on the step count is computed from the counts on the device, in float64, by the same `Spec.scalars`. A
+step that is skipped is launched all the same and writes nothing. What a rule decides by the count (`Spec.decisions`: SOAP's
+refreshes, KronPSGD's updates) the host counts along, one for every step that it launches or replays; `Graphed` keeps a graph for
+each combination.
 """
 
 from __future__ import annotations
@@ -14,41 +16,62 @@ import torch
 from ..engine import bind_all
 from ..engines.torch_ import NUMBERS
 from ..spec import Spec
-from ..stepping import Part, Record, run_bundle
+from ..stepping import Part, Record, count, run_bundle
 from .lanes import Seat, TritonLane, written
+
+#: what of state in fewer bits can be captured
+ALONE = "with capturable=True codes are for rules that read and write them in one pass; use capturable=False, or float32 state"
 
 
 def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
     """Why this cannot be captured; None if it can."""
     if engine != "triton":
         return f"capturable=True needs the triton engine and CUDA parameters, this is engine {engine!r}"
-    if spec.branches:
+    if spec.branches and not decides(spec):
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
-    if spec.state_dtype != "float32":
-        return f"state_dtype={spec.state_dtype!r} cannot be captured yet; use capturable=False, or float32"
+    if called := [name for name, value in spec.values().items() if callable(value)]:
+        return f"{type(spec).__name__} cannot be captured with {called[0]}=…, which the host would have to call at every replay"
+    if spec.state_dtype != "float32" and spec.matrix:
+        return f"state_dtype={spec.state_dtype!r}: {ALONE}"
     if nonfinite == "raise":
         return "nonfinite='raise' needs the host to look at every gradient; with capturable=True use 'skip' or 'propagate'"
     return None
 
 
+def decides(spec: Spec) -> bool:
+    """Whether the host says what a step does."""
+    return type(spec).decisions is not Spec.decisions
+
+
+def decided(part: Part) -> dict[str, Any]:
+    """What the next step of a part does, as the host counts."""
+    first = part.records[0]
+    return part.bundle.spec.decisions(first.t + 1, first.counters)
+
+
 class GraphLane(TritonLane):
-    """A lane whose counts live on the device. `flag`: not 0 where the step must not be taken; None: nobody decides."""
+    """A lane whose counts live on the device. `flag`: not 0 where the step must not be taken; None: nobody decides. `followed`:
+    whoever captures a step tells the host of every replay."""
 
     counts: torch.Tensor
     flag: torch.Tensor | None = None
     groups: Sequence[Mapping[str, Any]] = ()
+    followed = False
 
     def share_counts(self) -> None:
         self.engine.sender.prepare()
         self.counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device=self.device)
         self.counted: dict[str, tuple[list[int], torch.Tensor]] = {}
-        for name in dict.fromkeys(name for seat in self.seats for name in seat.counters):
+        names = dict.fromkeys(name for seat in self.seats for name in seat.counters)
+        ours = {name for seat in self.seats for name in seat.decided}
+        self.share_counters(sorted(ours))
+        for name in names.keys() - ours:
             who = [i for i, seat in enumerate(self.seats) if name in seat.counters]
             now = [float(self.seats[i].state[name]) for i in who]
             self.counted[name] = who, torch.tensor(now, dtype=torch.float64, device=self.device)
         for i, seat in enumerate(self.seats):
             seat.state["step"] = self.counts[i]
-            for name in seat.counters:
+            for name in seat.counters.keys() & self.counted.keys():
                 who, values = self.counted[name]
                 seat.state[name] = seat.counters[name] = values[who.index(i)]
             seat.hold()
@@ -69,7 +92,34 @@ class GraphLane(TritonLane):
             )
         if not self.prepared(tuple(chosen), structures):
             self.indices = {}
+        elif self.engine.sender.capturing() and not self.followed and (deciding := self.deciding()):
+            raise RuntimeError(
+                f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does not "
+                "tell; capture it with rlx_optim.torch.Graphed(step, optimizer)"
+            )
         super().step(chosen, specs, structures, grads, scale)
+
+    def deciding(self) -> list[Part]:
+        """The parts whose rule decides by the step count."""
+        return [part for part in self.parts if decides(part.bundle.spec)]
+
+    def phase(self) -> tuple[tuple[Any, ...], bool]:
+        """What the next step of each part does, and whether the host asks the device about it."""
+        found, asks = [], False
+        for part in self.deciding():
+            now, counters = decided(part), part.records[0].counters
+            found.append(tuple(bool(value) for name, value in now.items() if name not in counters))
+            asks = asks or any(now[name] for name in part.bundle.spec.asks)
+        return tuple(found), asks
+
+    def follow(self) -> None:
+        """A step is on its way: the host counts it, whether the device takes it or not. One that it asks the device about comes
+        again if it was not taken."""
+        if self.flag is not None and self.phase()[1] and bool(self.flag):
+            return
+        for part in self.deciding():
+            count(part.records, decided(part))
+        self.write_counters()
 
     def launch(
         self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
@@ -82,9 +132,14 @@ class GraphLane(TritonLane):
         for part in self.parts:
             bundle = part.bundle
             if not self.engine.sweeps(bundle):
-                raise RuntimeError(f"{type(bundle.spec).__name__} with capturable=True steps matrices and vectors only")
+                what = f"state_dtype={bundle.spec.state_dtype!r}: {ALONE}" if bundle.storages else ""
+                raise bundle.spec.refuse(what or "with capturable=True it steps matrices and vectors only")
+        for part in self.parts:
+            bundle = part.bundle
             bundle.spec = specs[part.records[0].group]
             numbers, counts = self.numbers_of(part, place)
+            if bundle.spec.matrix:
+                bundle.t = (self.counts[place[part.records[0]]] + 1).long()
             mine = {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
             part.tell(run_bundle(bundle, self.engine, numbers, scale, **mine))
             for name, index, new in counts:
@@ -113,7 +168,7 @@ class GraphLane(TritonLane):
             }
             before = {name: values[index] for name, (index, values) in mine.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
-            now = {**before, **spec.numbers(t, before, bind_all(type(spec).scalars, NUMBERS))}
+            now = {**before, **spec.numbers(t, before, lambda method: bind_all(method, NUMBERS), decided(part))}
             now |= {"_tick": t} if part.bundle.halves else {}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
             every.append(now)
@@ -148,6 +203,8 @@ class GraphLane(TritonLane):
         return live
 
     def count(self, chosen: Sequence[int]) -> None:
+        if not self.engine.sender.capturing():
+            self.follow()
         step: Any = 1 if self.flag is None else (self.flag == 0).to(self.counts.dtype).reshape(())
         if len(chosen) == len(self.seats):
             self.counts += step

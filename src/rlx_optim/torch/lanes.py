@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,9 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("columns", "counters", "fresh", "half", "held", "memory", "param", "records", "shape", "split", "state")
+    __slots__ = (
+        "columns", "counters", "decided", "fresh", "half", "held", "memory", "param", "records", "shape", "split", "state",
+    )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.state, self.split = param, param.shape, state, split
@@ -45,9 +47,10 @@ class Seat:
         self.fresh = True  # no gradient has come for it yet
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
+        self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
         self.hold()
         shapes = pieces.shapes_of(tuple(param.shape), split)
-        self.records = [Record(name if split == WHOLE else f"{name}[{i}]", shape, group) for i, shape in enumerate(shapes)]
+        self.records = [Record(each, shape, group) for each, shape in zip(pieces.names_in(name, split), shapes, strict=True)]
 
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
@@ -123,6 +126,7 @@ class Addresses:
         self.grad_types: tuple[torch.dtype, ...] = ()
         self.halves: list[str] = []  # of each: the type of 16 bits that parameter and gradient are, where the cpu engine takes it
         self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
+        self.pool: Any = None  # where an engine's graphs of these arrays have their memory
 
 
 class Lane(abc.ABC):
@@ -151,17 +155,21 @@ class Lane(abc.ABC):
                 seat.state["step"] = count
                 seat.hold()
             self.counts, self.steps = counts, counts.numpy()
-            self.others: list[tuple[str, list[Seat], torch.Tensor, list[float]]] = []
-            for name in dict.fromkeys(name for seat in self.seats for name in seat.counters):
-                who = [seat for seat in self.seats if name in seat.counters]
-                values = [float(seat.state[name]) for seat in who]
-                shared = torch.tensor(values, dtype=torch.float64, device="cpu")
-                for seat, value in zip(who, shared, strict=True):
-                    seat.state[name] = seat.counters[name] = value
-                    seat.hold()
-                self.others.append((name, who, shared, values))
+            self.share_counters(dict.fromkeys(name for seat in self.seats for name in seat.counters))
         self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
         self.version = self.versions()
+
+    def share_counters(self, names: Iterable[str]) -> None:
+        """Those that the host keeps, each in one memory."""
+        self.others: list[tuple[str, list[Seat], torch.Tensor, list[float]]] = []
+        for name in names:
+            who = [seat for seat in self.seats if name in seat.counters]
+            values = [float(seat.state[name]) for seat in who]
+            shared = torch.tensor(values, dtype=torch.float64, device="cpu")
+            for seat, value in zip(who, shared, strict=True):
+                seat.state[name] = seat.counters[name] = value
+                seat.hold()
+            self.others.append((name, who, shared, values))
 
     def versions(self) -> int:
         """Moves when others change a count."""
@@ -178,10 +186,13 @@ class Lane(abc.ABC):
             for i in self.empty.intersection(chosen):
                 self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
         if self.others and (self.spread or any(part.counted for part in self.parts)):
-            for name, who, shared, before in self.others:
-                now = [seat.records[0].counters[name] for seat in who]
-                if now != before:
-                    before[:] = shared.numpy()[:] = now
+            self.write_counters()
+
+    def write_counters(self) -> None:
+        for name, who, shared, before in self.others:
+            now = [seat.records[0].counters[name] for seat in who]
+            if now != before:
+                before[:] = shared.numpy()[:] = now
 
     def tick(self, seat: Seat) -> Any:
         """Which step a seat has just taken."""

@@ -66,6 +66,41 @@ def counted(group: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[s
     return {"step": group["step"], **state} if state and "step" in group else dict(state or {})
 
 
+#: what bitsandbytes wraps its state in, what is in it beside "state1" and "state2", and how many neighbours may share an absmax
+WRAPPED = "__bnb_optimizer_quant_state__"
+BESIDE = ("qmap1", "qmap2", "absmax1", "absmax2", "gnorm_vec", "unorm_vec")
+BLOCKS = (256, 2048, 4096, 1024, 512, 128, 64)
+
+
+def unwrapped(state: Any) -> Any:
+    """A parameter's state as one flat dict."""
+    if not isinstance(state, Mapping) or not isinstance(state.get(WRAPPED), Mapping):
+        return state
+    return {**{k: v for k, v in state.items() if k != WRAPPED}, **state[WRAPPED]}
+
+
+def in_numbers(owner: str, state: dict[str, Any], names: list[str], what: str) -> dict[str, Any]:
+    """State of the 8-bit optimizers of bitsandbytes (codes, a table of what they mean, the largest of each block of neighbours)
+    and of torchao (tensors that decode themselves), in numbers and under torch's names."""
+    state = {k: v.dequantize() if hasattr(v, "codes") and hasattr(v, "dequantize") else v for k, v in state.items()}
+    for n, name in enumerate(names, 1):
+        if f"state{n}" not in state:
+            continue
+        value = state.pop(f"state{n}")
+        if f"qmap{n}" in state:
+            table, largest = (state.get(each) for each in (f"qmap{n}", f"absmax{n}"))
+            block = None if largest is None else next((b for b in BLOCKS if -(-value.numel() // b) == largest.numel()), None)
+            if table is None or largest is None or block is None:
+                raise ValueError(
+                    f"{owner}: the checkpoint has bitsandbytes' 8-bit state of {what} without blocks (block_wise=False), which "
+                    "is not read; load it there, train a step with block_wise=True or optim_bits=32, and save it again"
+                )
+            each = largest.float().repeat_interleave(block)[: value.numel()]
+            value = (table.float()[value.reshape(-1).long()] * each).reshape(value.shape)
+        state[name] = value
+    return {k: v for k, v in state.items() if k not in BESIDE}
+
+
 def foreign(kind: type[Spec], group: Mapping[str, Any]) -> dict[str, Any]:
     """What torch.optim calls the settings of a group, where that is something else."""
     there = kind.torch

@@ -18,16 +18,16 @@ from torch import nn
 from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
-from ..pieces import WHOLE, Split, checked, described, shapes_of, slots_of
+from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
 from .models import splits_of
-from .names import counted, foreign, translated
+from .names import counted, foreign, translated, unwrapped
 from .routing import kinds_of
-from .state import furnish, handed_on, names_of, piece_shape, shape_in_state, split_in, taken_over
+from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
 
 
@@ -278,7 +278,7 @@ class RuleOptimizer(Stepper):
             group.update(foreign(self._rules[group.get("rule", self.rule)], group))
             there = [key for key in group["params"] if key in saved["state"]]
             saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
-        return saved
+        return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
     def consolidate_state_dict(self) -> None:
         """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
@@ -306,7 +306,8 @@ class RuleOptimizer(Stepper):
                 home = self._home(name, param, spec, split)
                 if isinstance(home, Owned):
                     slots = slots_of(spec, tuple(param.shape), split)
-                    shapes = {name: shape_in_state(slots[slot], param, split) for slot, name in names_of(spec, slots).items()}
+                    names = part_names(spec, slots)
+                    shapes = {key: shape_in_state(part(slots[slot], end), param, split) for key, (slot, end) in names.items()}
                     found.append((param, home, shapes))
         return found
 
@@ -332,18 +333,23 @@ class RuleOptimizer(Stepper):
 
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             def boxed(state: Any) -> Any:
+                state = unwrapped(state)
                 return {k: Boxed(v) if torch.is_tensor(v) else v for k, v in state.items()} if isinstance(state, dict) else state
 
             return {**loaded, "state": {key: boxed(state) for key, state in loaded["state"].items()}}
 
+        window = state_dict.get("skip_window", {})
+        if problem := guard.refusal(window):
+            raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
         handle = self.register_load_state_dict_pre_hook(box)  # the last one: it sees what the user's hooks made of it
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        self._resume_guard(window)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_guard", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_council", "_consolidated")
+        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated")
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -352,7 +358,8 @@ class RuleOptimizer(Stepper):
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
             here = [group["state_dtype"] for group in self.param_groups]
             groups = [self._completed({**g, "state_dtype": kept}) for g, kept in zip(state["param_groups"], here, strict=True)]
-            state = {"param_groups": groups, "state": self._loaded(groups, state["state"])}
+            there = [group.get("state_dtype", "float32") for group in state["param_groups"]]
+            state = {"param_groups": groups, "state": self._loaded(groups, state["state"], there)}
         super().__setstate__(state)
         self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
@@ -366,15 +373,17 @@ class RuleOptimizer(Stepper):
         self._spec_of(done)
         return done
 
-    def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any]) -> Any:
+    def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any], formats: list[Any]) -> Any:
         state = type(self.state)(dict)
         state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
-        for group in groups:
+        for index, (group, there) in enumerate(zip(groups, formats, strict=True)):
             spec = self._spec_of(group)
-            for name, param in named(group):
+            for name, param in named(group, index):
                 given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
                 split = split_in(given) or self._pieces(name, param)
                 home = self._home(name, param, spec, split)
+                if there not in ("float32", spec.state_dtype):
+                    refuse_codes(self._owner, spec, there, param, split, given, name)
                 state[param] = taken_over(self._owner, spec, param, split, given, name, home)
         return state
 

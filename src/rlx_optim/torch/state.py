@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import storage
-from ..pieces import WHOLE, Split, checked, part, shapes_of, slots_of, stored
-from ..spec import Shape, Slot, Spec
+from .. import random, storage
+from ..pieces import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
+from ..routing import bare
+from ..spec import KEY, Shape, Slot, Spec
 from . import halves
 from .lanes import ARITHMETIC
-from .names import outside
+from .names import in_numbers, outside
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
 
@@ -44,9 +45,9 @@ def shape_in_state(slots: Slots, param: torch.Tensor, split: Split) -> Shape:
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
-def fresh(slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A slot as it starts. dtype: of a part of one in fewer bits."""
-    dtype, shape = dtype or ARITHMETIC[param.dtype], shape_in_state(slots, param, split)
+def fresh(slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    """A slot as it starts, or a part of one in fewer bits."""
+    shape = shape_in_state(slots, param, split)
     if slots[0].eye:
         each = [torch.eye(slot.shape[0], dtype=dtype, device=param.device).mul_(slot.fill).reshape(-1) for slot in slots]
         return torch.cat(each).reshape(shape)
@@ -56,6 +57,12 @@ def fresh(slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype | 
 def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
     """The names of a parameter's slots in a state_dict."""
     return outside(spec, {name: each[0] for name, each in slots.items()})
+
+
+def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> dict[str, Slots]:
+    """The slots of a parameter's pieces, with what they are kept in at its home (`sharded.homes`; None: beside it)."""
+    slots = slots_of(spec, tuple(param.shape), split)
+    return slots if home is None else home.kept(slots, split)
 
 
 def part_names(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, tuple[str, str]]:
@@ -92,9 +99,9 @@ def count_of(value: Any) -> float:
 def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
     (`sharded.homes`), else None."""
-    if home is None:
-        return fresh(part(slots, end), param, split, dtype_of(slots, param, end))
-    return home.room(slots, param, split)
+    make = fresh if home is None else home.room
+    buffer: torch.Tensor = make(part(slots, end), param, split, dtype_of(slots, param, end))
+    return buffer
 
 
 def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
@@ -102,7 +109,7 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split
     state.setdefault("step", counter(0.0))
     if split != WHOLE:
         state.setdefault("batch", split)
-    slots = slots_of(spec, tuple(param.shape), split)
+    slots = kept_slots(spec, param, split, home)
     for name, (slot, end) in part_names(spec, slots).items():
         if name not in state:
             state[name] = room(slots[slot], param, split, home, end)
@@ -137,22 +144,49 @@ def words(device: torch.device) -> Any:
 
 def decoded(kind: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The values of a slot that is kept in these parts."""
-    codes, *scales = parts.values()
+    codes, *scales = map(whole, parts.values())
     scales = [each.reshape(*codes.shape[:-1], -1) for each in scales]  # of a split parameter they may have another shape
     found: torch.Tensor = storage.decode(words(codes.device), storage.Coded(kind, codes, *scales)) if kind else codes
     return found
 
 
-def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any) -> None:
-    """Leave in a slot's tensors its parts, as they are, or its values. kind: what it is kept in."""
+def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any, home: Any = None) -> None:
+    """Leave in a slot's tensors its parts, as they are, or its values. kind: what it is kept in. Of a parameter that is spread
+    over ranks they are given whole, or as DTensors."""
     first = buffers[""]
     if kind and not isinstance(given, Mapping):
-        value = torch.as_tensor(given).to(first.device).reshape(first.shape)
-        given = storage.encode(words(first.device), kind, value, 0)
+        value = whole(torch.as_tensor(given)).to(first.device)
+        given = storage.encode(words(first.device), kind, value if home is not None else value.reshape(first.shape), 0)
     for end, found in (given if isinstance(given, Mapping) else {"": given}).items():
         buffer, value = buffers[end], torch.as_tensor(found)
         value = value.view(torch.bfloat16) if value.dtype is torch.uint16 else value  # as NumPy has it
-        buffer.copy_(value.reshape(buffer.shape))
+        if home is None:
+            buffer.copy_(value.reshape(buffer.shape))
+        else:
+            home.put(buffer, value)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor; a DTensor with its parts from all ranks."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def refuse_codes(
+    owner: str, spec: Spec, there: Any, param: torch.Tensor, split: Split, given: Mapping[str, Any], name: str
+) -> None:
+    """Refuse codes that were read as numbers: torch.distributed.checkpoint copies them into whatever tensor it is given. there:
+    the `state_dtype` that the checkpoint was written with."""
+    slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
+    for slot, key in names_of(spec, slots).items():
+        value = given.get(key)
+        if len(storage.PARTS[slots[slot][0].storage]) > 1 and torch.is_tensor(value) and value.is_floating_point():
+            found = whole(value)
+            if bool(found.any()) and torch.equal(found, found.round()):
+                raise ValueError(
+                    f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
+                    f"here it is {spec.state_dtype!r}; read it into an optimizer with that one, and load its state_dict here"
+                )
 
 
 def taken_over(
@@ -167,12 +201,17 @@ def taken_over(
         state["batch"] = split
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
-    slots = slots_of(spec, tuple(param.shape), split)
-    for slot, key in names_of(spec, slots).items():
+    slots = kept_slots(spec, param, split, home)
+    names = names_of(spec, slots)
+    given = in_numbers(owner, given, list(names.values()), name)
+    for slot, key in names.items():
         expected = slots[slot]
         wanted = expected[0].storage
         buffers = {end: room(expected, param, split, home, end) for end in storage.PARTS[wanted]}
         value = given.pop(key, None)
+        if value is None and needed and expected[0].meaning == KEY:  # older versions drew by seed and name
+            keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
+            value = torch.tensor(list(map(random.halves, keys))).reshape(shape_in_state(expected, param, split))
         if value is None:
             if needed:
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
@@ -185,13 +224,10 @@ def taken_over(
                 if not torch.is_tensor(found) or tuple(found.shape) != shape:
                     said = tuple(found.shape) if torch.is_tensor(found) else found
                     raise ValueError(f"{owner}: {key + end!r} of {name} has shape {said} in the checkpoint, needed is {shape}")
-                if end and bool((found < 0).any()):
+                if end and bool((whole(found) < 0).any()):
                     raise ValueError(f"{owner}: {key + end!r} of {name} has scales below zero in the checkpoint; it is damaged")
             started = True
-            if home is not None:
-                home.put(buffers[""], value)
-            else:
-                put(buffers, wanted, parts if kind == wanted else decoded(kind, parts))
+            put(buffers, wanted, parts if kind == wanted else decoded(kind, parts), home)
         state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
         state[label] = counter(given.pop(label, float(started) if label == "started" else first))

@@ -7,6 +7,7 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
 from .again import Again
-from .clip import Clip, clip_of, release, scaled, waits
+from .clip import Clip, clip_of, grad_norm, release, scaled, waits
 from .engines import choose
 from .evaluating import Evaluating, eager, named
 from .graphs import GraphLane, not_finite, refusal
@@ -38,6 +39,7 @@ from .state import count_of, dtype_of, furnish, in_pieces, names_of, settle, sha
 
 LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
+FIXED = (float, int, bool, str, type(None))
 
 
 class Stepper(Evaluating):
@@ -46,8 +48,8 @@ class Stepper(Evaluating):
     rule: ClassVar[str]
     engine: str
     nonfinite: str
-    skip_above: float | None = None  # standard deviations
-    _guard: Guard | None = None
+    skip_above: float | None  # standard deviations
+    _guard: Guard | None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
@@ -97,6 +99,7 @@ class Stepper(Evaluating):
         self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
+        self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
         self._evaluating = None
 
@@ -111,13 +114,7 @@ class Stepper(Evaluating):
     def _home(self, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:
         """Where the state of a parameter that is spread over ranks is kept; None for all others."""
         homes = self._all_homes([param], spec)
-        found = None if homes is None else homes.of(name or "", param, spec, split)
-        if found is not None and spec.state_dtype != "float32":
-            raise spec.refuse(
-                f"state_dtype={spec.state_dtype!r} is for parameters that are not spread over ranks; {name!r} of shape "
-                f"{tuple(param.shape)} is"
-            )
-        return found
+        return None if homes is None else homes.of(name or "", param, spec, split)
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -192,14 +189,11 @@ class Stepper(Evaluating):
         ready = self._ready(only)
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
-        if self.skip_above is not None and (only is not None or any(lane.spread for lane, _ in ready)):
-            raise RuntimeError(
-                f"{self._owner}: skip_above is about the gradients of all parameters at once, in one process; it is neither for "
-                "attach nor for parameters that are spread over ranks"
-            )
+        if self.skip_above is not None and only is not None:
+            raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
         if self._council is not None:
             work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
-            if stopped or not self._passes(self._arrived(work), bad):
+            if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss):
                 return
         else:
             if problem is not None:
@@ -266,23 +260,39 @@ class Stepper(Evaluating):
 
     def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
         """Whether the gradients or the loss are out of line, decided where the first gradient is."""
-        device = work[0][0].device
-        norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
-        norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
+        if self._council is not None:
+            norm = grad_norm([param for group in self.param_groups for param in group["params"]])
+            device = norm.device
+        else:
+            device = work[0][0].device
+            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+            norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
         norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
         given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
-        if self._guard is None:
-            self._guard = Guard(torch, device=device)
+        if self._guard is None or self._guard.places.device != device:
+            before, self._guard = self._guard, Guard(torch, device=device)
+            self._guard.take({} if before is None else before.values())
         assert self.skip_above is not None
         bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
         return bad
 
+    def _resume_guard(self, window: Mapping[str, Sequence[float]]) -> None:
+        """Go on with the windows of a checkpoint; without any, begin anew."""
+        self._guard = None
+        if window:
+            self._guard = Guard(torch, device="cpu")
+            self._guard.take(window)
+
     def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
-        """Whether skip_above leaves out this step; the host asks."""
-        if self.skip_above is None or not work or not bool(self._outlier(work, scale, loss)):
+        """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
+        losses may differ."""
+        if self.skip_above is None or (not work and self._council is None):
             return False
-        self._skipped += 1
-        return True
+        bad = bool(self._outlier(work, scale, loss))
+        if self._council is not None:
+            (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
+        self._skipped += bad
+        return bad
 
     def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
         """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
@@ -298,6 +308,14 @@ class Stepper(Evaluating):
         for lane, _, _ in work:
             lane.groups = self._views()
             lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
+
+    def _graph_lanes(self) -> list[GraphLane]:
+        """Those there are, with the settings as they are now."""
+        specs = self._current_specs()
+        lanes: Any = self._lanes or []
+        for each in (each for lane in lanes for each in lane.parts):
+            each.bundle.spec = specs[each.records[0].group]
+        return list(lanes)
 
     def _once_more(self, specs: list[Spec]) -> bool:
         """Repeat the last step, if nothing has changed that would have to be looked at."""
@@ -374,25 +392,38 @@ class Stepper(Evaluating):
 
     def _current_specs(self) -> list[Spec]:
         """The spec of every group as it is now; made anew where a value changed, which checks it."""
-        groups = self._views()
+        given = [self._given_in(group) for group in self.param_groups]
+        before = self._given
+        same = [len(now) == len(before.get(i, ())) and all(map(operator.is_, now, before[i])) for i, now in enumerate(given)]
+        if all(same) and len(before) == len(given):
+            return [spec for _, spec in self._specs if spec is not None]
+        groups, self._given = self._views(), {}
         if len(self._specs) != len(groups):
             self._forget()
-            self._specs = [(None, None)] * len(groups)
+            self._specs, same = [(None, None)] * len(groups), [False] * len(given)
         for i, group in enumerate(groups):
+            if same[i % len(given)]:
+                continue
             fields = self._rules[group["rule"]].fields
             values = [tuple(value) if type(value) is list else value for value in map(group.__getitem__, fields)]
             values.append(group["maximize"])
             tensors = any(isinstance(v, torch.Tensor) or (type(v) is tuple and any(map(torch.is_tensor, v))) for v in values)
             if tensors and self.capturable:  # what is on the device is read by the step itself
                 values, tensors = list(map(identified, values)), False
-            before, spec = self._specs[i]
-            if spec is None or tensors or values != before:
+            known, spec = self._specs[i]
+            if spec is None or tensors or values != known:
                 now = self._spec_of(group)
-                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != before[-1]):
+                if spec is not None and (now.likeness() != spec.likeness() or values[-1] != known[-1]):
                     self._refuse_reshaping(spec, now)
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)
+        self._given = {i: now for i, now in enumerate(given) if all(map(fixed, now[1:]))}
         return [spec for _, spec in self._specs if spec is not None]
+
+    def _given_in(self, group: Mapping[str, Any]) -> list[Any]:
+        """What a group says, as it is."""
+        fields = self._rules[group["rule"]].fields
+        return [fields, *map(group.__getitem__, fields), group["maximize"]]
 
     def _refuse_reshaping(self, before: Spec, now: Spec) -> None:
         for name, field in before.fields.items():
@@ -461,12 +492,11 @@ class Stepper(Evaluating):
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
-            for k, (name, param) in enumerate(named(group)):
+            for name, param in named(group, index):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
                 self._check_param(name, param, group)
-                called = bare(name) if group.get("param_names") else f"{index}.{k}"  # by which chance is keyed
                 dtype, split, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, split)
@@ -484,14 +514,14 @@ class Stepper(Evaluating):
                     from .sharded import lanes as sharded
 
                     lane = sharded.add(lanes, key, make, (engine, why), spec, param, bare(name), place, self.state[param], home)
-                    self._round(lane, spec, called)
+                    self._round(lane, spec, bare(name))
                     continue
                 if key not in lanes:
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
                 lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
-                self._round(lanes[key], spec, called)
+                self._round(lanes[key], spec, bare(name))
         check_together(list(gathering.values()))
         self._again, self._gathering = None, bool(gathering)
         for lane in lanes.values():
@@ -500,7 +530,7 @@ class Stepper(Evaluating):
         if self._homes is not None:
             from .sharded.lanes import council
 
-            self._council = council(self._lanes, self.nonfinite != "propagate")
+            self._council = council(self._lanes, self.nonfinite != "propagate" or self.skip_above is not None)
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
         times = collections.Counter(self._layout)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
@@ -522,6 +552,7 @@ class Stepper(Evaluating):
         if not self.capturable:
             settle(state, spec)
         seat = Seat(param, state, bare(name), group, split, spec.counters())
+        seat.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
         for record in seat.records:
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
@@ -572,6 +603,11 @@ class Stepper(Evaluating):
                 handle.remove()
 
         return detach
+
+
+def fixed(value: Any) -> bool:
+    """Whether nobody can change it in place."""
+    return type(value) in FIXED or (type(value) is tuple and all(map(fixed, value)))
 
 
 def identified(value: Any) -> Any:

@@ -163,10 +163,11 @@ class Prepared:
         if layout.lows:
             self.sources.append(plan.addresses["p low"])
         self.ticks = layout.beside > 1
-        self.own: list[Any] = []  # numbers that never change: key and first place of each tensor
-        if layout.by_chance:
-            own = [(half.key, half.first) for half in plan.bundle.halves if half is not None]
-            self.own = list(own[0]) if len(own) == 1 else list(np.array(own, np.float64).T)
+        self.own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
+        if self.ticks:
+            halves = [half for half in plan.bundle.halves if half is not None] if layout.by_chance else []
+            first = numbered(plan.bundle.firsts) if storage.HALF in layout.coded else 0.0
+            self.own = [first, *(numbered(each) for each in zip(*((half.key, half.first) for half in halves), strict=True))]
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
@@ -281,6 +282,11 @@ def half_of(bundle: Bundle) -> str:
     halves = getattr(bundle.watch, "halves", ())
     found: str = halves[bundle.index[0]] if halves else ""
     return found
+
+
+def numbered(values: Sequence[int]) -> Any:
+    """A number for each tensor, as the table of numbers takes it."""
+    return float(values[0]) if len(values) == 1 else np.array(values, np.float64)
 
 
 def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:

@@ -67,9 +67,9 @@ class Layout:
 
     @property
     def beside(self) -> int:
-        """How many numbers stand behind the rule's own: the scale of gradients; the step where chance rounds; where it rounds the
-        parameter, its key and its first place."""
-        return 4 if self.by_chance else 2 if HALF in self.coded else 1
+        """How many numbers stand behind the rule's own: the scale of gradients; where chance rounds, the step and the first place
+        of the state; where it rounds the parameter, its key and its first place."""
+        return 5 if self.by_chance else 3 if HALF in self.coded else 1
 
     @property
     def by_chance(self) -> bool:
@@ -239,13 +239,12 @@ def source(rule: Rule, layout: Layout) -> str:
     lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
     if layout.beside > 1:
         lines.append(f"_tick = spun(int64(_number[{len(numbers) + 1}]), {0x85EBCA77})")
-    counted = ["_u"] if HALF in layout.coded else []
+    begins = {"_u": f"int64(_number[{len(numbers) + 2}])"} if HALF in layout.coded else {}
     if layout.by_chance:
-        lines.append(f"_word = crossed(_tick, spun(int64(_number[{len(numbers) + 2}]), 1))")
-        lines.append(f"_begin = int64(_number[{len(numbers) + 3}])")
-        counted.append("_v")
-    for each in counted:  # the place of a coordinate, in its tensor or in the whole parameter
-        setup.append(f"{each} = spun({start}{' + _begin' if each == '_v' else ''}, {0x9E3779B1})")
+        lines.append(f"_word = crossed(_tick, spun(int64(_number[{len(numbers) + 3}]), 1))")
+        begins["_v"] = f"int64(_number[{len(numbers) + 4}])"
+    for each, begin in begins.items():  # the place of a coordinate, of the state and of the parameter
+        setup.append(f"{each} = spun({begin} + {start}, {0x9E3779B1})")
         inner.append(f"{each} = onward({each}, int32({0x9E3779B1 - 2**32}))")
     lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
     for i, (k, how) in enumerate(layout.over_columns):

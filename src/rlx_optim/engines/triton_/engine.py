@@ -1,15 +1,12 @@
 """The triton engine: elementwise rules, norms, rows and columns in a launch a pass; matrices in half-precision products.
 
-A bundle's arrays are known by address (`Placed`), so a step of a whole model costs the host a few launches. Matrix rules see
-their tensors as a `Pile`, which is only stacked when somebody needs the stack.
+A bundle's arrays are known by address (`Placed`), so a step of a whole model costs the host a few launches.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-import contextlib
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,17 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ... import random, storage
-from ...language import REDUCTIONS, Reduction, Rule, signature, signature_of_numbers
-from ...linalg import Coefficients
-from ...program import Pass, Values, reordered
-from ..torch_ import Torch
-from . import kernels, noise, precise, products, replay
+from ... import storage
+from ...language import Reduction, Rule
+from ...program import Pass, Values
+from . import kernels, products, replay
 from .kernels import (
     BLOCK,
     COLUMN,
     COLUMNS,
     DEEP,
+    FREE,
     FULL,
     HALF,
     HIGH,
@@ -41,9 +37,9 @@ from .kernels import (
     WARPS,
     WIDE,
 )  # fmt: skip
-from .pile import Pile, Ragged, dense, same
-from .soon import Soon
-from .tables import Placed, Plan, Sender, Table, placed
+from .matrices import Matrices
+from .pile import Pile, Ragged
+from .tables import Placed, Plan, Sender, Table
 from .words import TYPES, bound
 
 CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
@@ -78,12 +74,7 @@ def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     return early, late
 
 
-def left(u):
-    p = u
-    return p
-
-
-class Triton(Torch):
+class Triton(Matrices):
     """CUDA devices with Triton installed."""
 
     name = "triton"
@@ -91,7 +82,6 @@ class Triton(Torch):
     def __init__(self, device: Any = "cuda", dtype: torch.dtype = torch.float32):
         super().__init__(device, dtype)
         self.sender = Sender(self.device)
-        self.now: Any = {}  # what the matrix update that runs began with
 
     def live(self, spec: Any) -> str:
         rest = f"; {products.NOTE}" if spec.matrix else ""
@@ -151,7 +141,7 @@ class Triton(Torch):
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
-        return Values(arrays, **numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
+        return Values(arrays, **numbers, t=numbers.get("_t", bundle.t), names=bundle.names, seed=bundle.spec.values().get("seed"))
 
     @classmethod
     def _scales(cls, each: Any) -> tuple[str, Placed | None]:
@@ -177,48 +167,6 @@ class Triton(Torch):
                 return self._matrices(bundle, numbers, move)
             return self._replayed(bundle, numbers)
 
-    def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-        plan = bundle.plan
-        self.placed(bundle)
-        read = [value for value in bundle.spec.values().values() if type(value) is not float]
-
-        def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, now)
-            return {}  # the values would keep gradients
-
-        replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
-        return replayed((plan.version, read), numbers, run, lambda: (self._maps(plan), read))
-
-    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
-        """A step of a matrix rule."""
-        self.now = start = self.values(bundle, numbers)
-        bundle.plan.cached("soon", Soon).begin()
-        x = self.updated(bundle, start, move)
-        for name in bundle.written():
-            if not same(x[name], start[name]):  # what is not by address has been computed apart
-                apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
-                torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
-        return x
-
-    def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
-        """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        small = sum(bundle.plan.sizes) <= replay.MOST
-        can = small and bundle.spec.replays() and not bundle.spec.counters() and self._standing_still(bundle)
-        return can and not any(map(torch.is_tensor, numbers.values()))
-
-    def _maps(self, plan: Plan) -> tuple[Any, ...]:
-        """`_tables` of the maps of a matrix rule."""
-        found = []
-        for key, arrays in plan.mapped.items():
-            table = self._pass(plan, key, arrays, len(plan.shapes))
-            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
-        return tuple(found)
-
-    def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
-        if move:
-            return super().moved(spec, x)
-        return self.map(left, x) if isinstance(x.u, Ragged) else x.set(p=dense(x.u))
-
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
         program, plan = bundle.program, bundle.plan
@@ -232,8 +180,8 @@ class Triton(Torch):
         numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
         if "_tick" in bundle.numbers:
             numbers[TICK] = found[TICK] = bundle.numbers["_tick"]
-        if len(late) > 1 and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
-            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes)))
+        if len(late) >= replay.LAUNCHES and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
+            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
             return replayed(
                 plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
                 lambda: self._tables(plan, late),
@@ -245,14 +193,10 @@ class Triton(Torch):
         watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
         return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
 
-    def _tables(self, plan: Plan, steps: Any) -> tuple[Any, ...]:
-        """Bring the tables of addresses up to date; gives what launches depend on beside what stands in them."""
-        found = []
-        for position in [position for position, step in steps if isinstance(step, Pass)]:
-            arrays = plan.made["pass", position].arrays
-            table = self._pass(plan, position, arrays, len(plan.shapes))
-            found.append((table, *[aligned for _, aligned in table.addresses(arrays, self.sender)]))
-        return tuple(found)
+    def _tables(self, plan: Plan, steps: Any) -> list[tuple[Table, list[Placed]]]:
+        """The tables of addresses that passes read, and the arrays of each."""
+        arrays = {position: plan.made["pass", position].arrays for position, step in steps if isinstance(step, Pass)}
+        return [(self._pass(plan, position, each, len(plan.shapes)), each) for position, each in arrays.items()]
 
     def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
         """The passes, and what follows from their sums."""
@@ -375,11 +319,11 @@ class Triton(Torch):
             partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             keys = plan.keys(self.sender, indices) if ready.half[1] == 1 else address
             kernels.strips[(rows.n,)](
-                address, bases, rows.rows, rows.columns, rows.across, rows.tensor, rows.index, mine, shared, keys, partial,
-                address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
+                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, keys,
+                partial, address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
                 ready.codes, ready.scales, len(numbers), gradient, ready.half, ready.reads, ready.stores, sums,
                 len(step.gives) == 1, aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS,
-                storage.BLOCK, storage.TINY, num_warps=WARPS,
+                storage.BLOCK, storage.TINY, num_warps=WARPS if any(ready.scales) else FREE,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
@@ -494,176 +438,3 @@ class Triton(Torch):
 
     def _there(self, value: Any) -> Any:
         return value if torch.is_tensor(value) or not np.ndim(value) else self.sender.send(np.asarray(value, np.float64))
-
-    # matrices ------------------------------------------------------------------------------------------------------------
-    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
-        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are.
-        Reductions, and rows or columns beside whole tensors or alone, are torch's."""
-        plan = x.get("_plan")
-        if plan is None:
-            return super().map(rule, x, **reduce)
-        takes, gives = signature(rule)
-        ragged = any(isinstance(x[name], Ragged) for name in takes)
-        piles = [] if ragged else [x[name] for name in takes if self._is_stack(x[name], plan)]
-        sizes = {math.prod(pile.shape[1:]) for pile in piles}
-        if not ragged and (reduce or sizes != {math.prod(plan.shapes[0])}):
-            given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
-            return x.set(**{name: given[name] for name in gives})
-        n = len(plan.shapes)
-        arrays, names, numbers, keep = [], [], [], []
-        for name in takes:
-            value = x[name]
-            if isinstance(value, (Pile, Ragged)):
-                arrays.append(value.placed)
-            elif self._is_stack(value, plan):
-                keep.append(value := value.contiguous())
-                arrays.append(placed(value))
-            else:
-                numbers.append(value.reshape(-1) if torch.is_tensor(value) else value)
-                continue
-            names.append(name)
-        out: dict[str, Any] = {}
-        apart: dict[str, Placed] = {}
-        for name in gives:
-            if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
-                continue
-            if ragged:
-                out[name], apart[name] = plan.room(self.dtype)
-            else:
-                out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
-                apart[name] = placed(out[name])
-        only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
-        reads, every = len(arrays), [*arrays, *only.values()]
-        where = {name: j for j, name in enumerate([*names, *only])}
-        stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
-        sums = (
-            tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
-        )
-        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names)), self._arrays_first(rule, names)
-        every, half = self._halved(every)
-        numbers = [*numbers, x["_tick"]] if half[1] == 1 else numbers
-        plan.mapped[key] = every
-        found = self._launch(
-            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"], half
-        )  # fmt: skip
-        norms = dict(zip(out, found, strict=True)) if sums else {}
-        for name in gives:
-            if name not in out:
-                x[name].written()
-        if ragged:
-            return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
-        return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
-
-    def each(self, function: Rule, x: Values) -> Values:
-        """Numbers beside piles are flat, one per tensor, as those of a captured step are."""
-        if x.get("_plan") is None:
-            return super().each(function, x)
-        takes, gives = signature_of_numbers(function)
-        flat = {name: x[name].reshape(-1) if torch.is_tensor(x[name]) and x[name].ndim else x[name] for name in takes}
-        found = super().each(function, Values(flat))
-        return x.set(**{name: found[name] for name in gives})
-
-    @staticmethod
-    def _is_stack(value: Any, plan: Any) -> bool:
-        """An array of the bundle's tensors; one number per tensor, whatever its axes, is none."""
-        return isinstance(value, Pile) or (torch.is_tensor(value) and value.ndim > 1 and value.numel() > len(plan.shapes))
-
-    @staticmethod
-    def _arrays_first(rule: Rule, arrays: list[str]) -> Rule:
-        takes, _ = signature(rule)
-        return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
-
-    def by_shape(self, function: Any, X: Any) -> Any:
-        """On the device, where shapes differ: so may be what it is multiplied with."""
-        if not isinstance(X, Ragged):
-            return super().by_shape(function, X)
-        found = X.plan.cached(function, lambda: self.sender.send(np.array([function(*shape) for shape in X.plan.shapes])))
-        return found
-
-    def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
-        """Matrices of many shapes, in few stacks."""
-        room, where = X.plan.room(self.dtype)
-        for sides, table in X.plan.stacks():
-            stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
-            n = math.prod(sides)
-            grid = (-(-n // 1024), len(table))
-            products.repack[grid](X.room, table, stack, n, sides[1], False, 1024)
-            done = super().orthogonalize(stack, steps, coefficients, eps)
-            products.repack[grid](room, table, done, n, sides[1], True, 1024)
-        return Ragged((), where, room, X.plan)
-
-    def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
-        if isinstance(X, Ragged):
-            return self._padded(X, steps, coefficients, eps)
-        norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
-        whole = dense(X)
-        X = whole.reshape(*whole.shape[:2], -1)
-        if not products.pays(X):
-            return super().orthogonalize(whole, steps, coefficients, eps)
-        norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        alone = plan is not None and "replay" not in plan.made and replay.pays(X) and not self.sender.capturing()
-        if not alone:  # or in a graph already
-            return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
-        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
-        return kept(X, norm, eps).reshape(whole.shape)
-
-    def product(self, A: Any, B: Any) -> torch.Tensor:
-        A, B = dense(A), dense(B)
-        with products.tf32() if products.pays(A) and products.pays(B) else contextlib.nullcontext():
-            return A @ B
-
-    def precise(self, A: Any, B: Any, bounded: bool = False) -> torch.Tensor:
-        A, B = dense(A), dense(B)
-        return precise.product(A, B, bounded) if precise.pays(A, B) else super().precise(A, B)
-
-    def square(self, X: Any, bounded: bool = False) -> torch.Tensor:
-        X = dense(X)
-        return precise.square(X, bounded) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
-
-    def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
-        """Where the matrices are."""
-        n, flag = L.shape[-1], self.now["_flag"]
-        alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.placed.dtypes) == {torch.float32}
-        if not alike:
-            return super().average_gram(L, X, axis, beta, alpha)
-        table = self._pass(self.now["_plan"], ("gram", axis), [L.placed], L.shape[0])
-        ((address, _),) = table.addresses([L.placed], self.sender)
-        precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
-        L.written()
-        return L, L
-
-    def soon(self, predicate: Any, yes: Any, no: Any, *operands: Any) -> Any:
-        if self.device.type != "cuda" or self.sender.capturing():
-            return super().soon(predicate, yes, no, *operands)
-        return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
-
-    def random(self, kind: str, x: Values, shape: Any) -> torch.Tensor:
-        """The same words as everywhere, in one launch."""
-        plan = x.get("_plan")
-        if plan is None or self.dtype is not torch.float32:
-            return super().random(kind, x, shape)
-        keys = plan.cached("keys", lambda: self.sender.send(np.array([random.key(x.seed, name) for name in x.names], np.int64)))
-        return noise.draw(kind, keys, x.t, shape)
-
-    def wide(self, X: Any) -> torch.Tensor:
-        return super().wide(dense(X))
-
-    def norm(self, X: Any, order: float = 2) -> torch.Tensor:
-        return super().norm(dense(X), order)
-
-    def lines(self, X: Any, axis: int) -> torch.Tensor:
-        return super().lines(dense(X), axis)
-
-    def scaled(self, X: Any, factors: Any) -> torch.Tensor:
-        """What half precision gave is scaled where it is."""
-        X = dense(X)
-        return X.mul_(factors) if X.dtype is torch.float16 else X * factors
-
-    def where(self, condition: Any, yes: Any, no: Any) -> torch.Tensor:
-        return super().where(condition, dense(yes), dense(no))
-
-    def moveaxis(self, X: Any, source: int, target: int) -> torch.Tensor:
-        return super().moveaxis(dense(X), source, target)
-
-    def take(self, X: Any, index: torch.Tensor, axis: int) -> torch.Tensor:
-        return super().take(dense(X), index, axis)

@@ -17,8 +17,9 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
-#: blocks of neighbours with one scale that a program takes, and its warps: the best of those measured on an H200
-STRIPS, WARPS = 4, 1
+#: blocks of neighbours with one scale that a program takes, and its warps where there are scales, and where there are none: the
+#: best of those measured on an H200. A warp to a block: then each thread has 4 neighbours, of codes and of numbers alike
+STRIPS, WARPS, FREE = 4, 4, 1
 #: how an array is kept: as it is, or as one of `storage`'s codes
 PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column
@@ -147,11 +148,10 @@ def sweep(
     live = at < (n - start)
     where = ()
     for j in tl.static_range(len(ELEMENTS)):
-        base = tl.load(ADDRESS + j * T + t) + BASES[j]
+        base = (tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j])) + start
         if ALIGNED:
-            base = tl.multiple_of(base, 16)
-        pointer = base.to(tl.pointer_type(ELEMENTS[j])) + start + at
-        where = where + (pointer,)
+            base = tl.multiple_of(base, 16)  # a hint before the sum is lost: a pointer made of an integer has none
+        where = where + (base + at,)
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     word, first = word_of(KEYS, s, t, HALF[1])
     s = own_numbers(s, HALF[1] == 1)
@@ -230,12 +230,11 @@ def joined_halves(p, low):
 
 @triton.jit
 def one_strip(
-    where, scales, s, scale, tick, flat, live, first, word, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule: tl.constexpr, MASKED: tl.constexpr,
     ELEMENTS: tl.constexpr, CODES: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr,
     STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """Load, decode, apply the rule, encode, store."""
-    some = tl.sum(live.to(tl.int32), 1) > 0
     x = ()
     for j in tl.static_range(READS):
         if MASKED:
@@ -264,7 +263,8 @@ def one_strip(
         result = tl.broadcast_to(y[STORES[k][0]], live.shape)
         if CODES[STORES[k][1]] == 3:
             bits = result.to(tl.uint32, bitcast=True)
-            bits = tl.where(result == result, bits + chance(flat, spun(tick)), bits) >> 16
+            noise = chance(begin.to(tl.uint32) + flat.to(tl.uint32), spun(tick))
+            bits = tl.where(result == result, bits + noise, bits) >> 16
             result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
         elif STORES[k][1] == HALF[0]:
             if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
@@ -272,7 +272,7 @@ def one_strip(
                     tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
                 else:
                     tl.store(where[HALF[2]] + flat, lower_half(result))
-            result = halved(result, flat + first, word, ELEMENTS[HALF[0]], HALF[1])
+            result = halved(result, origin.to(tl.uint32) + flat.to(tl.uint32), word, ELEMENTS[HALF[0]], HALF[1])
         elif CODES[STORES[k][1]] == 0:
             result = result.to(ELEMENTS[STORES[k][1]])
         else:
@@ -306,53 +306,62 @@ def one_strip(
 
 @triton.jit
 def strips(
-    ADDRESS, BASES, ROWS, COLUMNS, ACROSS, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
+    ADDRESS, BASES, ROWS, COLUMNS, ACROSS, FIRSTS, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
     rule: tl.constexpr, ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, NUMS: tl.constexpr,
     GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
     SINGLE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which array has its
-    scales. The last of the numbers is the step. EVEN: rows are whole blocks."""
+    scales. The last of the numbers is the step, FIRSTS where in a whole tensor each begins. EVEN: what divides the lengths of all
+    rows, a power of two; WIDE where they are whole blocks."""
     if FLAGGED:
         if tl.load(FLAG) != 0:
             return
     b = tl.program_id(0)
     t = tl.load(TENSOR + b)
-    row = tl.load(INDEX + b).to(tl.int64) * HIGH + tl.arange(0, HIGH)
-    rows = tl.load(ROWS + t)
-    at = tl.arange(0, WIDE)
-    if EVEN:
+    first = tl.load(INDEX + b).to(tl.int64) * HIGH
+    row, at = tl.arange(0, HIGH), tl.arange(0, WIDE)
+    left = tl.load(ROWS + t) - first
+    some = row < left
+    if EVEN == WIDE:
+        start = first * WIDE
         flat = row[:, None] * WIDE + at[None, :]
-        live = (row < rows)[:, None] & (at >= 0)[None, :]
+        live = some[:, None] & (at >= 0)[None, :]
     else:
-        columns, across = tl.load(COLUMNS + t), tl.load(ACROSS + t)
-        column = (row % across * WIDE)[:, None] + at[None, :]
-        flat = (row // across * columns)[:, None] + column
-        live = (row < rows)[:, None] & (column < columns)
+        columns, across = tl.multiple_of(tl.load(COLUMNS + t), EVEN), tl.load(ACROSS + t).to(tl.int32)
+        block = first.to(tl.int32)  # 2^31 blocks are more than any memory has
+        start = (block // across).to(tl.int64) * columns
+        block = block % across + row
+        column = (block % across * WIDE)[:, None] + at[None, :]
+        flat = (block // across * columns)[:, None] + column
+        live = some[:, None] & (column < columns)
+    bases = ()
     where = ()
     scales = ()
     for j in tl.static_range(len(ELEMENTS)):
-        base = tl.load(ADDRESS + j * T + t) + BASES[j]
-        if ALIGNED:
-            base = tl.multiple_of(base, 16)
-        where = where + (base.to(tl.pointer_type(ELEMENTS[j])),)
+        base = (tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j]))
+        bases = bases + (base,)
+        base = base + start
+        if ALIGNED and EVEN > 1:
+            base = tl.multiple_of(base, min(16, EVEN * ELEMENTS[j].primitive_bitwidth // 8))
+        where = where + (base,)
     for j in tl.static_range(len(ELEMENTS)):
-        scales = scales + (where[SCALES[j]] + row,)
+        scales = scales + (bases[SCALES[j]] + first + row,)
     numbers, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
-    word, begin = word_of(KEYS, numbers, t, HALF[1])
+    word, own = word_of(KEYS, numbers, t, HALF[1])
     s, tick = own_numbers(numbers, True), numbers[NUMS - 1]
+    begin, origin = start + tl.load(FIRSTS + t), start + own
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
-    first = tl.load(INDEX + b).to(tl.int64) * HIGH
-    if EVEN and first + HIGH <= rows:
+    if EVEN == WIDE and left >= HIGH:
         one_strip(
-            where, scales, s, scale, tick, flat, live, begin, word, out, rule, False, ELEMENTS, CODES, GRADIENT, HALF, READS,
-            STORES, SUMS, SINGLE, F, TINY,
+            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, False, ELEMENTS, CODES, GRADIENT,
+            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
         )  # fmt: skip
     else:
         one_strip(
-            where, scales, s, scale, tick, flat, live, begin, word, out, rule, True, ELEMENTS, CODES, GRADIENT, HALF, READS,
-            STORES, SUMS, SINGLE, F, TINY,
+            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, True, ELEMENTS, CODES, GRADIENT,
+            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
         )  # fmt: skip
 
 

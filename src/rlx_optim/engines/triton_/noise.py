@@ -44,13 +44,15 @@ def words(k0, k1, x0, x1):
 
 
 @triton.jit
-def fill(OUT, KEYS, word, n, draws, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a tensor's draws; a pair of words makes two normal numbers, `draws` apart."""
+def fill(OUT, KEYS, t, kind, n, draws, COUNTED: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of a tensor's draws; a pair of words makes two normal numbers, `draws` apart. COUNTED: t is on the device."""
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k0, k1 = tl.load(KEYS + 2 * b).to(tl.uint32), tl.load(KEYS + 2 * b + 1).to(tl.uint32)
+    k0 = tl.load(KEYS + 4 * b).to(tl.uint32) + (tl.load(KEYS + 4 * b + 1).to(tl.uint32) << 16)
+    k1 = tl.load(KEYS + 4 * b + 2).to(tl.uint32) + (tl.load(KEYS + 4 * b + 3).to(tl.uint32) << 16)
     zero = tl.zeros((BLOCK,), tl.uint32)
-    first, second = words(k0, k1, i.to(tl.uint32), zero + word.to(tl.uint32))
+    step = tl.load(t).to(tl.int64) if COUNTED else t
+    first, second = words(k0, k1, i.to(tl.uint32), zero + (4 * step + kind).to(tl.uint32))
     a = (first >> 8).to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
     c = (second >> 8).to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
     out = OUT + b * n
@@ -62,10 +64,11 @@ def fill(OUT, KEYS, word, n, draws, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + i, a, mask=i < n)
 
 
-def draw(kind: str, keys: torch.Tensor, t: int, shape: Any) -> torch.Tensor:
-    """Noise of a stack's shape; row b of `keys` is its b-th tensor's."""
+def draw(kind: str, keys: torch.Tensor, t: int | torch.Tensor, shape: Any) -> torch.Tensor:
+    """Noise of a stack's shape; row b of `keys` (B, 4) is its b-th tensor's."""
     n = math.prod(shape[1:])
     draws = (n + 1) // 2 if kind == "normal" else n
     out = torch.empty(shape, dtype=torch.float32, device=keys.device)
-    fill[(-(-draws // BLOCK), shape[0])](out, keys, 4 * t + KINDS[kind], n, draws, kind == "normal", BLOCK, num_warps=4)
+    how = (torch.is_tensor(t), kind == "normal", BLOCK)
+    fill[(-(-draws // BLOCK), shape[0])](out, keys, t, KINDS[kind], n, draws, *how, num_warps=4)
     return out

@@ -9,6 +9,8 @@ is 2^-34 of that entry. Sums are in float32, which tensor cores cut off rather t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -121,17 +123,14 @@ def pays(*arrays: torch.Tensor) -> bool:
     return all(X.ndim == 3 and X.dtype is torch.float32 and min(X.shape[1:]) >= LEAST for X in arrays)
 
 
-def average_gram(
-    address: torch.Tensor, X: torch.Tensor, tall: bool, beta: float, alpha: float, live: torch.Tensor | None
-) -> None:
+def average_gram(address: torch.Tensor, X: torch.Tensor, tall: bool, beta: Any, alpha: Any, live: torch.Tensor | None) -> None:
     """A ← beta·A + alpha·XX' (X'X where tall) for the matrices at `address`. Where X or the product is not finite, or live is
     False, nothing changes."""
     largest = sizes(X)
     factor = scales(largest)
     sound = X.shape[1 if tall else 2] * largest.double() ** 2 < torch.finfo(torch.float32).max
     sound = sound if live is None else sound & live
-    alphas = torch.where(sound, torch.full_like(factor, alpha), 0.0)
-    _renew(X, factor, address, alphas, torch.full_like(alphas, beta), tall)
+    _renew(X, factor, address, torch.where(sound, alpha, 0.0).to(factor.dtype), torch.zeros_like(factor) + beta, tall)
 
 
 def square(X: torch.Tensor, bounded: bool = False) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """CUDA graphs of our own, for what the host takes longer to launch than the device to compute.
 
-`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches. The graph's input and output stay
-allocated, four bytes an entry, which is why large ones are not kept.
+`Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches, where the step around it cannot be
+recorded. The graph's input and output stay allocated, four bytes an entry, which is why large ones are not kept.
 
-`Passes`: the passes of a rule that measures its tensors, or the whole step of small matrices. Where the arrays are and what the
-numbers are stands in tables on the device, so a step sends what has changed of them and replays.
+`Passes`: the passes of a rule that measures its tensors, or the whole step of matrices. Where the arrays are and what the
+numbers are stands in tables on the device, so a step sends what has changed of them and replays. The graphs of a lane, which
+run one after the other, share their scratch.
 """
 
 # mypy: ignore-errors
@@ -22,8 +23,10 @@ import torch
 from ...linalg import Coefficients
 from . import products
 
-MOST = 1 << 26  # entries of a stack: 128 MiB in and as much out
+MOST = 1 << 28  # entries of what is recorded: its scratch, some ten bytes each, stays
+SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as much out
 PAGES = 8  # sets of numbers that may be under way to the device at once
+LAUNCHES = 2  # from so many on
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 _thread = threading.local()
 
@@ -34,7 +37,7 @@ def recording() -> bool:
 
 
 def pays(X: torch.Tensor) -> bool:
-    return X.device.type == "cuda" and X.numel() <= MOST
+    return X.device.type == "cuda" and X.numel() <= SMALL
 
 
 class Replay:
@@ -59,78 +62,105 @@ class Replay:
 
 
 class Page:
-    """Page-locked memory that numbers are sent from, again and again."""
+    """Page-locked memory that words are sent from, again and again."""
 
     def __init__(self, size: int):
-        self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self.memory = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self.view, self.sent = self.memory.numpy(), torch.cuda.Event()
 
-    def send(self, host: np.ndarray, room: torch.Tensor) -> None:
+    def send(self, words: np.ndarray, room: torch.Tensor) -> None:
+        """As many words as there are, to the beginning of the room."""
+        n = len(words)
         self.sent.synchronize()  # that was PAGES steps ago: the host seldom is as far ahead
-        self.view[:] = host
-        room.copy_(self.memory, non_blocking=True)
+        self.view[:n] = words
+        room[:n].copy_(self.memory[:n], non_blocking=True)
         self.sent.record(torch.cuda.current_stream(room.device))
 
 
 class Passes:
     """The passes of one bundle. The first call runs them, the second with numbers that are on the device, which compiles what is
-    to be recorded, the third records. They are recorded anew where something moved that launches depend on."""
+    to be recorded, the third records. They are recorded anew where something moved that launches depend on. Numbers and addresses
+    are words of one room, numbers first, so that what changed is one copy."""
 
-    def __init__(self, device: torch.device, count: int):
-        self.device, self.count = device, count
+    def __init__(self, device: torch.device, count: int, watch: Any):
+        self.device, self.count, self.watch = device, count, watch
         self.form: Any = None
         self.recorded = 0
         self._start(())
 
-    @torch.inference_mode(False)  # what is made here is written to in every mode
     def _start(self, form: Any) -> None:
         """form: of each number whether there is one, and then whether there is one per tensor."""
         self.form, self.calls = form, 0
         self.graph: Any = None
         self.version: Any = None
-        self.tables: Any = None
-        self.host: Any = None
-        self.ring: Any = None
-        self.turn = 0
-        sizes = [0 if column is None else self.count if column else 1 for _, column in form]
-        self.room = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
-        parts = self.room.split(sizes) if sizes else ()
+        self.told: Any = None  # what the recorded launches depend on, beside the words
+        self.tables: list[Any] = []
+        self._lay_out([])
+
+    @torch.inference_mode(False)  # what is made here is written to in every mode
+    def _lay_out(self, tables: list[Any]) -> None:
+        """Room for the numbers and for the addresses of these tables."""
+        sizes = [0 if column is None else self.count if column else 1 for _, column in self.form]
+        self.tables, self.few = tables, sum(sizes)
+        self.words = np.zeros(self.few + sum(table.size for table in tables), np.int64)
+        self.room = torch.zeros(len(self.words), dtype=torch.int64, device=self.device)
+        self.numbers = self.words[: self.few].view(np.float64)
+        self.ring, self.turn = [Page(len(self.words)) for _ in range(PAGES)] if len(self.words) else [], 0
+        parts = self.room[: self.few].view(torch.float64).split(sizes) if sizes else ()
         self.views = {
             n: None if column is None else part if column else part.reshape(())
-            for (n, column), part in zip(form, parts, strict=True)
+            for (n, column), part in zip(self.form, parts, strict=True)
         }
 
     def __call__(
-        self, version: Any, numbers: Mapping[int, Any], run: Callable[[Any], Any], tables: Callable[[], Any]
+        self, version: Any, numbers: Mapping[int, Any], run: Callable[[Any], Any], tables: Callable[[], Any], other: Any = None
     ) -> dict[str, Any]:
-        """version: moves with addresses. run: the passes with these numbers. tables: see `Triton._tables`."""
+        """version: moves with addresses. run: the passes with these numbers. tables: see `Triton._tables`. other: what launches
+        depend on beside them."""
         form = tuple([(n, None if value is None else type(value) is np.ndarray) for n, value in numbers.items()])
         if form != self.form:
             self._start(form)
         self.calls += 1
         if self.calls == 1 or self.recorded > PATIENCE:
             return run(numbers)
-        self._send([value for value in numbers.values() if value is not None])
+        given = [value for value in numbers.values() if value is not None]
+        now = np.hstack(given) if any(column for _, column in form) else np.array(given, np.float64)
+        if self.calls > 2 and (self.graph is None or version != self.version):
+            self._place(tables(), now)
+            told = [*[table.aligned for table in self.tables], other]
+            if (self.graph is None or told != self.told) and not self._record(run):
+                return run(numbers)
+            self.version, self.told = version, told
+        elif self.calls == 2 or not np.array_equal(now, self.numbers):
+            self.numbers[:] = now
+            self._send(self.words[: self.few])
         if self.calls == 2:
             return run(self.views)
-        if self.graph is None or version != self.version:
-            now = tables()
-            if (self.graph is None or now != self.tables) and not self._record(run):
-                return run(numbers)
-            self.version, self.tables = version, now
         self.graph.replay()
         return self.given
 
-    def _send(self, values: list[Any]) -> None:
-        columns = any(isinstance(value, np.ndarray) for value in values)
-        host = np.hstack(values) if columns else np.array(values, np.float64)
-        if self.host is None or not np.array_equal(host, self.host):
-            self.host = host
-            if self.ring is None:
-                with torch.inference_mode(False):
-                    self.ring = [Page(len(host)) for _ in range(PAGES)]
-            self.turn = (self.turn + 1) % PAGES
-            self.ring[self.turn].send(host, self.room)
+    def _place(self, pairs: list[tuple[Any, Any]], numbers: np.ndarray) -> None:
+        """Send numbers, and where the arrays of each table are."""
+        fresh = self.graph is None or [table for table, _ in pairs] != self.tables
+        if fresh:
+            self.graph = None
+            self._lay_out([table for table, _ in pairs])
+        self.numbers[:] = numbers
+        start = self.few
+        for table, arrays in pairs:
+            here = slice(start, start := start + table.size)
+            table.fill(arrays, self.words[here], self.room[here] if fresh else None)
+        self._send(self.words)
+
+    def _send(self, words: np.ndarray) -> None:
+        self.turn = (self.turn + 1) % PAGES
+        self.ring[self.turn].send(words, self.room)
+
+    def _pool(self) -> Any:
+        """The memory of the graphs of one lane."""
+        if self.watch.pool is None:
+            self.watch.pool = torch.cuda.graph_pool_handle()
+        return self.watch.pool
 
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
@@ -142,7 +172,7 @@ class Passes:
         _thread.recording = True
         try:
             with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool(), capture_error_mode="thread_local")
                 try:
                     self.given = run(self.views)
                 finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -85,14 +86,14 @@ class Blocks(Dealt):
 class Rows(Dealt):
     """Blocks of neighbours that share a scale (`storage`), STRIPS of them to a program; the last of a row may be shorter."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device):
+    def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], device: torch.device):
         columns = [shape[-1] for shape in shapes]
         across = [-(-n // storage.BLOCK) for n in columns]
         rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
         super().__init__([-(-n // STRIPS) for n in rows], device)
-        self.even = all(n % storage.BLOCK == 0 for n in columns)
-        self.rows, self.columns, self.across = (
-            torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across)
+        self.even = math.gcd(storage.BLOCK, *columns)
+        self.rows, self.columns, self.across, self.firsts = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across, firsts)
         )
 
 
@@ -166,6 +167,7 @@ class Plan:
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
         self.halves = bundle.halves
+        self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
@@ -252,9 +254,10 @@ class Plan:
         )
 
     def strips(self, indices: tuple[int, ...] | None) -> Rows:
+        chosen = range(len(self.shapes)) if indices is None else indices
         return self.cached(
             ("strips", indices),
-            lambda: Rows(self.shapes if indices is None else [self.shapes[i] for i in indices], self.device),
+            lambda: Rows([self.shapes[i] for i in chosen], [self.firsts[i] for i in chosen], self.device),
         )
 
     def divisor(self, lengths: Sequence[int]) -> torch.Tensor:
@@ -274,7 +277,7 @@ class Plan:
 
 
 class Table:
-    """One rule over one bundle: tensors grouped by how they are stored, with the table of addresses of each group."""
+    """One rule over one bundle: tensors grouped by how they are stored, and the addresses of all groups on the device."""
 
     def __init__(self, arrays: list[Placed], count: int):
         kinds = [*zip(*(a.dtypes for a in arrays), strict=True)]
@@ -283,25 +286,51 @@ class Table:
             groups.setdefault(kind, []).append(i)
         alone = len(groups) == 1
         self.groups = [(kind, None if alone else tuple(indices)) for kind, indices in groups.items()]
+        self.shapes = [(len(arrays), len(indices)) for indices in groups.values()]
+        self.size = len(arrays) * count
         self.host: Any = None
         self.seen: list[np.ndarray] = []
-        self.tables: list[tuple[torch.Tensor, bool]] = []
-        self.count = count
+        self.aligned: tuple[bool, ...] = ()
+        self.room: torch.Tensor | None = None
+        self.tables: list[tuple[torch.Tensor, bool]] | None = None
+
+    def fill(self, arrays: list[Placed], out: np.ndarray, room: torch.Tensor | None = None) -> None:
+        """Write down where the arrays are, for whoever sends it. room: where it is sent to from now on."""
+        now = [array.address for array in arrays]
+        host = np.stack(now)
+        aligned = self._written(host, out)
+        if aligned != self.aligned or room is not None:
+            self.aligned, self.tables = aligned, None
+        self.room = self.room if room is None else room
+        self.host, self.seen = host, now
+
+    def _written(self, host: np.ndarray, out: np.ndarray) -> tuple[bool, ...]:
+        """Of each group, whether all its addresses are aligned to 16 bytes."""
+        start, aligned = 0, []
+        for (_, indices), (rows, columns) in zip(self.groups, self.shapes, strict=True):
+            mine = out[start : start + rows * columns]
+            start += rows * columns
+            mine.reshape(rows, columns)[...] = host if indices is None else host[:, indices]
+            aligned.append(not int(np.bitwise_or.reduce(mine)) & 15)
+        return tuple(aligned)
+
+    def _views(self, room: torch.Tensor, aligned: tuple[bool, ...]) -> list[tuple[torch.Tensor, bool]]:
+        parts = room.split([rows * columns for rows, columns in self.shapes])
+        return [(part.view(shape), even) for part, shape, even in zip(parts, self.shapes, aligned, strict=True)]
 
     def addresses(self, arrays: list[Placed], sender: Sender) -> list[tuple[torch.Tensor, bool]]:
-        """For each group its table on the device and whether all of it is aligned to 16 bytes; sent anew if something moved."""
+        """For each group its addresses on the device, sent anew if something moved, and whether all are aligned to 16 bytes."""
+        if sender.capturing():  # the graph's own
+            out = np.empty(self.size, np.int64)
+            aligned = self._written(np.stack([array.address for array in arrays]), out)
+            return self._views(sender.send(out), aligned)
         now = [array.address for array in arrays]
-        if not sender.capturing() and len(now) == len(self.seen) and all(map(operator.is_, now, self.seen)):
-            return self.tables
-        host = np.stack(now)
-        if self.host is None or sender.capturing() or not np.array_equal(host, self.host):
-            tables = []
-            for k, (_, indices) in enumerate(self.groups):
-                mine = host if indices is None else np.ascontiguousarray(host[:, indices])
-                standing = self.tables[k][0] if self.tables and not sender.capturing() else None
-                tables.append((sender.send(mine, standing), not (mine % 16).any()))
-            if sender.capturing():
-                return tables  # the graph's own
-            self.host, self.tables = host, tables
-        self.seen = now
+        if len(now) != len(self.seen) or not all(map(operator.is_, now, self.seen)):
+            if self.host is None or not np.array_equal(np.stack(now), self.host):
+                out = np.empty(self.size, np.int64)
+                self.fill(arrays, out)
+                self.room = sender.send(out, self.room)
+            self.seen = now
+        if self.tables is None:
+            self.tables = self._views(self.room, self.aligned)
         return self.tables

@@ -19,7 +19,7 @@ const fmt = (x) => {
   return a >= 1000 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(3)));
 };
 const percent = (x) => (100 * x).toFixed(1) + " %";
-const bytes = (n) => (n < 1000 ? `${n} B` : n < 1e6 ? `${fmt(n / 1e3)} kB` : `${fmt(n / 1e6)} MB`);
+const bytes = (n) => (n < 1000 ? `${n} B` : n < 1e6 ? `${fmt(n / 1e3)} kB` : n < 1e9 ? `${fmt(n / 1e6)} MB` : `${fmt(n / 1e9)} GB`);
 const time = (s) => (s < 1e-3 ? `${fmt(1e6 * s)} µs` : s < 1 ? `${fmt(1e3 * s)} ms` : `${fmt(s)} s`);
 
 function element(tag, attributes, parent, text) {

@@ -10,7 +10,7 @@ const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "
 // ---- head -----------------------------------------------------------------------------------------------------------
 byId("title").textContent = `${plural(data.names.length, "optimizer")} ${data.names.length === 1 ? "trains" : "train"} ${model.title}`;
 byId("lead").textContent =
-  `${plural(data.steps, "step")} of ${model.batch} examples, ${plural(data.seeds, "seed")} each, ${model.parameters.toLocaleString("en")} parameters. ` +
+  `${plural(data.steps, "step")} of ${model.batch.toLocaleString("en")} ${model.unit ?? "examples"}, ${plural(data.seeds, "seed")} each, ${model.parameters.toLocaleString("en")} parameters. ` +
   "All start from the same weights and see the same batches; only the optimizer differs.";
 const lost = data.names.filter((n) => entries[n].diverged);
 const notices = [
@@ -115,6 +115,7 @@ if (data.names.some((n) => entries[n].grid.length)) {
 const with_spread = (e, show) => (e ? show(e.mean) + (e.sd === null ? "" : ` ± ${show(e.sd)}`) : "diverged");
 byId("table-note").textContent = data.seeds > 1 ? "Means over seeds ± standard deviation." : "";
 // title -> what it is sorted by, how it is shown, and whether more is better
+const engine = (n) => entries[n].engine.split(":")[0];
 const spread = (key, show, more = false) => [(n) => entries[n][key]?.mean, (n) => with_spread(entries[n][key], show), more];
 const columns = {
   optimizer: [(n) => n, (n) => n],
@@ -125,6 +126,8 @@ const columns = {
   "time of a step": [ms, (n) => time(ms(n) / 1e3)],
   "whole run": [(n) => entries[n].seconds, (n) => time(entries[n].seconds)],
   state: [(n) => entries[n].state_bytes, (n) => bytes(entries[n].state_bytes)],
+  ...(data.names.some((n) => entries[n].peak_bytes) && { "peak memory": [(n) => entries[n].peak_bytes, (n) => bytes(entries[n].peak_bytes)] }),
+  engine: [(n) => engine(n), (n) => engine(n)], // that ran, not the one asked for
 };
 const head = element("tr", {}, element("thead", {}, byId("table")));
 for (const title of Object.keys(columns)) {
@@ -148,10 +151,10 @@ sort(metricName, accuracy);
 byId("command").textContent = data.command;
 const m = data.machine, facts = {
   data: model.data,
-  schedule: "learning rate from the given peak down to 0 along half a cosine",
-  "learning rates": data.tuned ? "the best of a grid of five around the usual ones, by training loss, on a seed of its own" : "searched once for this model, kept with the program",
+  schedule: model.schedule ?? "learning rate from the given peak down to 0 along half a cosine",
+  "learning rates": data.plan ? "searched in short runs, on a seed of their own; the best taken" : data.tuned ? "the best of a grid of five around the usual ones, by training loss, on a seed of its own" : "searched once for this model, kept with the program",
   clock: "compilation is not counted: two steps are taken before it starts",
-  engine: [...new Set(data.names.flatMap((n) => entries[n].engine.split("; ")))].join("; ") + (model.device ? `, ${model.device}` : ""),
+  engines: [...new Set(data.names.flatMap((n) => entries[n].engine.split("; ")))].join("; ") + (model.device ? `, ${model.device}` : ""),
   machine: `${m.cpu}, ${m.threads} of ${m.cores} cores, ${m.memory_gb} GB, ${m.platform}`,
   versions: Object.entries(m.versions).map(([name, version]) => `${name} ${version}`).join(", "),
   date: m.date,

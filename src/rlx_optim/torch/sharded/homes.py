@@ -6,17 +6,18 @@ on the rank that owns the parameter; the others hold an empty tensor under the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...pieces import WHOLE, Split, number, shapes_of
+from ...pieces import WHOLE, Split, exact, number, shapes_of
 from ...program import measures
 from ...sharing import share_out
 from ...spec import Shape, Slot, Spec
-from ..lanes import ARITHMETIC
+from ...storage import PARTS
 from ..state import Slots, fresh, piece_shape, shape_in_state
 from .exchange import Item, spread
 from .layout import Circle, Layout, here
@@ -35,15 +36,29 @@ class Shards:
         lacking = lacking_axes(slot, layout.shape)
         return [Replicate() if not p.is_replicate() and p.dim in lacking else p for p in layout.placements]  # type: ignore[attr-defined]
 
-    def room(self, slots: Slots, param: torch.Tensor, split: Split) -> torch.Tensor:
+    def kept(self, slots: Mapping[str, Slots], split: Split) -> dict[str, Slots]:
+        """Codes that share a scale are never cut: where rows are, or pieces, such slots are exact, on any number of ranks."""
+        rows = any(dim == len(self.layout.shape) - 1 for _, dim in self.layout.shards)
+        cut = not self.whole and (rows or split != WHOLE)
+        return {name: exact(each) if cut and len(PARTS[each[0].storage]) > 1 else each for name, each in slots.items()}
+
+    def first(self) -> int:
+        """Which place of the whole the part that is here begins at; 0 where it is not one run of places."""
+        layout = self.layout
+        if self.whole or not layout.shards or not layout.exchangeable or layout.shards[0][1]:
+            return 0
+        return layout.extent(0)[0] * math.prod(layout.shape[1:])
+
+    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
         shape, layout, slot = shape_in_state(slots, param, split), self.layout, slots[0]
         placements = self.placements(slot)
         if self.whole or not layout.shards:
-            return layout.wrapped(fresh(slots, param, split), shape, placements)
+            return layout.wrapped(fresh(slots, param, split, dtype), shape, placements)
         lacking = lacking_axes(slot, layout.shape)
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
-        buffer = torch.full(local, slot.fill, dtype=ARITHMETIC[param.dtype], device=here(param).device)
-        return layout.wrapped(buffer, shape, placements)
+        if slot.drop == () and shape:
+            local[-1] = layout.local_shape[-1] if shape[-1] == layout.shape[-1] else shape[-1]  # scales have rows of their own
+        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=here(param).device), shape, placements)
 
     @torch.no_grad()
     def put(self, buffer: Any, value: torch.Tensor) -> None:
@@ -77,10 +92,11 @@ class Owned:
         self.mine = circle.rank == owner
         self.dim = None if layout is None else layout.shards[0][1]
 
-    def room(self, slots: Slots, param: torch.Tensor, split: Split) -> torch.Tensor:
-        if self.mine:
-            return fresh(slots, param, split)
-        return torch.empty(0, dtype=ARITHMETIC[param.dtype], device=param.device)
+    def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
+        return slots
+
+    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+        return fresh(slots, param, split, dtype) if self.mine else torch.empty(0, dtype=dtype, device=param.device)
 
     def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Item:
         """How a slot travels: cut like the parameter, or along its first axis."""

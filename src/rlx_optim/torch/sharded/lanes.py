@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine, Mixing
 from ...pieces import WHOLE, Split, shapes_of, slots_of
+from ...pieces import part as part_of
 from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
+from ...storage import PARTS, Coded
 from .. import halves
 from ..lanes import Addresses, Lane, Seat, TorchLane, packed, unpacked, written
-from ..state import in_pieces, names_of, settle, shape_in_state, split_in
+from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
 from ..stepping import LANES
 from .council import Council
 from .exchange import Item, collect, spread
@@ -293,23 +296,33 @@ def seat(lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int, sta
         if isinstance(lane, ReducedLane):
             made.records[0].size = whole  # an empty shard is stepped, too
     held = not isinstance(home, Owned) or home.mine
-    slots = slots_of(spec, tuple(param.shape), split)
-    mine = slots if owned else slots_of(spec, tuple(here(param).shape), split)
+    slots = kept_slots(spec, param, split, home)
+    mine = slots if owned else in_part(slots, slots_of(spec, tuple(here(param).shape), split))
     for i, record in enumerate(made.records):
         record.slots = {slot: each[i] for slot, each in mine.items()}
         record.t = int(state["step"])
         record.counters = {counter: float(state[counter]) for counter in spec.counters()}
+    first = 0 if owned or isinstance(home, Owned) else home.first()
     for slot, key in names_of(spec, slots).items() if held else ():
-        kept = state[key]
-        buffer, shape = here(kept), shape_in_state(slots[slot], param, split)
-        if not home.fits(kept, shape) or buffer.dtype is not lane.dtype or not buffer.is_contiguous():
-            raise RuntimeError(
-                f"{key!r} of {name} must be as this optimizer made it: a contiguous {lane.dtype} of shape {shape}, spread like "
-                f"the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
-            )
-        for record, part in zip(made.records, in_pieces(buffer, mine[slot]), strict=True):
-            record.state[slot] = lane.view(part)
+        views = []
+        for end in PARTS[slots[slot][0].storage]:
+            kept, dtype = state[key + end], dtype_of(slots[slot], param, end)
+            buffer, shape = here(kept), shape_in_state(part_of(slots[slot], end), param, split)
+            if not home.fits(kept, shape) or buffer.dtype is not dtype or not buffer.is_contiguous():
+                raise RuntimeError(
+                    f"{key + end!r} of {name} must be as this optimizer made it: a contiguous {dtype} of shape {shape}, spread "
+                    f"like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
+                )
+            views.append([lane.view(each) for each in in_pieces(buffer, part_of(mine[slot], end))])
+        for record, *its in zip(made.records, *views, strict=True):
+            kind = record.slots[slot].storage
+            record.state[slot] = Coded(kind, *its, first=first) if kind else its[0]
     return made
+
+
+def in_part(slots: Mapping[str, Slots], local: Mapping[str, Slots]) -> dict[str, Slots]:
+    """The slots of what is here of a parameter, kept as those of the whole are."""
+    return {name: tuple(replace(slot, storage=slots[name][0].storage) for slot in each) for name, each in local.items()}
 
 
 def add(

@@ -1,0 +1,281 @@
+"""Matrix rules on the triton engine: stacks known by address, products in half precision or precise ones.
+
+A matrix rule sees its tensors as a `Pile`, which is only stacked when somebody needs the stack, or as a `Ragged` where their
+shapes differ.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
+from ...linalg import Coefficients
+from ...program import Values, reordered
+from ...spec import KEY
+from ..torch_ import Torch
+from . import noise, precise, products, replay
+from .kernels import TENSOR
+from .pile import Pile, Ragged, dense, same
+from .soon import Soon
+from .tables import Placed, Plan, Table, placed
+
+
+def left(u):
+    p = u
+    return p
+
+
+def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
+    """What a rule decided (`Spec.decisions`)."""
+    return {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
+
+
+class Matrices(Torch):
+    """What `Triton` does with stacks; launches and tables are the engine's."""
+
+    now: Any = None  # what the update that runs began with
+    phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
+
+    def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A graph for each combination of decisions; what they and counters are is not read on the device."""
+        plan, counts = bundle.plan, bundle.spec.counters().keys()
+        self.placed(bundle)
+        read = [value for value in bundle.spec.values().values() if type(value) is not float]
+        decided = decided_in(numbers)
+        sent = {name: value for name, value in numbers.items() if name not in decided and name not in counts}
+        if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
+            sent["_t"] = bundle.t
+
+        def run(now: Mapping[str, Any]) -> dict[str, Any]:
+            self._matrices(bundle, {**decided, **now})
+            return {}  # the values would keep gradients
+
+        phase = tuple(decided.values())
+        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
+        if self._asks(bundle, numbers) and replayed.graph is not None:
+            plan.cached("soon", Soon).replayed()
+        return {name: numbers[name] for name in counts}
+
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
+        """A step of a matrix rule."""
+        self.now = start = self.values(bundle, numbers)
+        self.phase = tuple(decided_in(numbers).values())
+        bundle.plan.cached("soon", Soon).begin()
+        x, flag = self.updated(bundle, start, move), start["_flag"]
+        self.now = None  # its stacks go
+        for name in bundle.written():
+            if not same(x[name], start[name]):  # what is not by address has been computed apart
+                apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
+                if flag is not None:
+                    apart = torch.where(flag.reshape(()) == 0, apart, torch.stack(list(bundle.buffers[name])).to(apart.dtype))
+                torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
+        return x
+
+    def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
+        small = sum(bundle.plan.sizes) <= replay.MOST
+        can = small and bundle.spec.replays() and self._standing_still(bundle)
+        can = can and not any(map(torch.is_tensor, numbers.values()))
+        return can and (not self._asks(bundle, numbers) or bundle.plan.cached("soon", Soon).quiet())
+
+    @staticmethod
+    def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether the device is asked in this step (`Soon`)."""
+        return any(numbers[name] for name in bundle.spec.asks)
+
+    def stack(self, shape: Any) -> int:
+        """As many as a graph is kept for."""
+        return max(1, replay.MOST // max(1, math.prod(shape)))
+
+    def _maps(self, plan: Plan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Placed]]]:
+        """`_tables` of the maps of a matrix rule."""
+        mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
+        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
+
+    def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
+        if move:
+            return super().moved(spec, x)
+        return self.map(left, x) if isinstance(x.u, Ragged) else x.set(p=dense(x.u))
+
+    # what rules ask for -------------------------------------------------------------------------------------------------
+    def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
+        """A rule on tensors of one shape. What is given back under the name of a pile is written where the pile's tensors are.
+        Reductions, and rows or columns beside whole tensors or alone, are torch's."""
+        plan = x.get("_plan")
+        if plan is None:
+            return super().map(rule, x, **reduce)
+        takes, gives = signature(rule)
+        ragged = any(isinstance(x[name], Ragged) for name in takes)
+        piles = [] if ragged else [x[name] for name in takes if self._is_stack(x[name], plan)]
+        sizes = {math.prod(pile.shape[1:]) for pile in piles}
+        if not ragged and (reduce or sizes != {math.prod(plan.shapes[0])}):
+            given = super().map(rule, Values({name: dense(x[name]) for name in takes}), **reduce)
+            return x.set(**{name: given[name] for name in gives})
+        n = len(plan.shapes)
+        arrays, names, numbers, keep = [], [], [], []
+        for name in takes:
+            value = x[name]
+            if isinstance(value, (Pile, Ragged)):
+                arrays.append(value.placed)
+            elif self._is_stack(value, plan):
+                keep.append(value := value.contiguous())
+                arrays.append(placed(value))
+            else:
+                numbers.append(value.reshape(-1) if torch.is_tensor(value) else value)
+                continue
+            names.append(name)
+        out: dict[str, Any] = {}
+        apart: dict[str, Placed] = {}
+        for name in gives:
+            if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
+                continue
+            if ragged:
+                out[name], apart[name] = plan.room(self.dtype)
+            else:
+                out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
+                apart[name] = placed(out[name])
+        only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
+        reads, every = len(arrays), [*arrays, *only.values()]
+        where = {name: j for j, name in enumerate([*names, *only])}
+        stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
+        sums = (
+            tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
+        )
+        kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
+        every, half = self._halved(every)
+        numbers = [*numbers, x["_tick"]] if half[1] == 1 else numbers
+        plan.mapped[key] = every
+        found = self._launch(
+            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"], half
+        )  # fmt: skip
+        norms = dict(zip(out, found, strict=True)) if sums else {}
+        for name in gives:
+            if name not in out:
+                x[name].written()
+        if ragged:
+            return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
+        return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
+
+    def each(self, function: Rule, x: Values) -> Values:
+        """Numbers beside piles are flat, one per tensor, as those of a captured step are."""
+        if x.get("_plan") is None:
+            return super().each(function, x)
+        takes, gives = signature_of_numbers(function)
+        flat = {name: x[name].reshape(-1) if torch.is_tensor(x[name]) and x[name].ndim else x[name] for name in takes}
+        found = super().each(function, Values(flat))
+        return x.set(**{name: found[name] for name in gives})
+
+    @staticmethod
+    def _is_stack(value: Any, plan: Any) -> bool:
+        """An array of the bundle's tensors; one number per tensor, whatever its axes, is none."""
+        return isinstance(value, Pile) or (torch.is_tensor(value) and value.ndim > 1 and value.numel() > len(plan.shapes))
+
+    @staticmethod
+    def _arrays_first(rule: Rule, arrays: list[str]) -> Rule:
+        takes, _ = signature(rule)
+        return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
+
+    def by_shape(self, function: Any, X: Any) -> Any:
+        """On the device, where shapes differ: so may be what it is multiplied with."""
+        if not isinstance(X, Ragged):
+            return super().by_shape(function, X)
+        found = X.plan.cached(function, lambda: self.sender.send(np.array([function(*shape) for shape in X.plan.shapes])))
+        return found
+
+    def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
+        """Matrices of many shapes, in few stacks."""
+        room, where = X.plan.room(self.dtype)
+        for sides, table in X.plan.stacks():
+            stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
+            n = math.prod(sides)
+            grid = (-(-n // 1024), len(table))
+            products.repack[grid](X.room, table, stack, n, sides[1], False, 1024)
+            done = super().orthogonalize(stack, steps, coefficients, eps)
+            products.repack[grid](room, table, done, n, sides[1], True, 1024)
+        return Ragged((), where, room, X.plan)
+
+    def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
+        if isinstance(X, Ragged):
+            return self._padded(X, steps, coefficients, eps)
+        norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
+        whole = dense(X)
+        X = whole.reshape(*whole.shape[:2], -1)
+        if not products.pays(X):
+            return super().orthogonalize(whole, steps, coefficients, eps)
+        norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
+        alone = plan is not None and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
+        if not alone:  # or in a graph already
+            return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
+        kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
+        return kept(X, norm, eps).reshape(whole.shape)
+
+    def product(self, A: Any, B: Any) -> torch.Tensor:
+        A, B = dense(A), dense(B)
+        with products.tf32() if products.pays(A) and products.pays(B) else contextlib.nullcontext():
+            return A @ B
+
+    def precise(self, A: Any, B: Any, bounded: bool = False) -> torch.Tensor:
+        A, B = dense(A), dense(B)
+        return precise.product(A, B, bounded) if precise.pays(A, B) else super().precise(A, B)
+
+    def square(self, X: Any, bounded: bool = False) -> torch.Tensor:
+        X = dense(X)
+        return precise.square(X, bounded) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
+
+    def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
+        """Where the matrices are."""
+        n, flag = L.shape[-1], self.now["_flag"]
+        alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.placed.dtypes) == {torch.float32}
+        if not alike:
+            return super().average_gram(L, X, axis, beta, alpha)
+        table = self._pass(self.now["_plan"], ("gram", axis), [L.placed], L.shape[0])
+        ((address, _),) = table.addresses([L.placed], self.sender)
+        precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
+        L.written()
+        return L, L
+
+    def soon(self, predicate: Any, yes: Any, no: Any, *operands: Any) -> Any:
+        if self.device.type != "cuda" or self.sender.capturing():
+            return super().soon(predicate, yes, no, *operands)
+        return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
+
+    def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
+        return super().keyed(dense(keys), seed, names)
+
+    def random(self, kind: str, keys: Any, t: Any, shape: Any) -> torch.Tensor:
+        """The same words as everywhere, in one launch."""
+        if self.dtype is not torch.float32:
+            return super().random(kind, dense(keys), t, shape)
+        return noise.draw(kind, dense(keys).contiguous(), t, shape)
+
+    def wide(self, X: Any) -> torch.Tensor:
+        return super().wide(dense(X))
+
+    def norm(self, X: Any, order: float = 2) -> torch.Tensor:
+        return super().norm(dense(X), order)
+
+    def lines(self, X: Any, axis: int) -> torch.Tensor:
+        return super().lines(dense(X), axis)
+
+    def scaled(self, X: Any, factors: Any) -> torch.Tensor:
+        """What half precision gave is scaled where it is."""
+        X = dense(X)
+        return X.mul_(factors) if X.dtype is torch.float16 else X * factors
+
+    def where(self, condition: Any, yes: Any, no: Any) -> torch.Tensor:
+        return super().where(condition, dense(yes), dense(no))
+
+    def moveaxis(self, X: Any, source: int, target: int) -> torch.Tensor:
+        return super().moveaxis(dense(X), source, target)
+
+    def take(self, X: Any, index: torch.Tensor, axis: int) -> torch.Tensor:
+        return super().take(dense(X), index, axis)

@@ -1,0 +1,54 @@
+"""What the runs of a pool allow to be said: spreads over seeds, leads beyond them, what was reached in how many steps.
+
+A lead is the mean difference over seeds that both have; it is called one only if it is larger than what seeds alone do: two
+standard errors of the differences, and never less than what AdamW's own spread over its seeds makes likely for that many of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+BESIDE = 2.0  # standard errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Lead:
+    """How much lower a loss is than the one it is compared with, over the seeds of both."""
+
+    mean: float  # of (other − own): above 0 is better
+    margin: float | None  # that seeds alone would do; None where nothing is known of them
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        """ "ahead", "behind", "level", or "open" where the spread is not known."""
+        if self.margin is None:
+            return "open"
+        return "level" if abs(self.mean) <= self.margin else "ahead" if self.mean > 0 else "behind"
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def lead(own: Mapping[int, float], other: Mapping[int, float]) -> Lead | None:
+    """Losses by seed, against those of another with its own spread; None where they share no seed."""
+    shared = sorted(own.keys() & other.keys())
+    if not shared:
+        return None
+    differences = [other[seed] - own[seed] for seed in shared]
+    alone, paired = deviation(list(other.values())), deviation(differences)
+    if alone is None:
+        return Lead(statistics.fmean(differences), None, len(shared))
+    # a difference of two runs with different seeds would have √2 of the spread; that of equal seeds is taken as no surer
+    likely = BESIDE * math.sqrt(2) * alone / math.sqrt(len(shared))
+    found = BESIDE * paired / math.sqrt(len(shared)) if paired is not None else 0.0
+    return Lead(statistics.fmean(differences), max(likely, found), len(shared))
+
+
+def reached(lengths: Mapping[int, float], goal: float) -> int | None:
+    """The shortest run, by its steps, that ended at or below a loss. Each had its own schedule: no longer one is cut."""
+    return min((steps for steps, loss in lengths.items() if loss <= goal), default=None)

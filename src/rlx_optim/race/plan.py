@@ -1,0 +1,390 @@
+"""A race in pieces: a list of runs in the order of their worth, of which each session does as many as its time allows.
+
+    rlx-optim race --model gpt --plan race --minutes 9 --out evidence
+
+Every finished run is a line of `runs.jsonl`, written at once; what is there is not run again. What comes next follows from what
+is there (`Search`), so a plan that is broken off goes on where it was, and files of several sessions add up (`--known`). Lines
+count only where the model, its text, the device and the schedule are the same (`conditions`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..named import spec_class
+from . import Model, Run, Settings
+from .leads import reached
+from .rates import settings_of
+from .running import Entry, Trial
+
+RUNS = "runs.jsonl"
+EVERY = 10  # steps of a point of a curve
+TUNING_SEED = 1_000_003  # none of a race's own
+TUNING = 0.25  # of the steps of a full run
+COARSE, FINE = (1.0, 3.0, 1 / 3), 3**0.5  # times the rate a search begins at; times the best of those
+FARTHEST = 28.0  # from where it began, if the best rate is ever at an edge
+DECAYS = 5.0  # times the decay a search begins with
+SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
+COST = 0.06  # of a full run: enough for a few refreshes
+SEEDS = {"adamw": 5}  # 3 for others
+STORAGE = ("adamw", "lion", "muon", "soap", "lamb", "mars", "sophia")
+FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float32", "bfloat16", "int8")}
+#: of parameters in bfloat16, by how they are rounded
+HALVES: dict[str, Settings] = {
+    f"weights bfloat16, {how}": {"weights": "bfloat16", "rounding": how} for how in ("nearest", "stochastic", "exact")
+}
+STORED = {"state_dtype", "weights"}  # settings of runs that are no part of a search
+
+Record = dict[str, Any]
+
+
+# ---- what is run, and what was ------------------------------------------------------------------------------------------
+def plain(settings: Settings) -> dict[str, Any]:
+    """As JSON gives them back."""
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    optimizer: str
+    settings: Settings
+    steps: int
+    seed: int
+
+    @functools.cached_property
+    def key(self) -> str:
+        return json.dumps([self.optimizer, self.settings, self.steps, self.seed], sort_keys=True)
+
+    def describe(self) -> str:
+        more = "".join(f", {key} {self.settings[key]}" for key in ("state_dtype", "weights", "rounding") if key in self.settings)
+        which = "tuning" if self.seed == TUNING_SEED else f"seed {self.seed}"
+        return f"{self.optimizer}, lr {self.settings['lr']:g}{more}, {self.steps} steps, {which}"
+
+
+def conditions(model: Model, engine: str) -> dict[str, Any]:
+    """What must be the same for runs to be compared."""
+    told = model.describe()
+    return {"model": model.name, "engine_asked": engine, **{k: told[k] for k in CONDITIONS if k in told}}
+
+
+CONDITIONS = ("parameters", "shape", "batch", "device", "corpus", "schedule")
+
+
+def read(files: Iterable[Path]) -> list[Record]:
+    """The records of files, one a line; a line that was cut off in writing is left out."""
+    found = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+class Pool:
+    """All runs that count: those of other files, and those of one that grows."""
+
+    def __init__(self, model: Model, engine: str = "auto", file: Path | None = None, beside: Iterable[Path] = ()):
+        self.model, self.engine, self.file, self.same = model, engine, file, plain(conditions(model, engine))
+        self.records: list[Record] = []
+        self.taken: dict[str, Record] = {}
+        self.whose: dict[str, list[Record]] = {}
+        self.failed: dict[str, str] = {}  # what raised an error here: left out, not written, tried again in another session
+        for record in read([*beside, *([file] if file is not None and file.exists() else [])]):
+            if {key: record.get(key) for key in self.same} == self.same:
+                self._take(record)
+
+    def _take(self, record: Record) -> None:
+        key = Job(record["optimizer"], record["settings"], record["steps"], record["seed"]).key
+        if key not in self.taken:
+            self.taken[key] = record
+            self.records.append(record)
+            self.whose.setdefault(record["optimizer"], []).append(record)
+
+    def has(self, job: Job) -> Record | None:
+        return self.taken.get(job.key)
+
+    def add(self, job: Job, run: Run, machine: Mapping[str, Any]) -> Record:
+        """Take a run, and write it before anything else happens."""
+        record = {
+            **self.same, "optimizer": job.optimizer, "settings": plain(job.settings), "steps": job.steps, "seed": job.seed,
+            **run.metrics, "diverged_at": run.diverged_at, "seconds": run.seconds[-1], "ms_per_step": run.ms_per_step,
+            "state_bytes": run.state_bytes, "peak_bytes": run.peak_bytes or None, "engine": run.engine,
+            "loss": [digits(mean(run.losses[i : i + EVERY])) for i in range(0, len(run.losses), EVERY)],
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **machine,
+        }  # fmt: skip
+        if self.file is not None:
+            torn = self.file.exists() and not self.file.read_bytes().endswith(b"\n")  # a line that was cut off in writing
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        self._take(record)
+        return record
+
+    def of(self, optimizer: str, steps: int | None = None, seed: int | None = None) -> list[Record]:
+        """The runs of an optimizer in the order they were made; those that store their state in fewer bits are not among them."""
+        return [
+            record for record in self.whose.get(optimizer, ())
+            if not STORED & record["settings"].keys() and steps in (None, record["steps"]) and seed in (None, record["seed"])
+        ]  # fmt: skip
+
+    def pace(self, optimizer: str) -> float:
+        """Seconds a step, as far as is known: of this optimizer, of any, 0."""
+        own = self.whose.get(optimizer) or self.records
+        return own[-1]["seconds"] / max(1, EVERY * len(own[-1]["loss"])) if own else 0.0
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def digits(value: float) -> float | None:
+    """Five digits that count; None for what is no number."""
+    return float(f"{value:.5g}") if abs(value) < float("inf") else None
+
+
+# ---- rounds: what an optimizer's next runs are, given those there are ----------------------------------------------------
+class Search:
+    """One optimizer's way through a pool. A round gives jobs; the first that is not done is the next to run."""
+
+    def __init__(self, pool: Pool, optimizer: str, steps: int):
+        self.pool, self.optimizer, self.steps = pool, optimizer, steps
+        self.start = settings_of(pool.model.name, optimizer)
+        self.tuning = max(1, round(TUNING * steps))
+
+    def at(self, lr: float, **more: Any) -> dict[str, Any]:
+        return {**self.start, "lr": float(f"{lr:.3g}"), **more}
+
+    def score(self, record: Record) -> float:
+        """What decides; endless for a run that diverged."""
+        found: float = record.get(self.pool.model.decides, float("inf"))
+        return found
+
+    def tried(self, steps: int, seed: int) -> list[Record]:
+        """Runs of a length that did not diverge, the best first."""
+        good = [record for record in self.pool.of(self.optimizer, steps, seed) if self.pool.model.decides in record]
+        return sorted(good, key=self.score)
+
+    def done(self, jobs: Iterable[Job]) -> list[Record]:
+        return [record for job in jobs if (record := self.pool.has(job))]
+
+    def tune(self, settings: Settings) -> Job:
+        return Job(self.optimizer, plain(settings), self.tuning, TUNING_SEED)
+
+    def coarse(self) -> Iterator[Job]:
+        """Three rates, and further ones while the best is at an edge."""
+        tried = [self.tune(self.at(self.start["lr"] * factor)) for factor in COARSE]
+        yield from tried
+        while len(known := self.done(tried)) == len(tried):
+            rates = {record["settings"]["lr"]: self.score(record) for record in known}
+            best = min(rates, key=lambda lr: (rates[lr], lr))  # the least where all diverged
+            beyond = {max(rates): 3 * best, min(rates): best / 3}.get(best)
+            if beyond is None or max(beyond / self.start["lr"], self.start["lr"] / beyond) > FARTHEST:
+                return
+            tried.append(self.tune(self.at(beyond)))
+            yield tried[-1]
+
+    def fine(self) -> Iterator[Job]:
+        """On both sides of the best rate."""
+        if known := self.done(self.coarse()):
+            best = min(known, key=self.score)["settings"]["lr"]
+            yield from (self.tune(self.at(best * factor)) for factor in (FINE, 1 / FINE))
+
+    def decay(self) -> Iterator[Job]:
+        """Another decay, at the best rate."""
+        given, known = self.start.get("weight_decay"), self.done([*self.coarse(), *self.fine()])
+        if given and known:
+            best = min(known, key=self.score)["settings"]["lr"]
+            yield self.tune(self.at(best, weight_decay=float(f"{DECAYS * given:.3g}")))
+
+    def full(self, count: int = 1) -> Iterator[Job]:
+        """The best settings at full length."""
+        for record in self.tried(self.tuning, TUNING_SEED)[:count]:
+            yield Job(self.optimizer, record["settings"], self.steps, 0)
+
+    def three(self) -> Iterator[Job]:
+        return self.full(3)
+
+    def winner(self) -> Settings | None:
+        """The settings that did best at full length."""
+        best = self.tried(self.steps, 0)
+        return best[0]["settings"] if best else None
+
+    def seeds(self) -> Iterator[Job]:
+        if (settings := self.winner()) is not None:
+            yield from (Job(self.optimizer, settings, self.steps, seed) for seed in range(SEEDS.get(self.optimizer, 3)))
+
+    def losses(self, settings: Settings | None, steps: int) -> dict[int, float]:
+        """Test losses by seed."""
+        runs = self.pool.of(self.optimizer, steps)
+        return {
+            r["seed"]: r["test_loss"] for r in runs if r["settings"] == settings and r["seed"] != TUNING_SEED and "test_loss" in r
+        }
+
+    def length(self, share: float, seed: int = 0) -> Job | None:
+        """A shorter run of the winner, with a schedule of its own."""
+        settings = self.winner()
+        return None if settings is None else Job(self.optimizer, settings, round(share * self.steps), seed)
+
+    def lengths(self) -> Iterator[Job]:
+        """Ever shorter runs, while they end at or below AdamW's loss after a full one; a longer one where the first does not."""
+        goal = goal_of(self.pool, self.steps)
+        if goal is None or self.optimizer == "adamw":
+            return
+        for share in SHORTER:
+            if (job := self.length(share)) is None:
+                return
+            yield job
+            if (record := self.pool.has(job)) is None:
+                return
+            if record.get("test_loss", float("inf")) > goal:
+                if share == SHORTER[0] and (job := self.length(LONGER)):
+                    yield job
+                return
+
+    def again(self) -> Iterator[Job]:
+        """The shortest run that reached it, with other seeds."""
+        goal, done = goal_of(self.pool, self.steps), self.done(self.lengths())
+        ends = {record["steps"]: record["test_loss"] for record in done if "test_loss" in record}
+        least = None if goal is None else reached(ends, goal)
+        if least is not None:
+            yield from (job for seed in (1, 2) if (job := self.length(least / self.steps, seed)))
+
+    def cost(self) -> Iterator[Job]:
+        """A few steps where a search would begin: their time and memory."""
+        yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
+
+    def storage(self) -> Iterator[Job]:
+        """State in each format, then bfloat16 weights rounded in each way, at half length, at the winner's settings or where a
+        search would begin."""
+        settings = self.winner() or self.start
+        rounded = self.pool.model.halves and "rounding" in spec_class(self.optimizer).fields
+        for forms in (FORMATS, HALVES if rounded else {}):
+            for seed in range(3):
+                for more in forms.values():
+                    yield Job(self.optimizer, plain({**settings, **more}), max(1, self.steps // 2), seed)
+
+
+def goal_of(pool: Pool, steps: int) -> float | None:
+    """AdamW's loss after a full run, the mean over its seeds."""
+    search = Search(pool, "adamw", steps)
+    found = search.losses(search.winner(), steps)
+    return mean(list(found.values())) if found else None
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+FIRST, NEXT = ("adamw", "muon", "soap"), ("lion", "kronpsgd")
+ALL = None  # every optimizer that was asked for
+#: by name: who takes which rounds, in the order of their worth; each optimizer ends its rounds before the next begins
+PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
+    "race": (
+        (("adamw",), ("coarse", "fine", "decay", "full", "seeds")),
+        (("muon", "soap"), ("coarse", "fine", "full", "lengths")),
+        (NEXT, ("coarse", "full")),
+        (FIRST, ("decay", "full", "seeds", "lengths", "again")),
+        (ALL, ("cost",)),
+        (ALL, ("coarse", "full")),
+        (ALL, ("fine", "decay", "full", "seeds")),
+        (ALL, ("three", "seeds", "lengths", "again")),
+    ),
+    "cost": ((ALL, ("cost",)),),
+    "storage": ((STORAGE, ("storage",)),),
+}
+
+
+def jobs(pool: Pool, plan: str, optimizers: Sequence[str], steps: int) -> Iterator[Job]:
+    """All that a plan asks for, as far as the pool decides it."""
+    for who, rounds in PLANS[plan]:
+        for name in optimizers if who is None else [name for name in who if name in optimizers]:
+            for each in rounds:
+                yield from getattr(Search(pool, name, steps), each)()
+
+
+def following(pool: Pool, plan: str, optimizers: Sequence[str], steps: int) -> Job | None:
+    """The next run, or None when the plan is done."""
+    missing = (job for job in jobs(pool, plan, optimizers, steps) if pool.has(job) is None)
+    return next((job for job in missing if job.key not in pool.failed), None)
+
+
+@dataclasses.dataclass
+class Deadline:
+    """Seconds from now after which nothing is begun that would not end in time."""
+
+    seconds: float | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    def allows(self, expected: float) -> bool:
+        return self.seconds is None or self.clock() - self.start + expected <= self.seconds
+
+
+def go(
+    pool: Pool, plan: str, optimizers: Sequence[str], steps: int, deadline: Deadline, machine: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> bool:  # fmt: skip
+    """Run what is missing while there is time; whether the plan is done. Ctrl-C is for the caller: finished runs are written."""
+    while (job := following(pool, plan, optimizers, steps)) is not None:
+        if not deadline.allows(job.steps * pool.pace(job.optimizer)):
+            return False
+        say(job.describe())
+        try:
+            run = pool.model.train(job.optimizer, job.settings, job.steps, job.seed, pool.engine, lambda loss: None)
+        except Exception as problem:
+            pool.failed[job.key] = f"{type(problem).__name__}: {problem}"
+            say(f"  failed: {pool.failed[job.key]}")
+        else:
+            say(told(pool.add(job, run, machine), pool.model.metric))
+    return not pool.failed
+
+
+def told(record: Record, metric: str) -> str:
+    end = f"{metric.replace('_', ' ')} {record[metric]:.4f}" if metric in record else f"diverged at {record['diverged_at']}"
+    return f"  {end}, {record['seconds']:.1f} s, of a step {record['ms_per_step']:.2f} ms the optimizer's"
+
+
+def entries(pool: Pool, optimizers: Sequence[str], steps: int) -> list[Entry]:
+    """What a report shows of a pool: of each optimizer the runs of full length with the best settings, and the rates tried."""
+    found = []
+    for name in optimizers:
+        search = Search(pool, name, steps)
+        settings = search.winner()
+        if settings is not None:
+            runs = [as_run(r) for r in pool.of(name, steps) if r["settings"] == settings and r["seed"] != TUNING_SEED]
+            tried = [
+                r for r in pool.of(name, search.tuning, TUNING_SEED) if r["settings"] == plain(search.at(r["settings"]["lr"]))
+            ]
+            tried.sort(key=lambda r: r["settings"]["lr"])
+            grid = [Trial(r["settings"]["lr"], r.get("train_loss"), r.get("accuracy"), r["diverged_at"]) for r in tried]
+            found.append(Entry(name, settings, runs, grid))
+    return found
+
+
+def as_run(record: Record) -> Run:
+    """A run again, its losses between the means over EVERY steps."""
+    means = [float("nan") if loss is None else loss for loss in record["loss"]]
+    count = record["steps"] if record["diverged_at"] is None else EVERY * len(means)
+    losses = np.interp(np.arange(count), EVERY * (np.arange(len(means)) + 0.5), means).tolist()
+    seconds = [record["seconds"] * (i + 1) / count for i in range(count)]
+    metrics = {key: record[key] for key in METRICS if key in record}
+    return Run(
+        record["seed"], losses, seconds, metrics, record["ms_per_step"], record["state_bytes"],
+        record["peak_bytes"] or 0, record["diverged_at"], record["engine"],
+    )  # fmt: skip
+
+
+METRICS = ("accuracy", "test_loss", "validation_loss", "train_loss")

@@ -1,0 +1,171 @@
+"""What the documentation says of races and numbers, against the files it is made from."""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from test_race_plan import Valley, gone
+
+from rlx_optim.race import plan, rates
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from docsite import evidence, plots, precision, races  # noqa: E402
+
+
+def forget():
+    for made in (evidence.pool, evidence.result, evidence.cost):
+        made.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where runs are looked for, empty."""
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "gpt").mkdir(parents=True)
+    forget()
+    yield tmp_path / "benchmarks" / "gpt"
+    forget()
+
+
+def row(text, title):
+    """The cells of a table's row."""
+    (line,) = (line for line in text.splitlines() if line.startswith((f"| [{title}]", f"| {title} |")))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_without_runs_everything_is_a_dash(folder):
+    assert row(evidence.results(), "Muon")[1:] == ["–"] * 10
+    assert evidence.sentence("muon") == "not run by us on a GPU yet"
+    assert evidence.marks().count("not measured yet") == 2
+    assert "Nothing" in evidence.figures()
+    assert "No run" in evidence.source()
+    assert "No run" in evidence.storage()
+    assert row(evidence.starts(), "Lion")[3] == "0.0003"
+
+
+def test_a_search_alone_is_no_result(folder):
+    times = iter(range(100))
+    gone(plan.Pool(Valley(), file=folder / "a.jsonl"), seconds=8, clock=lambda: next(times))
+    forget()
+    assert row(evidence.results(), "AdamW")[1:] == ["–"] * 10
+    assert "0.002: " in row(evidence.rates(), "AdamW")[2]
+
+
+@pytest.fixture
+def raced(folder):
+    model = Valley(muon=0.08, soap=0.3, lion=-0.2)
+    gone(plan.Pool(model, file=folder / "a.jsonl"), optimizers=("adamw", "muon", "soap", "lion"))
+    gone(plan.Pool(model, file=folder / "b.jsonl"), "storage", ("adamw", "lion"))
+    forget()
+    return plan.read([folder / "a.jsonl"])
+
+
+def full(records, name, steps=1000):
+    start = rates.SETTINGS["gpt"][name]
+    return {
+        r["seed"]: r for r in records
+        if (r["optimizer"], r["steps"]) == (name, steps) and r["settings"]["lr"] == start["lr"]
+        and r["settings"].get("weight_decay") == start.get("weight_decay") and r["seed"] < 10
+    }  # fmt: skip
+
+
+def test_the_table_is_what_the_records_say(raced):
+    adamw, muon = full(raced, "adamw"), full(raced, "muon")
+    losses = [r["test_loss"] for r in adamw.values()]
+    assert row(evidence.results(), "AdamW")[3:5] == [f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}", "5"]
+    cells = row(evidence.results(), "Muon")
+    difference = statistics.fmean(muon[seed]["test_loss"] - adamw[seed]["test_loss"] for seed in range(3))
+    assert cells[5].startswith(f"{difference:+.4f}".replace("-", "−"))
+    assert cells[5].endswith("ahead")
+    assert cells[6] == "600"
+    assert cells[7] == "60%"  # each step takes as long here
+    assert row(evidence.results(), "SOAP")[6:8] == ["400", "40%"]
+    assert row(evidence.results(), "Lion")[5].endswith("behind")
+    assert row(evidence.results(), "Lion")[6] == "not in 1000"
+    assert evidence.marks().count("reached") == 2
+    order = re.findall(r"^\| \[(\w+)\]", evidence.results(), re.MULTILINE)
+    assert order[:4] == ["SOAP", "Muon", "AdamW", "Lion"]
+
+
+def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
+    assert row(evidence.results(), "Muon")[8:10] == ["10.0", "0.50"]
+    assert row(evidence.results(), "Adan")[8:] == ["–", "–", "–"]
+    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("adan",))
+    forget()
+    assert row(evidence.results(), "Adan")[1:] == ["–"] * 7 + ["10.0", "0.50", "0.00"]
+
+
+def test_sentences_go_with_the_verdicts(raced):
+    assert "ahead of AdamW (loss −" in evidence.sentence("muon")
+    assert "AdamW's loss in 600 steps and 60% of its seconds" in evidence.sentence("muon")
+    assert "behind AdamW (loss +" in evidence.sentence("lion")
+    assert "AdamW's loss in" not in evidence.sentence("lion")
+    assert "beside" not in evidence.sentence("adamw")
+    assert f"{len(raced) + 18} runs" in evidence.source()
+
+
+def test_storage_is_compared_at_equal_seeds(raced):
+    cells = row(evidence.storage(), "AdamW")
+    assert cells[2:] == [cells[2]] * 2
+    assert cells[2].startswith("−0.0000") or cells[2].startswith("+0.0000")
+    assert cells[2].endswith("level")
+
+
+def test_pictures_are_drawn_of_what_is_there(raced):
+    pytest.importorskip("matplotlib")
+    for of in ("curves", "rates"):
+        drawn = plots.told(of, "light").decode()
+        assert all(f">{title}<" in drawn for title in ("AdamW", "Muon", "SOAP", "Lion"))
+        assert ">Sophia<" not in drawn
+    assert evidence.figures().count("](assets/plots/evidence-") == 4
+
+
+def test_the_committed_runs_are_whole():
+    forget()
+    files = sorted(ROOT.glob(evidence.FILES))
+    records = plan.read(files)
+    assert len(records) == sum(len(file.read_text().splitlines()) for file in files)
+    assert len(evidence.pool().records) == len(records)  # under one and the same conditions, none twice
+    for record in records:
+        assert {"settings", "seed", "steps", "versions", "device", "corpus", "seconds", "peak_bytes", "loss"} <= record.keys()
+    for name in ("adamw", "muon", "soap"):
+        found = evidence.result(name)
+        if found is not None:
+            losses = [
+                r["test_loss"] for r in records
+                if r["optimizer"] == name and r["steps"] == 1000 and r["settings"] == found.settings and r["seed"] != plan.TUNING_SEED
+            ]  # fmt: skip
+            assert row(evidence.results(), evidence.spec_class(name).title)[3].startswith(f"{statistics.fmean(losses):.4f}")
+
+
+# ---- the other pages ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["digits-mlp", "char-gpt"])
+def test_the_small_races_are_those_committed(model):
+    found = json.loads((ROOT / "benchmarks" / "race" / f"{model}.json").read_text())
+    assert list(found["optimizers"]) == list(rates.SETTINGS[model])
+    assert row(races.by_optimizer(model), "Muon")[1] == f"{found['optimizers']['muon']['lr']:g}"
+    assert row(races.by_optimizer(model), "Muon")[2].startswith(f"{found['optimizers']['muon']['accuracy']['mean']:.1%}")
+    assert found["command"] in races.source(model)
+
+
+def test_the_page_of_numbers_says_what_was_measured():
+    found = json.loads((ROOT / "benchmarks" / "precision.json").read_text())
+    assert row(precision.small(), "AdamW")[3] == f"{found['small']['adamw']['1e-08']:.0%}"
+    assert row(precision.spikes(), "SGD")[1] == f"{found['spikes']['SGD']['moved']:.0f}"
+    assert row(precision.products(), "Gaussian")[3] == f"{found['products']['Gaussian']['bfloat16']:.1e}".replace("e-0", "e-")
+    # what the text says of them
+    assert found["small"]["adamw"]["1e-08"] == pytest.approx(0.63, abs=0.06)
+    assert found["small"]["lion"]["1e-12"] == pytest.approx(1)
+    assert found["spikes"]["AdamW"]["after_99"] == pytest.approx(0.1, abs=0.02)
+    assert found["spikes"]["AdamW, b2 0.95"]["after_99"] > found["spikes"]["AdamW"]["after_99"]
+    assert min(found["spikes"], key=lambda name: found["spikes"][name]["after_20"]) == "Adafactor"
+    assert found["spikes"]["AdamW, skip_above 6"]["after_20"] == pytest.approx(1, abs=0.01)
+    assert all(found["spikes"][name]["after_20"] > 0.95 for name in ("Lion", "Muon", "NorMuon", "Lamb", "MARS"))
+    assert all(row.get("bfloat16, nearest", row["bfloat16"]) == 0 > row["float32"] for row in found["bfloat16"].values())
+    for kind in found["products"].values():
+        assert kind["float32"] < kind["float16"] < kind["bfloat16"]

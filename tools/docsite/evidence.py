@@ -1,0 +1,313 @@
+"""Which optimizer wins, by how much: tables, sentences and figures from committed runs of `rlx-optim race --model gpt --plan …`.
+
+What was not run is a dash; a difference is called a lead only where `leads` does. Nothing here is typed by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlx_optim.named import list_optimizers
+from rlx_optim.race import leads, plan
+from rlx_optim.race.rates import SETTINGS
+from rlx_optim.registry import spec_class
+
+from .text import table
+
+ROOT = Path(__file__).parents[2]
+FILES = "benchmarks/gpt/*.jsonl"
+STEPS = 1000
+MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
+NONE = "–"
+
+
+class Recorded:
+    """The model as the newest record tells it: the site is built without torch."""
+
+    name, metric, decides, halves = "gpt", "test_loss", "validation_loss", True
+
+    def __init__(self, record: Mapping[str, Any]):
+        self.record = record
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self.record)
+
+
+@functools.cache
+def pool() -> plan.Pool:
+    """The committed runs, under the conditions of the newest."""
+    files = sorted(ROOT.glob(FILES))
+    records = sorted(plan.read(files), key=lambda record: record["date"])
+    model: Any = Recorded(records[-1] if records else {})
+    return plan.Pool(model, beside=files)
+
+
+class Result(NamedTuple):
+    """What the runs of an optimizer say. Where nothing was run there is no Result."""
+
+    settings: dict[str, Any]
+    losses: dict[int, float]  # of the test text after a full run, by seed
+    tried: list[dict[str, Any]]  # the short runs that searched
+    step: float  # seconds of a training step
+    lead: leads.Lead | None  # against AdamW
+    least: int | None  # steps of the shortest run that reached AdamW's loss
+    asked: bool  # whether shorter ones were run at all
+    share: float | None  # of AdamW's seconds that these steps take
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses.values())
+
+
+@functools.cache
+def result(name: str) -> Result | None:
+    search = plan.Search(pool(), name, STEPS)
+    settings = search.winner()
+    if settings is None:
+        return None
+    full = [r for r in pool().of(name, STEPS) if r["settings"] == settings and "test_loss" in r]
+    losses = search.losses(settings, STEPS)
+    beside = plan.Search(pool(), "adamw", STEPS)
+    goal, theirs = plan.goal_of(pool(), STEPS), [r for r in pool().of("adamw", STEPS) if r["settings"] == beside.winner()]
+    short = sorted({r["steps"] for r in pool().of(name) if r["settings"] == settings and search.tuning < r["steps"] < STEPS})
+    ends = {length: statistics.fmean(found.values()) for length in [*short, STEPS] if (found := search.losses(settings, length))}
+    least = None if goal is None else leads.reached(ends, goal)
+    took = [r["seconds"] for r in pool().of(name, least) if r["settings"] == settings and r["seed"] != plan.TUNING_SEED]
+    return Result(
+        dict(settings),
+        losses,
+        tried(name),
+        statistics.median(r["seconds"] / r["steps"] for r in full),
+        None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
+        least,
+        bool(short) or name == "adamw",
+        statistics.median(took) / statistics.median(r["seconds"] for r in theirs) if least and took and theirs else None,
+    )
+
+
+class Cost(NamedTuple):
+    step: float  # seconds of a training step
+    own: float  # of it the optimizer's
+    peak: float | None  # bytes
+
+
+@functools.cache
+def cost(name: str) -> Cost | None:
+    """Of full runs, else of the few steps that were run for it."""
+    runs = [r for length in (round(plan.COST * STEPS), STEPS) for r in pool().of(name, length) if r["diverged_at"] is None]
+    runs = [r for r in runs if r["steps"] == runs[-1]["steps"]]
+    if not runs:
+        return None
+    peaks = [r["peak_bytes"] for r in runs if r["peak_bytes"]]
+    whole, own = (statistics.median(r["seconds"] / r["steps"] for r in runs), statistics.median(r["ms_per_step"] for r in runs))
+    return Cost(whole, own / 1e3, statistics.median(peaks) if peaks else None)
+
+
+def searched(name: str) -> list[dict[str, Any]]:
+    """The short runs that tried rates at the decay a search begins with, the smallest rate first; none that diverged."""
+    begun = SETTINGS["gpt"][name].get("weight_decay")
+    good = [r for r in tried(name) if "validation_loss" in r and r["settings"].get("weight_decay") == begun]
+    return sorted(good, key=lambda r: r["settings"]["lr"])
+
+
+def least(name: str) -> tuple[float, float]:
+    """The rate of those with the lowest loss, and that loss."""
+    return min(((r["settings"]["lr"], r["validation_loss"]) for r in searched(name)), key=lambda pair: pair[1])
+
+
+def start(name: str) -> float:
+    rate: float = SETTINGS["gpt"][name]["lr"]
+    return rate
+
+
+def curve(name: str) -> list[float]:
+    """The training loss of full runs, the mean over seeds of every ten steps."""
+    found = result(name)
+    runs = [r["loss"] for r in pool().of(name, STEPS) if found and r["settings"] == found.settings and r["diverged_at"] is None]
+    return [statistics.fmean(point) for point in zip(*runs, strict=True)]
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------------
+def spread(losses: Mapping[int, float]) -> str:
+    deviation = leads.deviation(list(losses.values()))
+    return f"{statistics.fmean(losses.values()):.4f}" + (f" ± {deviation:.4f}" if deviation is not None else "")
+
+
+def said(lead: leads.Lead | None) -> str:
+    """A difference and whether it is one."""
+    if lead is None:
+        return NONE
+    margin = f" ± {lead.margin:.4f}" if lead.margin is not None else ""
+    return f"{-lead.mean:+.4f}{margin}, {lead.verdict}".replace("-", "−")
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def sentence(name: str) -> str:
+    """What our run says of an optimizer, for a line of prose."""
+    found = result(name)
+    if found is None:
+        return "not run by us on a GPU yet"
+    what = f"our run: {spread(found.losses)} after {STEPS:,} steps ({counted(len(found.losses), 'seed')})"
+    if found.lead is None:
+        return what
+    words = {"ahead": "ahead of AdamW", "behind": "behind AdamW", "level": "level with AdamW", "open": "beside AdamW's one seed"}
+    what += f", {words[found.lead.verdict]} (loss {-found.lead.mean:+.4f})".replace("+-", "−").replace("(loss -", "(loss −")
+    if found.share is not None and found.least is not None and found.least < STEPS:
+        what += f"; AdamW's loss in {found.least} steps and {found.share:.0%} of its seconds"
+    return what
+
+
+def source() -> str:
+    """How much was run, where, with what."""
+    runs = pool().records
+    if not runs:
+        return "No run is committed yet."
+    new, dates = runs[-1], sorted({record["date"][:10] for record in runs})
+    versions = ", ".join(f"{n} {v}" for n, v in new["versions"].items() if n in ("python", "torch", "triton", "rlx_optim"))
+    minutes = sum(record["seconds"] for record in runs) / 60
+    return (
+        f"{len(runs)} runs, {minutes:.1f} minutes of training on one {new['device']}, {' and '.join(dates)}; {versions}; "
+        f"{new['parameters'] / 1e6:.1f} M parameters, {new['batch']:,} bytes a batch, text of SHA-256 `{new['corpus'][:12]}`."
+    )
+
+
+def marks() -> str:
+    """Whether the marks are reached."""
+    lines = []
+    for name, wanted in MARKS.items():
+        found, title = result(name), spec_class(name).title
+        if found is None or not found.asked or result("adamw") is None:
+            verdict = "not measured yet"
+        elif found.share is None:
+            verdict = "not reached by any of the shorter runs"
+        else:
+            verdict = f"{found.share:.0%} ({found.least} steps): {'reached' if found.share <= wanted else 'missed'}"
+        lines.append(f"- {title}, AdamW's loss in at most {wanted:.0%} of AdamW's seconds: **{verdict}**.")
+    return "\n".join(lines)
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------------
+def results() -> str:
+    """One line an optimizer, the best first; those that were not run at the end."""
+    rows = []
+    known = {name: result(name) for name in list_optimizers()}
+    order = sorted(known, key=lambda name: (known[name] is None, found.mean if (found := known[name]) else 0.0))
+    for name in order:
+        found, title = known[name], f"[{spec_class(name).title}](optimizers/{name}.md)"
+        spent = cost(name)
+        ends = (
+            ["–", "–", "–"]
+            if spent is None
+            else [f"{1e3 * spent.step:.1f}", f"{1e3 * spent.own:.2f}", NONE if spent.peak is None else f"{spent.peak / 1e9:.2f}"]
+        )
+        if found is None:
+            rows.append([title, *[NONE] * 7, *ends])
+            continue
+        reached = "–" if not found.asked else f"not in {STEPS}" if found.least is None else f"{found.least:,}"
+        rows.append(
+            [
+                title, f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
+                str(len(found.losses)), said(found.lead), reached, NONE if found.share is None else f"{found.share:.0%}",
+                *ends,
+            ]
+        )  # fmt: skip
+    head = [
+        "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "seeds", "less AdamW's", "steps to AdamW's loss",
+        "of AdamW's seconds", "ms a training step", "the optimizer's", "peak GB",
+    ]  # fmt: skip
+    return table(head, rows, right=(1, 2, 4, 6, 7, 8, 9, 10))
+
+
+def tried(name: str) -> list[dict[str, Any]]:
+    """The short runs that searched."""
+    return pool().of(name, plan.Search(pool(), name, STEPS).tuning, plan.TUNING_SEED)
+
+
+def rates() -> str:
+    """The loss of the short runs at each rate and decay that was tried."""
+    rows = []
+
+    def cell(record: dict[str, Any], begun: float | None) -> str:
+        decay = record["settings"].get("weight_decay")
+        end = f"{record['validation_loss']:.3f}" if "validation_loss" in record else "diverged"
+        return f"{record['settings']['lr']:g}{'' if decay == begun else f' (decay {decay:g})'}: {end}"
+
+    for name in list_optimizers():
+        begun = SETTINGS["gpt"][name].get("weight_decay")
+        cells = [cell(record, begun) for record in sorted(tried(name), key=lambda r: r["settings"]["lr"])]
+        if cells:
+            rows.append([spec_class(name).title, "–" if begun is None else f"{begun:g}", ", ".join(cells)])
+    return (
+        table(["optimizer", "decay", "learning rate: loss of the text that chooses"], rows) if rows else "None is committed yet."
+    )
+
+
+def starts() -> str:
+    """Where to begin, and what that rests on."""
+    rows = []
+    for name in list_optimizers():
+        found, own = result(name), spec_class(name).fields["lr"].default
+        if found is not None:
+            count = counted(len({r["settings"]["lr"] for r in tried(name)}), "rate")
+            lr, rests = found.settings["lr"], f"[our run](evidence.md), the best of {count}"
+        else:
+            lr, rests = start(name), "a place to begin a search: not run by us at this size"
+        rows.append(
+            [
+                f"[{spec_class(name).title}](optimizers/{name}.md)", f"{own:g}" if isinstance(own, float) else NONE,
+                f"{SETTINGS['char-gpt'][name]['lr']:g}", f"{lr:g}", rests,
+            ]
+        )  # fmt: skip
+    head = ["optimizer", "default", "width 64, best of 5", "width 512", "which rests on"]
+    return table(head, rows, right=(1, 2, 3))
+
+
+def storage() -> str:
+    """The loss with state in fewer bits and with bfloat16 weights, and how far it is from float32's at equal seeds."""
+    rows, forms = [], {**plan.FORMATS, **plan.HALVES}
+
+    def losses(name: str, more: Mapping[str, Any]) -> dict[int, float]:
+        fits = [
+            r
+            for r in pool().whose.get(name, [])
+            if more.items() <= {k: v for k, v in r["settings"].items() if k in WORDS}.items()
+        ]
+        return {r["seed"]: r["test_loss"] for r in fits if "test_loss" in r}
+
+    for name in plan.STORAGE:
+        exact, *others = (losses(name, more) for more in forms.values())
+        if exact:
+            cells = [said(leads.lead(found, exact)).replace("ahead", "lower").replace("behind", "higher") for found in others]
+            rows.append([spec_class(name).title, spread(exact), *cells])
+    used = [i for i, form in enumerate(["optimizer", *forms]) if i < 4 or any(row[i] != NONE for row in rows)]
+    head = ["optimizer", *(f"state {form}" if form in plan.FORMATS else form for form in forms)]
+    return table([head[i] for i in used], [[row[i] for i in used] for row in rows]) if rows else "No run is committed yet."
+
+
+WORDS = {"state_dtype", "weights", "rounding"}
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------------------
+def drawn() -> bool:
+    return any(result(name) for name in list_optimizers())
+
+
+def figures() -> str:
+    """The pictures, where there is something to see."""
+    if not drawn():
+        return "Nothing to draw yet."
+    told = {
+        "evidence-curves": "Training loss by step and by second, each optimizer at its best settings",
+        "evidence-rates": "Loss of the short runs against the learning rate",
+    }
+    return "\n\n".join(
+        "\n".join(f"![{words}](assets/plots/{file}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
+        for file, words in told.items()
+    )
