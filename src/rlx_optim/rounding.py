@@ -43,10 +43,11 @@ def key_of(seed: int | None, name: str) -> int:
     return random.key(seed or 0, name)[0]
 
 
-def rounded(E: Any, x: Any, kind: str, t: Any, key: int, places: Any = None) -> Any:
-    """Float32 numbers that are of a type, by chance. places: of the elements in the whole parameter; None: they count from 0."""
+def rounded(E: Any, x: Any, kind: str, t: Any, key: int, first: int = 0, places: Any = None) -> Any:
+    """Float32 numbers that are of a type, by chance. first: the place in the whole parameter of the first element, which the
+    others follow; places: of each, where they do not."""
     flat = x.reshape(-1)
-    noise = E.cast(chance(E, t, flat.shape[0], key=key, places=places), "int32")
+    noise = E.cast(chance(E, t, flat.shape[0], first, key, places), "int32")
     bits, size = flat.view(E.xp.int32), abs(flat)
     if kind == "bfloat16":
         near = ((bits + noise) & -65536).view(E.xp.float32)

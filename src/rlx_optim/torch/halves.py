@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,8 +106,8 @@ def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None
     first: int | None = 0
     if is_spread(param):
         offsets, here = _extent(param)
-        rows = len(here) == 0 or tuple(here[1:]) == tuple(param.shape[1:])
-        first = offsets[0] * param[0:1].numel() if rows and len(here) and param.numel() else 0 if rows else None
+        rows = tuple(here[1:]) == tuple(param.shape[1:])
+        first = None if not rows else offsets[0] * math.prod(here[1:]) if here else 0
     return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
 
 
@@ -123,9 +124,7 @@ def places(param: Any) -> torch.Tensor:
     offsets, here = _extent(param)
     device, found = local(param).device, torch.zeros((), dtype=torch.int64)
     for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
-        stride = int(torch.tensor(param.shape[axis + 1 :]).prod()) if axis + 1 < len(here) else 1
-        line = (torch.arange(n, dtype=torch.int64) + offset) * stride
-        found = found[..., None] + line
+        found = found[..., None] + (torch.arange(n, dtype=torch.int64) + offset) * math.prod(param.shape[axis + 1 :])
     return found.reshape(-1).to(device)
 
 
@@ -144,10 +143,8 @@ def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
     elif half.low is not None:
         part(value, p, half.low)
     else:
-        where = (
-            None if half.first == 0 else half.first + torch.arange(p.numel(), device=p.device) if half.first else seat.places()
-        )
-        p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, where))
+        places = seat.places() if half.first is None else None
+        p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places))
 
 
 def deal_out(lane: Any, seat: Any) -> None:
