@@ -70,7 +70,7 @@ def state(name: str) -> str:
     spec = kind(**given)
 
     def sizes(shape: tuple[int, ...]) -> dict[str, str]:
-        return {slot: "×".join(LETTERS[n] for n in s.shape) for slot, s in spec.slots(shape).items()}
+        return {slot: "×".join(LETTERS.get(n, str(n)) for n in s.shape) for slot, s in spec.slots(shape).items()}
 
     matrix, vector = sizes(MATRIX), sizes(VECTOR) if spec.takes(VECTOR) is None else {}
     slots = [*dict.fromkeys([*matrix, *vector, *(n for n in meaning if n not in spec.counters())])]
