@@ -121,7 +121,7 @@ def test_defaults_are_those_of_the_table():
                                   weight_lr_power=2.0),
         "schedulefreesgd": dict(lr=1.0, momentum=0.9, weight_decay=0, warmup_steps=0, r=0.0, weight_lr_power=2.0),
     }  # fmt: skip
-    common = dict(cautious=False, decay="decoupled", state_dtype="float32")
+    common = dict(cautious=False, decay="decoupled", state_dtype="float32", rounding="stochastic")
     for name in NAMES:
         given = {"lr": 0.01} if name == "sgd" else {}
         assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name], **common}
@@ -266,7 +266,7 @@ def test_new_gradient_buffers_and_new_parameter_buffers():
 def test_state_is_by_slot_name_and_read_only(engine):
     slots = {"sgd": (), "adam": ("m", "v"), "adafactor": ("row", "col"), "lion": ("m",), "mars": ("m", "prev", "v"),
              "ademamix": ("m", "slow", "v"), "adan": ("m", "d", "v", "neg"), "laprop": ("m", "v", "lr_average"), "lars": ("m",),
-             "soap": ("m", "v", "L1", "L2", "Q1", "Q2"), "kronpsgd": ("m", "q1", "q2", "counter"),
+             "soap": ("m", "v", "L1", "L2", "Q1", "Q2"), "kronpsgd": ("m", "q1", "q2", "key", "counter"),
              "sophia": ("m", "h", "estimates"), "muon": ("m",)}  # fmt: skip
     params, gradients = problem({"w": (6, 4)}, steps=1)
     for name, expected in slots.items():
@@ -291,7 +291,7 @@ def test_state_bytes():
     params, gradients = problem(shapes, steps=1)
     expected = {
         "sgd": 0, "adam": 2 * 29 * 4, "lion": 29 * 4, "adafactor": (6 + 4 + 5) * 4, "mars": 3 * 24 * 4 + 2 * 5 * 4,
-        "muon": 24 * 4 + 2 * 5 * 4, "soap": 2 * 29 * 4 + 2 * (36 + 16) * 4, "kronpsgd": 29 * 4 + (36 + 16 + 5) * 4,
+        "muon": 24 * 4 + 2 * 5 * 4, "soap": 2 * 29 * 4 + 2 * (36 + 16) * 4, "kronpsgd": 29 * 4 + (36 + 16 + 5 + 2 * 4) * 4,
     }  # fmt: skip
     for name, count in expected.items():
         assert run_one(make(name), params, gradients).state_bytes() == count, name

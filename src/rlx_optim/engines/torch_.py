@@ -19,6 +19,7 @@ from .. import linalg, storage, vocabulary
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule, signature
 from ..program import Each, Pass, Program, Values
+from ..rounding import Half
 from ..spec import Shape, Slot, Spec
 from . import padding
 
@@ -241,6 +242,28 @@ def _of_numbers(function: Rule) -> Rule:
     return bind(function, NUMBERS)
 
 
+# ---- parameters of 16 bits ----------------------------------------------------------------------------------------------------
+def joined(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """A float32 parameter of its halves: p is the upper one."""
+    whole = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+    lower, upper = whole.view(torch.int16).view(-1, 2).unbind(1)
+    lower.copy_(low.reshape(-1))
+    upper.copy_(p.reshape(-1).view(torch.int16))
+    return whole.view(p.shape)
+
+
+def part(whole: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
+    """Leave a float32 parameter in its halves."""
+    lower, upper = whole.reshape(-1).view(torch.int16).view(-1, 2).unbind(1)
+    low.copy_(lower.view(p.shape))
+    p.copy_(upper.contiguous().view(torch.bfloat16).view(p.shape))
+
+
+def whole(p: torch.Tensor, half: Half | None) -> torch.Tensor:
+    """A parameter, with its low half if it has one."""
+    return joined(p, half.low) if half is not None and half.low is not None and p.dtype is torch.bfloat16 else p
+
+
 class Torch(ArrayEngine):
     """Any torch device. One engine per device and arithmetic."""
 
@@ -324,7 +347,7 @@ class Torch(ArrayEngine):
         return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
 
     def spread(self, value: Any, shape: Shape) -> torch.Tensor:
-        value = torch.as_tensor(value, dtype=self.dtype, device=self.device)
+        value = self.sent(value, self.dtype)
         return value if tuple(value.shape) == shape else value.broadcast_to(shape)
 
     def number(self, step: Each, found: dict[int, Any]) -> None:
@@ -333,7 +356,15 @@ class Torch(ArrayEngine):
         self.numbered(step, tupled(_of_numbers(step.function)(*given), step.gives), found)
 
     def _there(self, value: Any) -> Any:
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        return self.sent(value, torch.float64)
+
+    def sent(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor or numbers of the host, on the device; the host does not wait for it."""
+        if torch.is_tensor(value) or self.device.type != "cuda":
+            return torch.as_tensor(value, dtype=dtype, device=self.device)
+        if np.ndim(value) == 0:
+            return torch.full((), float(value), dtype=dtype, device=self.device)
+        return torch.as_tensor(value, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         if how.axis is None:  # one number: in float64
@@ -343,7 +374,7 @@ class Torch(ArrayEngine):
         return array.amax(how.axis) if how.largest else array.sum(how.axis)
 
     def column(self, values: Sequence[float]) -> Any:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.sent(values, torch.float64)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:

@@ -82,10 +82,12 @@ class Matrices(Torch):
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        small = sum(bundle.plan.sizes) <= replay.MOST
-        can = small and bundle.spec.replays() and self._standing_still(bundle)
+        asks, entries = self._asks(bundle, numbers), sum(bundle.plan.sizes)
+        if asks:  # and computes with all of the state
+            entries += len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
+        can = entries <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
         can = can and not any(map(torch.is_tensor, numbers.values()))
-        return can and (not self._asks(bundle, numbers) or bundle.plan.cached("soon", Soon).quiet())
+        return can and (not asks or bundle.plan.cached("soon", Soon).quiet())
 
     @staticmethod
     def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:
@@ -94,7 +96,7 @@ class Matrices(Torch):
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
-        return max(1, replay.MOST // max(1, math.prod(shape)))
+        return max(1, replay.most(self.device) // max(1, math.prod(shape)))
 
     def _maps(self, plan: Plan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Placed]]]:
         """`_tables` of the maps of a matrix rule."""
@@ -151,9 +153,11 @@ class Matrices(Torch):
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
+        every, half = self._halved(every)
+        numbers = [*numbers, x["_tick"]] if half[1] == 1 else numbers
         plan.mapped[key] = every
         found = self._launch(
-            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
+            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"], half
         )  # fmt: skip
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:
