@@ -70,6 +70,25 @@ def coded_elsewhere(world):
     return out if world.rank == 0 else None
 
 
+@scenario(4)
+def coded_meshes(world):
+    """HSDP, cut along both dimensions, cut twice along the first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    ways = {"hsdp": [Replicate(), Shard(0)], "both": [Shard(0), Shard(1)], "twice": [Shard(0), Shard(0)]}
+    out = {}
+    for way, placements in ways.items():
+        for name, wanted in CASES[:2] if way == "hsdp" else CASES[:1]:
+
+            def place(k, t, placements=placements):
+                return distribute_tensor(t, mesh, placements if t.ndim > 1 else [Replicate()] * 2, src_data_rank=None)
+
+            out[way, name, wanted] = both(*walked(name, wanted, place))
+    return out if world.rank == 0 else None
+
+
 def coded_net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(130, 64), nn.Tanh(), nn.Linear(64, 70))

@@ -110,7 +110,7 @@ CUDA = ("cuda", "cuda-sync", "cuda-graph")
 def test_ours_are_right_on_cuda(name):
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=CUDA)
     assert report.ok, [each for each in report.results if not each.ok]
-    assert [each.status for each in report.results].count("passed") >= 2
+    assert "passed" in [each.status for each in report.results]
 
 
 @pytest.mark.gpu

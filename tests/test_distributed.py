@@ -1,7 +1,6 @@
 """Parameters spread over ranks give what one process gives. Real process groups (gloo), one set of processes a world size; see ranks.py."""
 
 import functools
-import json
 import multiprocessing
 import os
 import subprocess
@@ -17,7 +16,6 @@ from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER, coded_ranks
 
 import rlx_optim.torch as ours
 from rlx_optim.checkpoint.files import opened
-from rlx_optim.cli import main, plan
 from rlx_optim.sharing import extent, share_out, traffic
 
 WORLDS = (2, 3, 4)
@@ -305,6 +303,15 @@ def test_codes_are_spread_anew_bit_for_bit(results, case):
         assert opt.state[opt.param_groups[0]["params"][2]]["exp_avg"].dtype is torch.int8
 
 
+def test_coded_shards_on_two_dimensional_meshes(results):
+    for (way, *case), (params, state) in results[4]["coded_meshes"][0].items():
+        want, kept = coded_ranks.both(*coded_ranks.walked(*case))
+        close(params, want, 2e-3)
+        cut = [k for k in want if state[f"{k} exp_avg"].dtype != kept[f"{k} exp_avg"].dtype]
+        assert cut == (["w", "even", "side", "thin"] if way == "both" else [])  # of matrices the rows; "conv" has more dimensions
+        coded_ranks.exactly(state, kept, tuple(cut))
+
+
 def test_coded_models_and_torchs_state_dicts(results):
     for each in results[2]["coded_models"]:
         assert "'momentum_buffer_scale' of 0.weight has scales below zero in the checkpoint" in each["damaged"][0]
@@ -441,55 +448,7 @@ def test_plain_parameters_do_not_notice():
     assert opt._council is None
 
 
-# ---- rlx-optim plan ---------------------------------------------------------------------------------------------------------------
-def table():
-    """The table of docs/distributed.md."""
-    counts = (8, 64, 256, 1024)
-    lines = ["| model | optimizer | " + " | ".join(f"{n:,} ranks" for n in counts) + " |", "|---" * 6 + "|"]
-    for model in plan.MODELS:
-        for name in ("muon", "soap", "kronpsgd"):
-            rows = [plan.planned(model, name, n, 4) for n in counts]
-            cells = [f"{plan.size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
-            lines.append(f"| {model.upper()} | {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def test_the_documented_table_is_what_plan_says():
-    assert table() in (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
-
-
-def test_plan(capsys, monkeypatch):
-    assert main(["plan", "--model", "1b", "--ranks", "8,64", "--optimizer", "adamw,lamb,muon", "--json"]) == 0
-    rows = {(row["optimizer"], row["ranks"]): row for row in json.loads(capsys.readouterr().out)}
-    assert rows["adamw", 8]["sent_most"] == 0
-    assert rows["adamw", 8]["all_reduced"] == []
-    assert rows["adamw", 8]["state_most"] == 8 * 1_100_048_384 // 8
-    assert rows["lamb", 64]["all_reduced"] == [4 + 201, 16 * 201]
-    muon = rows["muon", 8]
-    hidden = muon["parameters"] - 2 * 32000 * 2048 - 45 * 2048
-    assert muon["matrices"] == 154
-    assert muon["sent_mean"] == pytest.approx(8 * hidden / 8 * 7 / 8, rel=1e-3)
-    assert muon["balance"] > 0.99
-    assert rows["muon", 64]["sent_most"] < muon["sent_most"] / 4
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", "--ranks", "8"]) == 0
-    assert "224" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "2b"], "unknown model '2b'; known are 1b, 8b, 70b"),
-        (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
-        (["--optimizer", "moun"], "did you mean 'muon'?"),
-        (["--dtype", "float8"], "unknown dtype 'float8'"),
-    ],
-)
-def test_plan_refuses(arguments, message, capsys):
-    assert main(["plan", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
+# ---- the example ------------------------------------------------------------------------------------------------------------------
 def test_the_example(tmp_path):
     """Two ranks by torchrun, on the CPU."""
     example = Path(__file__).parent.parent / "examples" / "fsdp2_muon.py"

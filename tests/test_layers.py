@@ -50,7 +50,7 @@ MAY = {
     },
     "optax": {
         "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random",
-        "checkpoint", "explain", "guard",
+        "checkpoint", "explain", "guard", "storage",
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",

@@ -231,10 +231,13 @@ def test_a_lead_without_a_spread_or_without_equal_seeds_is_not_called_one():
     assert leads.lead({0: 0.96}, SEEDS).verdict == "level"
 
 
-def test_reached():
-    assert leads.reached({400: 1.1, 600: 0.9, 1000: 0.8}, 0.9) == 600
-    assert leads.reached({400: 1.1}, 0.9) is None
-    assert leads.reached({}, 0.9) is None
+def test_reached_is_asked_of_equal_seeds():
+    runs = {400: {0: 1.1}, 600: {0: 0.99, 1: 1.02}, 750: {0: 0.9}, 800: {7: 0.1}}
+    assert leads.reached(runs, SEEDS) == 600  # 1.005 against the 1.01 of the same two
+    assert leads.reached(runs, {0: 0.95}) == 750
+    assert leads.reached({400: {0: 1.1}, 800: {7: 0.1}}, SEEDS) is None
+    assert leads.reached({}, SEEDS) is None
+    assert not leads.reaches({0: 1.0}, {})
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------

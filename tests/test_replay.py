@@ -12,6 +12,10 @@ import rlx_optim.torch as ours  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 CASES = [
+    ("AdamW", {}),
+    ("NAdamW", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("ScheduleFreeAdamW", {}),
     ("Lamb", {}),
     ("Adafactor", {}),
     ("Adafactor", {"convention": "paper", "beta1": 0.9}),

@@ -164,6 +164,23 @@ def test_sophias_curvature_is_coded_and_optax_states_are_taken_over():
     assert 0 < gap < 0.02
 
 
+def test_what_is_not_finite_stays_in_its_block():
+    tx, params = case("adamw", state_dtype="int8")
+    states = []
+    for bad in (False, True):
+        grads = {k: jnp.asarray(g) for k, g in start(100).items()}
+        grads["w"] = grads["w"].at[3, 7].set(jnp.nan) if bad else grads["w"]
+        states.append(jax.jit(tx.update)(grads, tx.init(params), params)[1].slots)
+    for name in ("m", "v"):
+        good, hurt = (np.asarray(each[f"{name}_scale"]["w"]) for each in states)
+        assert np.isnan(hurt[3, 0])
+        elsewhere = np.ones(hurt.shape, bool)
+        elsewhere[3, 0] = False
+        assert np.array_equal(good[elsewhere], hurt[elsewhere])
+        codes = [np.delete(np.asarray(each[name]["w"]).reshape(-1), np.s_[600:728]) for each in states]
+        assert np.array_equal(*codes)
+
+
 def test_refused_under_optax():
     with pytest.raises(ValueError, match="state_dtype"):
         ours.adamw(0.02, state_dtype="int4")

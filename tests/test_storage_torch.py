@@ -316,6 +316,16 @@ def capturing(device="cpu"):
             max(same),
             max(float((a.float() - b.float()).abs().max()) for a, b in zip(*ends, strict=True) if a.dtype is torch.float32),
         )
+        params = {k: torch.nn.Parameter(torch.ones(s, device=device)) for k, s in HELD.items()}
+        opt = rlx_optim.torch.AdamW(params.items(), engine="triton", state_dtype=wanted, capturable=True, nonfinite="skip")
+        for bad in (False, True):  # a step that is skipped writes no code and no scale
+            before = [t.detach().clone() for p in params.values() for t in (p, *opt.state[p].values())]
+            for p in params.values():
+                p.grad = torch.ones_like(p)
+            params["b"].grad[3, 5] = float("nan") if bad else 1.0
+            opt.step()
+        after = [t.detach() for p in params.values() for t in (p, *opt.state[p].values())]
+        found[f"{wanted} skipped"] = all(map(torch.equal, before, after)) and opt.skipped == 1
     for name in ("Lamb", "Muon"):
         params = {k: torch.nn.Parameter(torch.ones(s, device=device)) for k, s in HELD.items()}
         try:
@@ -353,6 +363,7 @@ def captured_well(found):
         share, gap = found[wanted]
         assert share < 0.02, wanted
         assert gap < 1e-6, wanted
+        assert found[f"{wanted} skipped"]
     for name in ("Lamb", "Muon"):
         assert found[name] == [f"{name}: state_dtype='int8': {rlx_optim.torch.graphs.ALONE}", True] or name == "Muon"
         assert found[name][0].endswith(rlx_optim.torch.graphs.ALONE)
@@ -367,7 +378,7 @@ def test_captured_in_the_interpreter():
 
 @pytest.mark.gpu
 def test_captured_on_the_gpu():
-    captured_well({k: list(v) for k, v in capturing("cuda").items()})
+    captured_well({k: list(v) if isinstance(v, tuple) else v for k, v in capturing("cuda").items()})
 
 
 def test_triton_in_the_interpreter():

@@ -175,7 +175,7 @@ class Words:
         return X.astype(dtype)
 
     def row_max(self, X: Any) -> Any:
-        """The largest along the last axis; NaN if there is one."""
+        """The largest magnitude along the last axis, of such; NaN if there is one."""
         return X.max(-1)
 
     def floor(self, X: Any, low: float) -> Any:

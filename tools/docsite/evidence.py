@@ -72,10 +72,10 @@ def result(name: str) -> Result | None:
     full = [r for r in pool().of(name, STEPS) if r["settings"] == settings and "test_loss" in r]
     losses = search.losses(settings, STEPS)
     beside = plan.Search(pool(), "adamw", STEPS)
-    goal, theirs = plan.goal_of(pool(), STEPS), [r for r in pool().of("adamw", STEPS) if r["settings"] == beside.winner()]
+    theirs = [r for r in pool().of("adamw", STEPS) if r["settings"] == beside.winner()]
     short = sorted({r["steps"] for r in pool().of(name) if r["settings"] == settings and search.tuning < r["steps"] < STEPS})
-    ends = {length: statistics.fmean(found.values()) for length in [*short, STEPS] if (found := search.losses(settings, length))}
-    least = None if goal is None else leads.reached(ends, goal)
+    ends = {length: found for length in [*short, STEPS] if (found := search.losses(settings, length))}
+    least = leads.reached(ends, plan.goal_of(pool(), STEPS))
     took = [r["seconds"] for r in pool().of(name, least) if r["settings"] == settings and r["seed"] != plan.TUNING_SEED]
     return Result(
         dict(settings),

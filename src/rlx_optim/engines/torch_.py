@@ -324,7 +324,7 @@ class Torch(ArrayEngine):
         return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
 
     def spread(self, value: Any, shape: Shape) -> torch.Tensor:
-        value = torch.as_tensor(value, dtype=self.dtype, device=self.device)
+        value = self.sent(value, self.dtype)
         return value if tuple(value.shape) == shape else value.broadcast_to(shape)
 
     def number(self, step: Each, found: dict[int, Any]) -> None:
@@ -333,7 +333,15 @@ class Torch(ArrayEngine):
         self.numbered(step, tupled(_of_numbers(step.function)(*given), step.gives), found)
 
     def _there(self, value: Any) -> Any:
-        return torch.as_tensor(value, dtype=torch.float64, device=self.device)
+        return self.sent(value, torch.float64)
+
+    def sent(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor or numbers of the host, on the device; the host does not wait for it."""
+        if torch.is_tensor(value) or self.device.type != "cuda":
+            return torch.as_tensor(value, dtype=dtype, device=self.device)
+        if np.ndim(value) == 0:
+            return torch.full((), float(value), dtype=dtype, device=self.device)
+        return torch.as_tensor(value, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         if how.axis is None:  # one number: in float64
@@ -343,7 +351,7 @@ class Torch(ArrayEngine):
         return array.amax(how.axis) if how.largest else array.sum(how.axis)
 
     def column(self, values: Sequence[float]) -> Any:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.sent(values, torch.float64)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:

@@ -49,6 +49,12 @@ def lead(own: Mapping[int, float], other: Mapping[int, float]) -> Lead | None:
     return Lead(statistics.fmean(differences), max(likely, found), len(shared))
 
 
-def reached(lengths: Mapping[int, float], goal: float) -> int | None:
-    """The shortest run, by its steps, that ended at or below a loss. Each had its own schedule: no longer one is cut."""
-    return min((steps for steps, loss in lengths.items() if loss <= goal), default=None)
+def reaches(own: Mapping[int, float], goal: Mapping[int, float]) -> bool:
+    """Whether losses by seed are, in the mean, at or below those of the same seeds. False where none is shared."""
+    shared = own.keys() & goal.keys()
+    return bool(shared) and statistics.fmean(own[s] for s in shared) <= statistics.fmean(goal[s] for s in shared)
+
+
+def reached(lengths: Mapping[int, Mapping[int, float]], goal: Mapping[int, float]) -> int | None:
+    """The shortest runs, by their steps, that reach a loss. Each had its own schedule: no longer one is cut."""
+    return min((steps for steps, losses in lengths.items() if reaches(losses, goal)), default=None)

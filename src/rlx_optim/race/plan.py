@@ -23,7 +23,7 @@ import numpy as np
 
 from ..named import spec_class
 from . import Model, Run, Settings
-from .leads import reached
+from .leads import reached, reaches
 from .rates import settings_of
 from .running import Entry, Trial
 
@@ -242,24 +242,23 @@ class Search:
     def lengths(self) -> Iterator[Job]:
         """Ever shorter runs, while they end at or below AdamW's loss after a full one; a longer one where the first does not."""
         goal = goal_of(self.pool, self.steps)
-        if goal is None or self.optimizer == "adamw":
+        if not goal or self.optimizer == "adamw":
             return
         for share in SHORTER:
             if (job := self.length(share)) is None:
                 return
             yield job
-            if (record := self.pool.has(job)) is None:
+            if self.pool.has(job) is None:
                 return
-            if record.get("test_loss", float("inf")) > goal:
+            if not reaches({0: self.losses(job.settings, job.steps).get(0, float("inf"))}, goal):
                 if share == SHORTER[0] and (job := self.length(LONGER)):
                     yield job
                 return
 
     def again(self) -> Iterator[Job]:
         """The shortest run that reached it, with other seeds."""
-        goal, done = goal_of(self.pool, self.steps), self.done(self.lengths())
-        ends = {record["steps"]: record["test_loss"] for record in done if "test_loss" in record}
-        least = None if goal is None else reached(ends, goal)
+        ends = {r["steps"]: {0: r["test_loss"]} for r in self.done(self.lengths()) if "test_loss" in r}
+        least = reached(ends, goal_of(self.pool, self.steps))
         if least is not None:
             yield from (job for seed in (1, 2) if (job := self.length(least / self.steps, seed)))
 
@@ -278,11 +277,10 @@ class Search:
                     yield Job(self.optimizer, plain({**settings, **more}), max(1, self.steps // 2), seed)
 
 
-def goal_of(pool: Pool, steps: int) -> float | None:
-    """AdamW's loss after a full run, the mean over its seeds."""
+def goal_of(pool: Pool, steps: int) -> dict[int, float]:
+    """AdamW's loss after a full run, by seed."""
     search = Search(pool, "adamw", steps)
-    found = search.losses(search.winner(), steps)
-    return mean(list(found.values())) if found else None
+    return search.losses(search.winner(), steps)
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------

@@ -174,7 +174,8 @@ class Triton(Matrices):
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
             self.number(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
-        if len(late) >= replay.LAUNCHES and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
+        short = len(late) > 1 or sum(plan.sizes) <= replay.SHORT
+        if short and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
             replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
             return replayed(
                 plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),

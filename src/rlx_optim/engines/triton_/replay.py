@@ -3,7 +3,7 @@
 `Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches, where the step around it cannot be
 recorded. The graph's input and output stay allocated, four bytes an entry, which is why large ones are not kept.
 
-`Passes`: the passes of a rule that measures its tensors, or the whole step of matrices. Where the arrays are and what the
+`Passes`: the passes of a rule, or the whole step of matrices. Where the arrays are and what the
 numbers are stands in tables on the device, so a step sends what has changed of them and replays. The graphs of a lane, which
 run one after the other, share their scratch.
 """
@@ -26,7 +26,7 @@ from . import products
 SHARE = 256  # bytes of the device's memory for an entry of what is recorded: its scratch, some ten bytes each, stays
 SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as much out
 PAGES = 8  # sets of numbers that may be under way to the device at once
-LAUNCHES = 2  # from so many on
+SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 _thread = threading.local()
 

@@ -1,0 +1,56 @@
+"""rlx-optim plan: what steps on ranks send, and the documented table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlx_optim.cli import main, plan
+
+
+def table():
+    """The table of docs/distributed.md."""
+    counts = (8, 64, 256, 1024)
+    lines = ["| model | optimizer | " + " | ".join(f"{n:,} ranks" for n in counts) + " |", "|---" * 6 + "|"]
+    for model in plan.MODELS:
+        for name in ("muon", "soap", "kronpsgd"):
+            rows = [plan.planned(model, name, n, 4) for n in counts]
+            cells = [f"{plan.size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
+            lines.append(f"| {model.upper()} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_documented_table_is_what_plan_says():
+    assert table() in (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+
+
+def test_plan(capsys, monkeypatch):
+    assert main(["plan", "--model", "1b", "--ranks", "8,64", "--optimizer", "adamw,lamb,muon", "--json"]) == 0
+    rows = {(row["optimizer"], row["ranks"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["adamw", 8]["sent_most"] == 0
+    assert rows["adamw", 8]["all_reduced"] == []
+    assert rows["adamw", 8]["state_most"] == 8 * 1_100_048_384 // 8
+    assert rows["lamb", 64]["all_reduced"] == [4 + 201, 16 * 201]
+    muon = rows["muon", 8]
+    hidden = muon["parameters"] - 2 * 32000 * 2048 - 45 * 2048
+    assert muon["matrices"] == 154
+    assert muon["sent_mean"] == pytest.approx(8 * hidden / 8 * 7 / 8, rel=1e-3)
+    assert muon["balance"] > 0.99
+    assert rows["muon", 64]["sent_most"] < muon["sent_most"] / 4
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["plan", "--ranks", "8"]) == 0
+    assert "224" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "2b"], "unknown model '2b'; known are 1b, 8b, 70b"),
+        (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
+        (["--optimizer", "moun"], "did you mean 'muon'?"),
+        (["--dtype", "float8"], "unknown dtype 'float8'"),
+    ],
+)
+def test_plan_refuses(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
