@@ -410,6 +410,41 @@ def resumed(world):
     return out if world.rank == 0 else None
 
 
+ROUNDED = [
+    (name, how, kept)
+    for name, kept in (("AdamW", "float32"), ("AdamW", "int8"), ("AdamW", "bfloat16"), ("Lamb", "float32"), ("Muon", "float32"))
+    for how in ("stochastic", "exact")
+]
+
+
+def rounded(world):
+    """bfloat16 parameters, two steps, a checkpoint (torch's, and a file of our own), and two more steps from either."""
+    place, out = plain if world is None else world.place, {}
+    for name, how, kept in ROUNDED:
+        shapes, settings = SHAPES if kept == "float32" else {"large": (64, 96)}, {"rounding": how, "state_dtype": kept}
+        params = parameters(place, shapes, torch.bfloat16)
+        opt = make(name, params, **settings)
+        train(opt, params, 0, 2, place)
+        if world is not None:
+            before = wholes(params)
+            path = opt.save(world.folder / f"rounded.{name}.{how}.{kept}.safetensors")
+            for way in ("loaded", "file"):
+                again = {k: nn.Parameter(place(k, before[k].clone())) for k in before}
+                other = make(name, again, **settings)
+                if way == "file":
+                    other.load(path)
+                else:
+                    other.load_state_dict(opt.state_dict())
+                train(other, again, 2, 4, place)
+                out[name, how, kept, way] = wholes(again), state_of(other)
+        train(opt, params, 2, 4, place)
+        out[name, how, kept, "end"] = wholes(params), state_of(opt)
+    return out
+
+
+scenario(2)(rounded)
+
+
 @scenario(2)
 def model_state_dicts(world):
     """torch's helpers for models: whole state dicts on rank 0 and back, flat ones, with a matrix rule."""

@@ -121,7 +121,7 @@ def test_defaults_are_those_of_the_table():
                                   weight_lr_power=2.0),
         "schedulefreesgd": dict(lr=1.0, momentum=0.9, weight_decay=0, warmup_steps=0, r=0.0, weight_lr_power=2.0),
     }  # fmt: skip
-    common = dict(cautious=False, decay="decoupled", state_dtype="float32")
+    common = dict(cautious=False, decay="decoupled", state_dtype="float32", rounding="stochastic")
     for name in NAMES:
         given = {"lr": 0.01} if name == "sgd" else {}
         assert rlx_optim.create(name, **given).hyperparameters() == {**given, **table[name], **common}

@@ -103,6 +103,29 @@ def test_sharded_equals_one_process(results, size, name):
     close(state, kept, 10 * tolerance(name))
 
 
+@pytest.mark.parametrize(("name", "how", "kept"), ranks.ROUNDED)
+def test_parameters_of_16_bits_are_rounded_as_in_one_process(results, single_rounded, name, how, kept):
+    """An element's noise is of its place in the whole tensor; its low half lies beside it; and both are resumed."""
+    given = results[2]["rounded"][0]
+    params, state = given[name, how, kept, "end"]
+    want, its = single_rounded[name, how, kept, "end"]
+    near = tolerance(name)  # sums of ranks may differ in the last place, and then a number may be rounded the other way
+    close(params, want, 2**-7 if near else 0)
+    assert sum(int((params[k] != want[k]).sum()) for k in want) <= (3 if near else 0)
+    assert ("0 low" in state) == (how == "exact")
+    if not near:
+        close(state, its, 0)
+    for way in ("loaded", "file"):
+        again, its = given[name, how, kept, way]
+        close(again, params, 0)
+        close(its, state, 0)
+
+
+@pytest.fixture(scope="module")
+def single_rounded():
+    return ranks.rounded(None)
+
+
 def test_averages_of_shards(results):
     """Schedule-Free's point of evaluation is that of one process, and training does not notice that it was taken."""
     before, average, after, end, resumed, refused = results[2]["averaged"][0]

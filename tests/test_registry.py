@@ -185,7 +185,7 @@ def test_classes_signatures_and_documentation(mix):
         "(learning_rate: 'optax.ScalarOrSchedule', b1: 'jax.typing.ArrayLike' = 0.9, b2: 'jax.typing.ArrayLike' = 0.999, *, "
         "beta3: 'optax.ScalarOrSchedule' = 0.9999, alpha: 'optax.ScalarOrSchedule' = 5.0,"
     )
-    assert list(inspect.signature(optax.slowmix).parameters)[-4:] == ["mask", "cautious", "decay", "state_dtype"]
+    assert list(inspect.signature(optax.slowmix).parameters)[-5:] == ["mask", "cautious", "decay", "state_dtype", "rounding"]
     for each in (rlx_optim.SlowMix, torch.SlowMix, optax.slowmix):
         assert each.__doc__.startswith("SlowMix: AdamW's step")
         assert each.__name__.lower() == "slowmix"

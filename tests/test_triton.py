@@ -290,6 +290,10 @@ def built():
         p = torch.nn.Parameter(torch.ones(64, 65))
         p.grad = torch.ones_like(p)
         front.AdamW([p], engine="triton", state_dtype=wanted).step()
+        for how in ("stochastic", "exact"):
+            half = torch.nn.Parameter(p.detach().bfloat16())
+            half.grad = torch.ones_like(half)
+            (front.AdamW if wanted == "int8" else front.Adafactor)([half], engine="triton", rounding=how).step()
     from rlx_optim.engines.triton_ import precise, products
 
     for side in (1024, 136):

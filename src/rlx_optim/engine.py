@@ -22,6 +22,7 @@ import numpy as np
 from . import linalg, random, stats, storage, vocabulary
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
+from .rounding import Half
 from .spec import Shape, Slot, Spec
 
 Array = Any
@@ -73,6 +74,8 @@ class Bundle:
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
     asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
+    halves: of each tensor how it is rounded, where parameters of 16 bits are, and not to nearest; an engine that is given them as
+    they are does it.
     """
 
     spec: Spec
@@ -89,12 +92,13 @@ class Bundle:
     plan: Any = None
     runner: Callable[[Mapping[str, Any], float], Any] | None = None
     asked: bool = False
+    halves: Sequence[Half | None] = ()
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
 
     def ticks(self) -> list[int]:
-        """The step of each tensor, where its state may be coded."""
+        """The step of each tensor, where chance may round."""
         now: Any = self.numbers.get("_tick", 0)
         return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
 

@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-from . import modifiers, storage
+from . import modifiers, rounding, storage
 
 Shape = tuple[int, ...]
 
@@ -307,6 +307,10 @@ MODIFIERS: dict[str, Field] = {
         fixed=True,
         meaning="what large tensors' moments are kept in (docs/memory.md).",
     ),
+    "rounding": dataclasses.replace(
+        choice(*rounding.ROUNDINGS, fixed=False),
+        meaning="how bfloat16 and float16 parameters take a step (docs/half.md); float32 and float64 have no use for it.",
+    ),
 }
 
 
@@ -321,6 +325,7 @@ class Spec(abc.ABC):
     cautious: bool
     decay: str
     state_dtype: Any
+    rounding: str
     lr: Any
     #: the name of its classes in the front ends; the class's own unless said
     title: ClassVar[str] = "Spec"

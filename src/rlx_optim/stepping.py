@@ -14,6 +14,7 @@ import numpy as np
 
 from .engine import Bundle, Engine, Mixing
 from .program import Program, trace
+from .rounding import Half
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
 from .storage import Coded
@@ -22,7 +23,21 @@ from .storage import Coded
 class Record:
     """What is kept for one parameter."""
 
-    __slots__ = ("counters", "estimating", "group", "name", "part", "shape", "size", "slots", "state", "stepped", "t")
+    __slots__ = (
+        "counters",
+        "estimating",
+        "group",
+        "half",
+        "kind",
+        "name",
+        "part",
+        "shape",
+        "size",
+        "slots",
+        "state",
+        "stepped",
+        "t",
+    )
 
     def __init__(self, name: str, shape: Shape, group: int):
         self.name, self.shape, self.group = name, shape, group
@@ -32,6 +47,8 @@ class Record:
         self.counters: dict[str, float] = {}
         self.slots: dict[str, Slot] = {}
         self.state: dict[str, Any] = {}
+        self.half: Half | None = None  # of 16 bits, and not rounded to nearest
+        self.kind = ""  # its type of 16 bits, where engines step such apart from others
         self.part: Part | None = None  # this tensor alone
         self.estimating: Bundle | None = None  # what takes estimates of its curvature
 
@@ -106,9 +123,10 @@ def bundle_up(
 
 def _slots(spec: Spec, record: Record) -> Any:
     """What is kept of a tensor, and in what; where all must be stepped together, in whatever."""
-    if spec.state_dtype == "float32" or (not spec.matrix and trace(spec, record.slots).gathers is not None):
+    plain = spec.state_dtype == "float32" and not record.kind
+    if plain or (not spec.matrix and trace(spec, record.slots).gathers is not None):
         return tuple(record.slots)
-    return tuple((name, slot.storage) for name, slot in record.slots.items())
+    return ("" if spec.matrix else record.kind, *((name, slot.storage) for name, slot in record.slots.items()))
 
 
 def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]) -> None:
@@ -134,6 +152,7 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any, asked: bool
     if program is not None:
         program.check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
     bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members], asked=asked)
+    bundle.halves = [r.half for r in records] if any(r.half for r in records) else ()
     return Part(bundle, records, list(cohorts.values()))
 
 
@@ -155,11 +174,15 @@ def run_part(
     first = cohorts[0][0]
     spec = bundle.spec = specs[first.group]
     now = scalars(first, spec, numbers)
+    if bundle.halves:
+        now = {**now, "_tick": first.t + 1}
     if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
         part.tell(bundle.runner(now, scale))
         part.counted = count(cohorts[0], now)
         return
-    each = (now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]])
+    each = [now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]]]
+    if bundle.halves:
+        each = [{**now, "_tick": cohort[0].t + 1} for now, cohort in zip(each, cohorts, strict=True)]
     bundle.t = first.t + 1
     counts = run_bundle(bundle, engine, now if len(each) == 1 else _columns(part, each), scale, p=params, g=grads)
     part.tell(counts)

@@ -243,8 +243,10 @@ def rounded(E: Any, x: Any, t: Any, first: int) -> Any:
     return E.xp.where(x == x, there, x)
 
 
-def chance(E: Any, t: Any, n: int, first: int = 0) -> Any:
-    """16 random bits for each of n places from the first on, at step t: a hash of both."""
+def chance(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = None) -> Any:
+    """16 random bits for each of n places from the first on, at step t: a hash of both, and of a key. places: where they do not
+    follow one another."""
     mask = E.word(0xFFFFFFFF)
-    z = (((E.counter(n) + E.word(first)) * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask)
+    places = E.counter(n) + E.word(first) if places is None else places
+    z = ((places * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask) ^ E.word(key)
     return (((z ^ (z >> 15)) * E.word(0x2C1B3C6D)) & mask) >> 16

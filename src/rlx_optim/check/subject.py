@@ -26,11 +26,11 @@ NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
 #: keywords that say how a step is computed, not what it gives
 NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_scaling")
-#: keywords that need something other than numbers, or a schedule, or say what becomes of a bad gradient
+#: keywords that need something other than numbers of float32, or a schedule, or say what becomes of a bad gradient
 UNASKED = (
     *NEUTRAL, "nonfinite", "skip_above", "process_group", "otherwise",
     "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
-    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs",
+    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs", "rounding",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation
 

@@ -18,6 +18,7 @@ from ..guard import checked, refusal
 from ..optimizer import NONFINITE
 from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
+from ..rounding import LOW
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
 from .format import CODES, CheckpointError, Tensor, tensor
 from .reader import whole
@@ -108,8 +109,9 @@ class Parameter:
         return {name: exact(each) if name in plain else each for name, each in slots.items()}
 
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
-        """The tensors of slots in the file, by name: shape and type."""
-        return {
+        """The tensors of slots in the file, by name: shape and type; and the low half of a bfloat16 parameter, if it is there."""
+        low = {LOW: ((*self.shape, 2), "uint8")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
+        return low | {
             name + end: (self.stored(part(each, end)), dtype)
             for name, each in slots.items()
             for end, dtype in storage.PARTS[each[0].storage].items()

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..pieces import described
 from ..registry import spec_class
+from ..rounding import LOW
 from ..routing import sized
 from ..spec import Spec
 from ..storage import HALF, POSITIVE, SIGNED
@@ -60,7 +61,10 @@ def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     for name, p in snapshot.parameters.items():
         counters = [f"{k}={v:g}" for k, v in p.counters.items()]
         kept = {slot: each[0].storage for slot, each in p.kept(p.used(snapshot.spec(p))).items()}
-        state = ", ".join([*(f"{slot} in {FORMAT[kind]}" if kind else slot for slot, kind in kept.items()), *counters]) or "–"
+        low = [LOW] if LOW in p.tensors else []
+        state = (
+            ", ".join([*(f"{slot} in {FORMAT[kind]}" if kind else slot for slot, kind in kept.items()), *low, *counters]) or "–"
+        )
         size = sum(each.nbytes for each in p.tensors.values())
         shape = sized(p.shape) + (f" as {_pieces(p)}" if p.split else "")
         table.append((name, title(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
@@ -124,7 +128,8 @@ def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     def one(slot: str) -> Tensor:
         return dataclasses.replace(p.tensors[slot], dtype=np.dtype(np.float32), read=lambda: p.values(slots, slot))
 
-    return {slot: one(slot) if each[0].storage else p.tensors[slot] for slot, each in slots.items()}
+    low = {LOW: p.tensors[LOW]} if LOW in p.tensors else {}
+    return low | {slot: one(slot) if each[0].storage else p.tensors[slot] for slot, each in slots.items()}
 
 
 def _distance(one: Tensor, other: Tensor) -> str | None:

@@ -2,17 +2,18 @@
 
     rlx-optim memory --shapes gpt2-124m --optimizer soap
     rlx-optim memory --shapes shapes.json --optimizer all
-    rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8
+    rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8 --set rounding=exact
 
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
-the compiled engines allocate: float32 buffers, or what state_dtype says. Counters are a few numbers on the host (torch keeps them
-as 4-byte tensors).
+the compiled engines allocate: float32 buffers, or what state_dtype says; with rounding=exact also the low halves that bfloat16
+parameters have. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ import typer
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
 from ..registry import aliases
+from ..rounding import EXACT, LOW
 from ..storage import bytes_of
 from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
@@ -50,6 +52,9 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
             row = found.setdefault((rule, slot), SlotBytes(rule, slot))
             row.tensors += 1
             row.bytes += bytes_of(buffer, ITEM)
+        if member._specs()[record.group].rounding == EXACT:  # of bfloat16 parameters
+            row = found.setdefault((rule, LOW), SlotBytes(rule, LOW))
+            row.tensors, row.bytes = row.tensors + 1, row.bytes + 2 * math.prod(shape)
     return list(found.values())
 
 

@@ -19,6 +19,7 @@ from .. import linalg, storage, vocabulary
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule, signature
 from ..program import Each, Pass, Program, Values
+from ..rounding import Half
 from ..spec import Shape, Slot, Spec
 from . import padding
 
@@ -239,6 +240,28 @@ NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power
 @functools.cache
 def _of_numbers(function: Rule) -> Rule:
     return bind(function, NUMBERS)
+
+
+# ---- parameters of 16 bits ----------------------------------------------------------------------------------------------------
+def joined(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """A float32 parameter of its halves: p is the upper one."""
+    whole = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+    lower, upper = whole.view(torch.int16).view(-1, 2).unbind(1)
+    lower.copy_(low.reshape(-1))
+    upper.copy_(p.reshape(-1).view(torch.int16))
+    return whole.view(p.shape)
+
+
+def part(whole: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
+    """Leave a float32 parameter in its halves."""
+    lower, upper = whole.reshape(-1).view(torch.int16).view(-1, 2).unbind(1)
+    low.copy_(lower.view(p.shape))
+    p.copy_(upper.contiguous().view(torch.bfloat16).view(p.shape))
+
+
+def whole(p: torch.Tensor, half: Half | None) -> torch.Tensor:
+    """A parameter, with its low half if it has one."""
+    return joined(p, half.low) if half is not None and half.low is not None and p.dtype is torch.bfloat16 else p
 
 
 class Torch(ArrayEngine):

@@ -27,6 +27,7 @@ def sgd(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adam(
@@ -41,6 +42,7 @@ def adam(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adamw(
@@ -55,6 +57,7 @@ def adamw(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def nadamw(
@@ -70,6 +73,7 @@ def nadamw(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def radam(
@@ -85,6 +89,7 @@ def radam(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def qhadamw(
@@ -100,6 +105,7 @@ def qhadamw(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def stableadamw(
@@ -115,6 +121,7 @@ def stableadamw(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def ademamix(
@@ -132,6 +139,7 @@ def ademamix(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adan(
@@ -148,6 +156,7 @@ def adan(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adopt(
@@ -163,6 +172,7 @@ def adopt(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def laprop(
@@ -177,6 +187,7 @@ def laprop(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lamb(
@@ -192,6 +203,7 @@ def lamb(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lars(
@@ -207,6 +219,7 @@ def lars(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def adafactor(
@@ -223,6 +236,7 @@ def adafactor(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def lion(
@@ -235,6 +249,7 @@ def lion(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def soap(
@@ -256,6 +271,7 @@ def soap(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def kron_psgd(
@@ -279,6 +295,7 @@ def kron_psgd(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def muon(
@@ -298,6 +315,7 @@ def muon(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def sophia(
@@ -315,6 +333,7 @@ def sophia(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def mars(
@@ -334,6 +353,7 @@ def mars(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def prodigy(
@@ -354,6 +374,7 @@ def prodigy(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def normuon(
@@ -373,6 +394,7 @@ def normuon(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def scion(
@@ -395,6 +417,7 @@ def scion(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreeadamw(
@@ -411,6 +434,7 @@ def schedulefreeadamw(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...
 
 def schedulefreesgd(
@@ -425,4 +449,5 @@ def schedulefreesgd(
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
     state_dtype: Literal["float32", "bfloat16", "int8"] | Mapping[str, str] = 'float32',
+    rounding: Literal['stochastic', 'nearest', 'exact'] = 'stochastic',
 ) -> optax.GradientTransformationExtraArgs: ...

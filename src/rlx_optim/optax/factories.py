@@ -105,10 +105,11 @@ def put_over(kind: type[Spec], values: Mapping[str, Any], given: Mapping[str, An
     return {name: fields.get(name, value) for name, value in values.items()}
 
 
-def _other(kind: type[Spec], choice: Any, what: str) -> Member | None:
+def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Member | None:
+    """beside: further settings of the default one."""
     rule, default = kind.name, kind.otherwise_default
     if choice == "default" and default is not None:
-        choice = create_named(default.name, **default.settings)
+        choice = create_named(default.name, **default.settings, **beside)
     match choice:
         case None:
             return None
@@ -133,7 +134,8 @@ def _other(kind: type[Spec], choice: Any, what: str) -> Member | None:
 
 def _build(kind: type[Spec], given: dict[str, Any]) -> Transform:
     own = Member(kind, _values(kind, given))
-    other, route = _other(kind, given.get("otherwise"), "otherwise"), given.get("route")
+    other = _other(kind, given.get("otherwise"), "otherwise", rounding=own.values["rounding"])
+    route = given.get("route")
     if isinstance(route, Mapping):
         route = {k: v if isinstance(v, (str, bool)) else _other(kind, v, f"route[{k!r}]") for k, v in route.items()}
     return Transform(own, other, given.get("mask"), route, given.get("stacked"))

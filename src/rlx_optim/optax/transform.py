@@ -19,6 +19,7 @@ from ..admission import listed
 from ..engine import Several
 from ..engines.jax_ import engine_in, traceable
 from ..program import Program, Values, trace
+from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
@@ -144,8 +145,14 @@ class Transform:
     def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> Place:
         shape = tuple(leaf.shape)
         choice, why = self.router.decide(self.choice, name, shape[axes:], leaf)
-        if leaf.dtype == jnp.float64 and choice.rule.steady.state_dtype != "float32":
-            raise choice.rule.steady.refuse(
+        steady = choice.rule.steady
+        if steady.rounding == EXACT and str(leaf.dtype) in LARGEST:
+            raise ValueError(
+                f"{self.owner}: rounding='exact' is not done under optax, where {name!r} of {leaf.dtype} is moved by adding in "
+                "its own type; use rounding='stochastic', or float32 parameters"
+            )
+        if leaf.dtype == jnp.float64 and steady.state_dtype != "float32":
+            raise steady.refuse(
                 f'{name!r} is float64, and so is its state; route it to a rule with state_dtype="float32", or make it float32'
             )
         return Place(name, choice.rule, why, 0 if choice is self.router.otherwise else axes, shape, decays)
@@ -220,7 +227,7 @@ class Transform:
             with exact_products(member.kind):
                 x = step(spec, leaves, dtype, numbers, state.count + 1)
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
-                updates[i] = -back.pop("change").astype(ps[i].dtype)
+                updates[i] = added(ps[i], back.pop("change"), places[i], state.count + 1)
                 back = encoded(places[i], back, state.count + 1)
                 for name in back.keys() & set(self.names):
                     slots[name][i] = back.pop(name)
@@ -327,6 +334,16 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
     committed: Values = traceable(type(spec).commit)(spec, E, x)
     return committed
+
+
+def added(p: Any, change: Any, place: Place, t: Any) -> Any:
+    """What is to be added to a leaf, in its own type, for a change that is to be taken from it. Stochastic rounding is done here:
+    p plus this is the number that it came to, as long as their difference can be said in that type."""
+    kind = str(p.dtype)
+    if place.member.steady.rounding == NEAREST or kind not in LARGEST:
+        return -change.astype(p.dtype)
+    wide, key = p.astype(jnp.float32), key_of(place.member.steady.values().get("seed"), place.name)
+    return (rounded(engine_in(jnp.float32), wide - change, kind, t, key) - wide).astype(p.dtype)
 
 
 def gathers(place: Place) -> bool:

@@ -63,7 +63,8 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
         given = dict(explain.bound(kind.title, signature, (self, *args), kwargs).arguments)
         self, params = given.pop("self"), given.pop("params")
         if kind.otherwise_default is not None and "otherwise" not in given:
-            given["otherwise"] = create_named(kind.otherwise_default.name, **kind.otherwise_default.settings)
+            settings = {**kind.otherwise_default.settings, **{k: given[k] for k in given.keys() & {"rounding"}}}
+            given["otherwise"] = create_named(kind.otherwise_default.name, **settings)
         hyperparameters = {**kind.torch.defaults, **{field: given.pop(field) for field in kind.fields if field in given}}
         super(its, self).__init__(params, hyperparameters, **given)
 

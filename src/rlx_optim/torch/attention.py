@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .evaluating import is_spread, local
+from .halves import is_spread, local
 
 
 @torch.no_grad()

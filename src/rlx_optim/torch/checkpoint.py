@@ -18,9 +18,11 @@ from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
 from ..pieces import Split, number, part, shapes_of
 from ..registry import spec_class
+from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
 from ..storage import PARTS, Words
+from . import halves
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
@@ -139,7 +141,7 @@ def _parameter(
     counters = spec.counters()
     p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, number(split), piece, why, parts=parts)
     slots = p.slots(spec) if home is None else home.kept(p.slots(spec), split)
-    if set(state) - {"step", "batch", *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
+    if set(state) - {"step", "batch", LOW, *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
         slots, counters = possible(spec, p)
     p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
     arrays = p.arrays(slots)
@@ -150,6 +152,10 @@ def _parameter(
             whole = None if home is None else functools.partial(home.get, state[key], there)
             stored, dtype = arrays[slot + end]
             p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
+    if halves.keeps_low(spec, param):
+        low = state[LOW]
+        together = low.full_tensor if halves.is_spread(low) else None
+        p.tensors[LOW] = wrapped(low, (*shape, 2), f"{LOW!r} of {name!r}", "uint8", together)
     return p
 
 
@@ -337,8 +343,9 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
         fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
+    halves.furnish(state, spec, param)
     others, counters = possible(earlier, p)
-    ours = {"step", "batch", *part_names(earlier, others), *counters}
+    ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
 
 
@@ -352,6 +359,8 @@ def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: An
     """Take over a file's state. there, here: its settings, and with what state is kept in here."""
     slots, mine = p.kept(p.used(there)), p.used(here)
     mine = mine if home is None else home.kept(mine, p.way)
+    if LOW in state and LOW in p.tensors:
+        halves.put(state[LOW], torch.from_numpy(p.tensors[LOW].read()))
     names = names_of(there, slots)
     for name, slot in slots.items():
         kind, wanted = slot[0].storage, mine[name][0].storage

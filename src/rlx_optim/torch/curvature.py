@@ -11,7 +11,8 @@ import torch
 from .. import random
 from ..routing import bare
 from ..stepping import observe
-from .evaluating import is_spread, named
+from .evaluating import named
+from .halves import is_spread
 from .optimizer import RuleOptimizer
 
 

@@ -16,6 +16,7 @@ except ImportError:
 
 from ..pieces import Split
 from ..spec import TRAINED, Spec
+from .halves import local
 from .names import outside
 from .state import piece_shape
 
@@ -34,16 +35,6 @@ def eager(function: F) -> F:
         return disabled(*args, **kwargs) if compiled else function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-def is_spread(param: Any) -> bool:
-    """A DTensor; told without importing what defines it."""
-    return hasattr(param, "placements")
-
-
-def local(tensor: Any) -> Any:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from ..checkpoint.format import CheckpointError, saying
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..pieces import WHOLE, inner_shape
 from ..registry import OURS, known, spec_class
+from ..rounding import EXACT, LOW
 from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
@@ -169,6 +170,8 @@ def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, 
         if torch.is_tensor(value):
             p.dtype = "float32" if dtype else str(value.dtype).removeprefix("torch.")
             p.tensors[slot + end] = wrapped(value, shape, f"{slot + end} of {name!r}", dtype)
+    if torch.is_tensor(low := state.get(LOW)) and spec.rounding == EXACT:
+        p.dtype, p.tensors[LOW] = "bfloat16", wrapped(low, (*p.shape, 2), f"{LOW!r} of {name!r}", "uint8")
     return p
 
 
@@ -219,10 +222,14 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
     return {"state": states, "param_groups": groups}
 
 
+#: how things are kept, of which others know nothing: codes are decoded, low halves of parameters dropped
+KEPT = ("state_dtype", "rounding")
+
+
 def _group(rule: str, values: Values) -> dict[str, Any]:
     kind, given = spec_class(rule), {k: v for k, v in values.hyperparameters.items() if k not in MODIFIERS}
     for name, field in MODIFIERS.items():
-        if name != "state_dtype" and values.hyperparameters.get(name, field.default) != field.default:
+        if name not in KEPT and values.hyperparameters.get(name, field.default) != field.default:
             raise CheckpointError(f"{name}={values.hyperparameters[name]!r}, which others' {kind.title} does not have")
     if rule == "soap":
         return {**given, "shampoo_beta": -1 if given["shampoo_beta"] is None else given["shampoo_beta"], **AUTHORS_SOAP}

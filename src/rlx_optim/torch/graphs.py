@@ -78,6 +78,9 @@ class GraphLane(TritonLane):
         self.indices: dict[Any, torch.Tensor] = {}
         self.version = 0
 
+    def tick(self, seat: Seat) -> torch.Tensor:
+        return self.counts[self.seats.index(seat)].long() + 1  # it is counted later
+
     def versions(self) -> int:
         """What others write to the counts is read by the next step anyway."""
         return 0
@@ -166,6 +169,7 @@ class GraphLane(TritonLane):
             before = {name: values[index] for name, (index, values) in mine.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
             now = {**before, **spec.numbers(t, before, lambda method: bind_all(method, NUMBERS), decided(part))}
+            now |= {"_tick": t} if part.bundle.halves else {}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
             every.append(now)
         if len(groups) == 1:

@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import pieces
 from ..engine import Engine
 from ..pieces import WHOLE, Split
+from ..rounding import Half
 from ..spec import Spec
 from ..stepping import Part, Record, bundle_up, run_part
+from . import halves
 from .headers import described
 
 ARITHMETIC = {
@@ -35,12 +37,15 @@ ARITHMETIC = {
 class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
-    __slots__ = ("columns", "counters", "decided", "fresh", "held", "param", "places", "records", "shape", "split", "state")
+    __slots__ = (
+        "columns", "counters", "decided", "fresh", "half", "held", "memory", "param", "records", "shape", "split", "state",
+    )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.state, self.split = param, param.shape, state, split
         self.columns = pieces.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
+        self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
         self.hold()
@@ -50,17 +55,22 @@ class Seat:
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
         self.held = tuple(self.state.values())
-        self.places = list(map(described, self.held))
+        self.memory = list(map(described, self.held))
 
     def holds(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
         """Whether what it holds is still the optimizer's state, in the same memory."""
         now = states.get(self.param) or {}
         same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
-        return same and list(map(described, self.held)) == self.places
+        return same and list(map(described, self.held)) == self.memory
+
+    def places(self) -> torch.Tensor:
+        """The index in the whole parameter of each element that is here."""
+        return halves.places(self.param)
 
 
 #: types of tensors as NumPy has them
 KINDS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int8: "|i1", torch.uint8: "|u1"}
+KINDS |= {torch.float16: "<f2", torch.int16: "<i2"}
 
 
 class Memory:
@@ -114,6 +124,7 @@ class Addresses:
         self.params, self.grads = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.param_types: tuple[torch.dtype, ...] = ()
         self.grad_types: tuple[torch.dtype, ...] = ()
+        self.halves: list[str] = []  # of each: the type of 16 bits that parameter and gradient are, where the cpu engine takes it
         self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
         self.pool: Any = None  # where an engine's graphs of these arrays have their memory
 
@@ -122,6 +133,8 @@ class Lane(abc.ABC):
     """Seats that share an engine."""
 
     spread = ""  # in words: how parameters that are spread over ranks are stepped
+    rounds = False  # whether its engine takes parameters of 16 bits as they are, and rounds them as they want it
+    separates = False  # whether it steps such apart from others
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
@@ -181,6 +194,10 @@ class Lane(abc.ABC):
             if now != before:
                 before[:] = shared.numpy()[:] = now
 
+    def tick(self, seat: Seat) -> Any:
+        """Which step a seat has just taken."""
+        return max(record.t for record in seat.records)  # those of no size here do not count
+
     @staticmethod
     def pieces(tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
         """What the records are, of a tensor that is packed."""
@@ -223,7 +240,10 @@ class TorchLane(Lane):
         back = []
         for seat, grad in zip(seats, grads, strict=True):
             whole = seat.param.detach()
-            if seat.split != WHOLE and (seat.columns or not whole.is_contiguous()):
+            if seat.half is not None:
+                whole = packed(halves.opened(seat, self.dtype), seat)
+                back.append((seat, whole))
+            elif seat.split != WHOLE and (seat.columns or not whole.is_contiguous()):
                 whole = packed(whole, seat).contiguous()
                 back.append((seat, whole))
             params += self.pieces(whole, seat)
@@ -232,7 +252,7 @@ class TorchLane(Lane):
             index = part.bundle.index
             run_part(part, self.engine, specs, self.numbers, [params[i] for i in index], [pieces[i] for i in index], scale)
         for seat, whole in back:
-            seat.param.detach().copy_(unpacked(whole, seat))
+            halves.closed(seat, unpacked(whole, seat), self.tick(seat))
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -262,6 +282,10 @@ class AddressLane(Lane):
     def as_is(self, tensor: torch.Tensor) -> bool:
         """Whether the engine can use this memory as it is."""
 
+    @abc.abstractmethod
+    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+        """Of which of these seats parameter and gradient can be used as they are, though they are of 16 bits."""
+
     def by_address(self, part: Part) -> bool:
         """Whether addresses are all that the engine needs for this part."""
         return not part.bundle.spec.matrix
@@ -282,12 +306,14 @@ class AddressLane(Lane):
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
         params, back = [], []
-        self.scratched = False
+        self.scratched, direct = False, self.direct(seats, grads)
         for i, seat in enumerate(seats):
             param: torch.Tensor = seat.param
-            if seat.columns or not self.as_is(param):
-                whole = packed(param.detach(), seat).resolve_neg()
-                scratch = whole.to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+            if i in direct:
+                params.append(param)
+                continue
+            if seat.columns or not self.as_is(param) or seat.half is not None:
+                scratch = packed(halves.opened(seat, self.dtype), seat)
                 back.append((seat, scratch))
                 param, self.scratched = scratch, True
             params.append(param)
@@ -297,7 +323,7 @@ class AddressLane(Lane):
         self.tell(seats, params, grads)
         self.launch(seats, params, grads, specs, scale)
         for seat, scratch in back:
-            seat.param.detach().copy_(unpacked(scratch, seat))  # torch counts this version itself
+            halves.closed(seat, unpacked(scratch, seat), self.tick(seat))  # torch counts this version itself
 
     def launch(
         self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
@@ -329,6 +355,8 @@ class AddressLane(Lane):
 
 class CpuLane(AddressLane):
     engine: Any
+    rounds = separates = True
+    _alike: tuple[Any, list[list[int]]] = (), []  # of these parts and seats: places of those that one compiled pass steps
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -340,12 +368,44 @@ class CpuLane(AddressLane):
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
+    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+        """All of a part, or none of it."""
+        found: set[int] = set()
+        for places in self.alike(seats):
+            if all(self.plain(seats[i].param, grads[i]) for i in places):
+                found.update(places)
+        taken = [(record.kind, i in found) for i, seat in enumerate(seats) for record in seat.records] if found else []
+        self.watch.halves = [kind if direct else "" for kind, direct in taken]
+        return found
+
+    @staticmethod
+    def plain(param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether both are of one type, and can be used as they are."""
+        return grad.dtype is param.dtype and all(t.is_contiguous() and not t.is_neg() for t in (param, grad))
+
+    def alike(self, seats: list[Seat]) -> list[list[int]]:
+        """Places of seats of 16 bits, part by part, where passes are compiled and each part has all of its parameters."""
+        if self._alike[0] is not self.parts:
+            where = {record: i for i, seat in enumerate(seats) for record in seat.records}
+            found = []
+            for part, known in zip(self.parts, self.told(), strict=True):
+                places = sorted({where[record] for record in part.records})
+                mine = {record for record in part.records if record.kind}
+                own = known and all(record in mine for i in places for record in seats[i].records if record.size)
+                rounded = all(seats[i].half is None or record.half is not None for i in places for record in seats[i].records)
+                if mine and own and rounded and not any(seats[i].columns for i in places):
+                    found.append(places)
+            self._alike = self.parts, found
+        return self._alike[1]
+
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
         return [array_of(p) for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
 
 
 class TritonLane(AddressLane):
     engine: Any
+    rounds = True
+    _swept: tuple[list[Part], set[Record]] = [], set()  # of these parts: what the engine steps by address, matrices too
 
     def by_address(self, part: Part) -> bool:
         return not part.bundle.spec.matrix and self.engine.sweeps(part.bundle)
@@ -356,6 +416,20 @@ class TritonLane(AddressLane):
 
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.is_contiguous() and not tensor.is_neg()
+
+    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+        """Which gradients those of others can be is no matter."""
+        if self._swept[0] is not self.parts:
+            swept = [part for part in self.parts if self.engine.sweeps(part.bundle)]
+            self._swept = self.parts, {record for part in swept for record in part.records}
+        return {
+            i
+            for i, (seat, grad) in enumerate(zip(seats, grads, strict=True))
+            if seat.half is not None
+            and all(record.half is not None and record in self._swept[1] for record in seat.records if record.size)
+            and self.as_is(seat.param)
+            and self.as_is(grad)
+        }
 
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
         return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]

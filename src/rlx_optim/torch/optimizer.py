@@ -225,7 +225,7 @@ class RuleOptimizer(Stepper):
         spec = self._spec_of(added)
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
-            self._check_param(name, param, added["state_dtype"])
+            self._check_param(name, param, added)
         if (homes := self._all_homes(added["params"], spec)) is not None:
             homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
         for name, param in entries:

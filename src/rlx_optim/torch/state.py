@@ -17,6 +17,7 @@ from .. import random, storage
 from ..pieces import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
 from ..routing import bare
 from ..spec import KEY, Shape, Slot, Spec
+from . import halves
 from .lanes import ARITHMETIC
 from .names import in_numbers, outside
 
@@ -114,6 +115,7 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split
             state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
+    halves.furnish(state, spec, param)
 
 
 def settle(state: dict[str, Any], spec: Spec) -> None:
@@ -194,6 +196,7 @@ def taken_over(
     given = dict(saved)
     given.pop("batch", None)
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
+    state |= halves.taken_over(owner, spec, param, given, name)
     if split != WHOLE:
         state["batch"] = split
     begins = "started" in spec.counters()  # and has no buffers before

@@ -24,11 +24,13 @@ from ..spec import Spec
 from ..stats import Row, Stats, summed_up
 from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
+from . import halves
 from .again import Again
 from .clip import Clip, clip_of, grad_norm, release, scaled, waits
 from .engines import choose
-from .evaluating import Evaluating, eager, is_spread, named
+from .evaluating import Evaluating, eager, named
 from .graphs import GraphLane, not_finite, refusal
+from .halves import is_spread
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane, packed
 from .names import in_dtype
@@ -132,10 +134,12 @@ class Stepper(Evaluating):
         """Where a parameter of a group finds its settings in `_views`."""
         return group + len(self.param_groups) * DTYPES.index(dtype) if self._by_dtype() else group
 
-    def _check_param(self, name: str | None, param: torch.Tensor, state_dtype: Any) -> None:
+    def _check_param(self, name: str | None, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
-        if state_dtype != "float32" and param.dtype is torch.float64:
+        if group["state_dtype"] != "float32" and param.dtype is torch.float64:
             raise ValueError(f'{what} is float64, and so is its state; give it a group of its own with state_dtype="float32"')
+        if problem := halves.refusal(group["rounding"], param):
+            raise ValueError(f"{what} {problem}")
         if param.device.type == "meta":
             raise ValueError(
                 f"{what} is on the meta device; materialise the model (model.to_empty(device=…)) before the optimizer"
@@ -492,7 +496,7 @@ class Stepper(Evaluating):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
-                self._check_param(name, param, group["state_dtype"])
+                self._check_param(name, param, group)
                 dtype, split, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, split)
@@ -509,13 +513,15 @@ class Stepper(Evaluating):
                         )
                     from .sharded import lanes as sharded
 
-                    sharded.add(lanes, key, make, (engine, why), spec, param, bare(name), place, self.state[param], home)
+                    lane = sharded.add(lanes, key, make, (engine, why), spec, param, bare(name), place, self.state[param], home)
+                    self._round(lane, spec, bare(name))
                     continue
                 if key not in lanes:
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
                 lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
+                self._round(lanes[key], spec, bare(name))
         check_together(list(gathering.values()))
         self._again, self._gathering = None, bool(gathering)
         for lane in lanes.values():
@@ -528,6 +534,17 @@ class Stepper(Evaluating):
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
         times = collections.Counter(self._layout)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
+
+    def _round(self, lane: Lane, spec: Spec, name: str) -> None:
+        """Tell the last seat of a lane how its parameter is rounded. name: by which chance is keyed."""
+        seat = lane.seats[-1]
+        low = halves.checked(self._owner, seat.state, spec, seat.param, name)
+        seat.half = halves.half_of(spec, seat.param, name, low)
+        if lane.separates:
+            for record in seat.records:
+                record.kind = halves.KINDS.get(seat.param.dtype, "")
+        if lane.rounds:
+            halves.deal_out(lane, seat)
 
     def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]

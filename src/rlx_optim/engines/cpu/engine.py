@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ... import linalg, threads
+from ... import linalg, storage, threads
 from ...engine import ArrayEngine, Bundle, counted, without
 from ...language import REDUCTIONS, Reduction, Rule, signature
 from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
+from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
-from ...storage import EXACT
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
@@ -43,7 +43,7 @@ class Kernel:
         stored = [how for how in layout.gives if not isinstance(how, Reduction)]
         self.moved = self.elements * (len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored))
         columns = len(layout.over_columns)
-        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed) + len(layout.scaled)
+        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed) + len(layout.scaled) + layout.lows
         self.addresses = np.zeros((len(shapes), width), np.int64)
         self.numbers = np.ones((len(shapes), layout.takes.count("number") + layout.beside))
         self.partial = np.zeros((len(self.chunks), len(layout.over_tensors)))
@@ -142,10 +142,12 @@ class Prepared:
                 held[plan.buffer[n]] = j
         reduced = {n: (result, how) for result, n, how in step.reduces}
         gives: list[Any] = [reduced[n][1] if n in reduced else held.get(places[n], "store") for n in step.gives]
-        coded = tuple(plan.storages.get(plan.buffer.get(n, ""), EXACT) for n in step.takes)
+        coded = tuple(plan.storages.get(plan.buffer.get(n, ""), storage.EXACT) for n in step.takes)
+        p = program.inputs.get("p")
         layout = Layout(
-            tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision, coded if any(coded) else ()
-        )
+            tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision, coded if any(coded) else (),
+            plan.half, step.takes.index(p) if plan.half and p in step.takes else -1, plan.rounding if plan.half else NEAREST,
+        )  # fmt: skip
         self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes])
         self.sources = [plan.addresses[plan.buffer.get(n, n)] for n in step.takes if n in program.drops]
         self.columns: list[list[np.ndarray]] = []
@@ -158,8 +160,14 @@ class Prepared:
             if n in reduced and reduced[n][1].axis == -2:
                 self.columns.append(plan.scratch[place])
         self.sources += [plan.addresses[f"{plan.buffer[step.takes[j]]}_scale"] for j in layout.scaled]
+        if layout.lows:
+            self.sources.append(plan.addresses["p low"])
         self.ticks = layout.beside > 1
-        self.first = numbered(plan.bundle.firsts) if self.ticks else None
+        self.own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
+        if self.ticks:
+            halves = [half for half in plan.bundle.halves if half is not None] if layout.by_chance else []
+            first = numbered(plan.bundle.firsts) if storage.HALF in layout.coded else 0.0
+            self.own = [first, *(numbered(each) for each in zip(*((half.key, half.first) for half in halves), strict=True))]
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
@@ -172,7 +180,7 @@ class Prepared:
             self.kernel.addresses[:, slot] = addresses
 
     def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu) -> None:
-        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick, self.first] if self.ticks else [])])
+        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else []), *self.own])
         self.kernel.run()
         if self.columns:
             self.kernel.fold_columns(self.columns)
@@ -191,6 +199,7 @@ class Plan:
         assert bundle.program is not None
         program = self.program = bundle.program
         self.bundle, self.engine, self.shapes = bundle, engine, bundle.shapes
+        self.half, self.rounding = half_of(bundle), bundle.halves[0].rounding if bundle.halves and bundle.halves[0] else NEAREST
         self.scratch: dict[int, list[np.ndarray]] = {}
         self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
         self.storages = {name: kind for name, (kind,) in bundle.storages.items()}
@@ -198,6 +207,8 @@ class Plan:
             own = {name: arrays} if name not in self.storages else {name + end: part for end, part in coded_parts(arrays).items()}
             for part, each in own.items():
                 self.addresses[part] = np.array([address(a) for a in each] if name in bundle.slots else [0] * len(self.shapes))
+        if self.half and self.rounding == EXACT:
+            self.addresses["p low"] = np.array([address(half.low) for half in bundle.halves if half is not None])
         self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
         self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
         self.version = -1  # of the watch whose addresses these are
@@ -237,12 +248,14 @@ class Plan:
     def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         watch = self.bundle.watch
         if watch is None or watch.version != self.version:
+            if self.half != half_of(self.bundle):  # this one is compiled for others
+                return self.engine.planned(self.bundle).run(numbers, scale)
             self.refresh()
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
-            if self.only.first is not None:
-                values += numbers["_tick"], self.only.first
+            if self.only.ticks:
+                values += [numbers["_tick"], *self.only.own]
             kernel = self.only.kernel
             if kernel.row is not None:
                 kernel.row[:] = values
@@ -262,6 +275,13 @@ class Plan:
             for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
                 buffer[()] = value
         return {name: found[n] for name, n in self.program.given.items()}
+
+
+def half_of(bundle: Bundle) -> str:
+    """The type of 16 bits that a bundle's parameters and gradients have, all of them; "" where they are as they are stored."""
+    halves = getattr(bundle.watch, "halves", ())
+    found: str = halves[bundle.index[0]] if halves else ""
+    return found
 
 
 def numbered(values: Sequence[int]) -> Any:
@@ -311,10 +331,14 @@ class Cpu(ArrayEngine):
             with threads.blas():
                 return super().run(bundle, move)
         if bundle.plan is None:
-            plan = bundle.plan = Plan(bundle, self)
-            bundle.runner = plan.run
+            self.planned(bundle)
         told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
         return told
+
+    def planned(self, bundle: Bundle) -> Plan:
+        plan = bundle.plan = Plan(bundle, self)
+        bundle.runner = plan.run
+        return plan
 
     def values(self, bundle: Bundle) -> Values:
         """With the kernels of a matrix bundle's maps, made once."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from ... import vocabulary
 from ...language import Reduction, Rule, checked
+from ...rounding import EXACT, NEAREST, STOCHASTIC
 from ...storage import BLOCK, HALF, PARTS, POSITIVE, SIGNED, TINY, TOP
 from .cache import kept
 
@@ -41,6 +42,8 @@ class Layout:
     one element at a time.
     element, arithmetic: "float32" or "float64", of the buffers and of the computation.
     coded: per argument what it is kept in (`storage`), "" as it is; no row, column or reduction of such goes with that.
+    half: "bfloat16" or "float16" where the parameter and the gradient are that. parameter: which argument it is, if any.
+    rounding: how it is rounded (`rounding`).
     """
 
     takes: tuple[str, ...]
@@ -48,6 +51,9 @@ class Layout:
     element: str = "float32"
     arithmetic: str = "float32"
     coded: tuple[str, ...] = ()
+    half: str = ""
+    parameter: int = -1
+    rounding: str = NEAREST
 
     @property
     def by_row(self) -> bool:
@@ -61,8 +67,18 @@ class Layout:
 
     @property
     def beside(self) -> int:
-        """How many numbers stand behind the rule's own: the scale of gradients; where chance rounds, step and first place."""
-        return 3 if HALF in self.coded else 1
+        """How many numbers stand behind the rule's own: the scale of gradients; where chance rounds, the step and the first place
+        of the state; where it rounds the parameter, its key and its first place."""
+        return 5 if self.by_chance else 3 if HALF in self.coded else 1
+
+    @property
+    def by_chance(self) -> bool:
+        return bool(self.half) and self.parameter in self.gives and self.rounding == STOCHASTIC
+
+    @property
+    def lows(self) -> bool:
+        """Whether the parameter has a low half."""
+        return bool(self.half) and self.parameter >= 0 and self.rounding == EXACT
 
     @property
     def reductions(self) -> list[tuple[int, Reduction]]:
@@ -105,6 +121,9 @@ def _kept(into: str, value: str, how: Reduction) -> str:
 #: what `native` has for slots in fewer bits
 CODED = {"int8_at", "uint8_at", "uint16_at", "room", "chance", "spun", "onward", "larger", "magnitude", "sqrt"}
 CODED |= {f"{way}_{kind}" for way in ("from", "to") for kind in ("signed", "positive", "half")}
+#: and for parameters and gradients of 16 bits
+HALVED = {"uint16_at", "chance", "spun", "onward", "crossed", "half_at", "of_halves", "from_half", "from_float16"}
+HALVED |= {f"{way}_{kind}" for way in ("to", "near") for kind in ("bfloat16", "float16")}
 #: how a slot in fewer bits is read and written: the type of its codes, its bytes, and two functions of `native`
 CODES = {
     SIGNED: ("int8", 1, "from_signed", "to_signed"),
@@ -137,6 +156,25 @@ def _coded(layout: Layout, j: int, codes: str, scale: str, start: str, n: str) -
     return before, f"_F({read}(_a{j}[_i], _z{j}))", *(([], []) if k is None else (inner, after))
 
 
+def _halved(layout: Layout, j: int, place: str, low: str, start: str, n: str) -> tuple[list[str], str, list[str]]:
+    """Of a parameter or a gradient of 16 bits: what is fetched before the loop, how a coordinate is read, what is written of it.
+    place, low: the addresses of it and of its low half."""
+    k = next((k for k, place in enumerate(layout.gives) if place == j), None)
+    before = [f"_a{j} = carray(uint16_at({place} + 2 * ({start})), {n})"]
+    read = f"_F({'from_half' if layout.half == 'bfloat16' else 'from_float16'}(_a{j}[_i], float32(0)))"
+    if layout.takes[j] == "scaled":
+        return before, f"{read} * _scale", []
+    if layout.lows:
+        before.append(f"_l{j} = carray(uint16_at({low} + 2 * ({start})), {n})")
+        inner = [f"_w{j} = float32(_y{k})", f"_a{j}[_i] = half_at(_w{j}, int32(16))", f"_l{j}[_i] = half_at(_w{j}, int32(0))"]
+        read = f"_F(of_halves(_a{j}[_i], _l{j}[_i]))"
+    elif layout.by_chance:
+        inner = [f"_a{j}[_i] = to_{layout.half}(float32(_y{k}), chance(_v, _word))"]
+    else:
+        inner = [f"_a{j}[_i] = near_{layout.half}(float32(_y{k}), int32(0))"]
+    return before, read, [] if k is None else inner
+
+
 def source(rule: Rule, layout: Layout) -> str:
     """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names
     that it makes up begin with an underscore, which those of a rule never do."""
@@ -144,9 +182,11 @@ def source(rule: Rule, layout: Layout) -> str:
     arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
     numbers = [j for j, kind in enumerate(layout.takes) if kind == "number"]
     placed, by_row = layout.placed, layout.by_row
-    width, size = len(arrays) + len(placed) + len(layout.scaled), 4 if layout.element == "float32" else 8
+    width = len(arrays) + len(placed) + len(layout.scaled) + layout.lows
+    size = 4 if layout.element == "float32" else 8
     words = {word for word in vocabulary.RULE if word in rule.__code__.co_names} | {"maximum"}
     words |= CODED if any(layout.coded) else set()
+    words |= HALVED if layout.half else set()
 
     def where(slot: int, offset: str, n: str | None) -> str:
         pointer = f"{layout.element}_at(_address_of[{width} * _t + {slot}] + {size} * ({offset}))"
@@ -165,6 +205,10 @@ def source(rule: Rule, layout: Layout) -> str:
             codes, scales = (f"_address_of[{width} * _t + {place}]" for place in (slot, scale))
             before, loads[j], inside, behind = _coded(layout, j, codes, scales, start, n)
             setup, coded, after = setup + before, coded + inside, after + behind
+        elif layout.half and (kind == "scaled" or j == layout.parameter):
+            own, low = (f"_address_of[{width} * _t + {place}]" for place in (slot, width - 1))
+            before, loads[j], inside = _halved(layout, j, own, low, start, n)
+            setup, coded = setup + before, coded + inside
         elif kind in ("row", "matrix"):
             setup.append(f"_a{j} = _F({where(slot, ROWWISE[kind], None)})")
         else:
@@ -195,8 +239,13 @@ def source(rule: Rule, layout: Layout) -> str:
     lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
     if layout.beside > 1:
         lines.append(f"_tick = spun(int64(_number[{len(numbers) + 1}]), {0x85EBCA77})")
-        setup.append(f"_u = spun(int64(_number[{len(numbers) + 2}]) + {start}, {0x9E3779B1})")
-        inner.append(f"_u = onward(_u, int32({0x9E3779B1 - 2**32}))")
+    begins = {"_u": f"int64(_number[{len(numbers) + 2}])"} if HALF in layout.coded else {}
+    if layout.by_chance:
+        lines.append(f"_word = crossed(_tick, spun(int64(_number[{len(numbers) + 3}]), 1))")
+        begins["_v"] = f"int64(_number[{len(numbers) + 4}])"
+    for each, begin in begins.items():  # the place of a coordinate, of the state and of the parameter
+        setup.append(f"{each} = spun({begin} + {start}, {0x9E3779B1})")
+        inner.append(f"{each} = onward({each}, int32({0x9E3779B1 - 2**32}))")
     lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
     for i, (k, how) in enumerate(layout.over_columns):
         lines.append(f"_c{k} = carray(float64_at(_scratch + 8 * (_chunk[5] + {i} * _columns)), _columns)")

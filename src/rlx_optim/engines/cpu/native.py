@@ -140,6 +140,76 @@ def from_half(b, code, scale):
     return b.bitcast(b.shl(b.zext(code, _word32), _i(16)), _real)
 
 
+def _half_of(b, x, there, largest, infinity, quiet):
+    """A number of 16 bits of its size, where x is finite; else an infinity or NaN. With the sign of x."""
+    size = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    there = b.select(b.icmp_signed("<", there, _i(largest)), there, _i(largest))
+    odd = b.select(b.icmp_signed(">", size, _i(0x7F800000)), _i(quiet), _i(infinity))
+    there = b.select(b.icmp_signed("<", size, _i(0x7F800000)), there, odd)
+    return b.trunc(b.or_(there, b.and_(b.lshr(_bits(b, x), _i(16)), _i(0x8000))), ir.IntType(16))
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def to_bfloat16(b, x, noise):
+    """`rounding.rounded`, as the two below."""
+    size = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    return _half_of(b, x, b.lshr(b.add(size, noise), _i(16)), 0x7F7F, 0x7F80, 0x7FC0)
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def to_float16(b, x, noise):
+    size = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    tiny = b.icmp_signed("<", size, _i(0x38800000))
+    units = b.fptosi(b.fmul(b.select(tiny, _size(b, x), _f(0.0)), _f(2.0**40)), _word32)
+    small = b.lshr(b.add(units, noise), _i(16))
+    usual = b.sub(b.lshr(b.add(size, b.lshr(noise, _i(3))), _i(13)), _i(0x1C000))
+    return _half_of(b, x, b.select(tiny, small, usual), 0x7BFF, 0x7C00, 0x7E00)
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def near_bfloat16(b, x, nothing):
+    """The nearest, ties to even; infinity beyond."""
+    size = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, _i(16)), _i(1))
+    return _half_of(b, x, b.lshr(b.add(b.add(size, _i(0x7FFF)), odd), _i(16)), 0x7F80, 0x7F80, 0x7FC0)
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def near_float16(b, x, nothing):
+    size = b.and_(_bits(b, x), _i(0x7FFFFFFF))
+    tiny = b.icmp_signed("<", size, _i(0x38800000))
+    units = b.fmul(b.select(tiny, _size(b, x), _f(0.0)), _f(2.0**24))
+    small = b.sub(_bits(b, b.fadd(units, _f(12582912.0))), _i(0x4B400000))
+    odd = b.and_(b.lshr(size, _i(13)), _i(1))
+    usual = b.sub(b.lshr(b.add(b.add(size, _i(0xFFF)), odd), _i(13)), _i(0x1C000))
+    return _half_of(b, x, b.select(tiny, small, usual), 0x7C00, 0x7C00, 0x7E00)
+
+
+@_of_two(types.float32, types.uint16, types.float32)
+def from_float16(b, code, nothing):
+    bits = b.zext(code, _word32)
+    size = b.shl(b.and_(bits, _i(0x7FFF)), _i(13))
+    usual = _bits(b, b.fmul(b.bitcast(size, _real), _f(2.0**112)))
+    found = b.select(b.icmp_signed("<", size, _i(0x0F800000)), usual, b.or_(size, _i(0x7F800000)))
+    return b.bitcast(b.or_(found, b.shl(b.and_(bits, _i(0x8000)), _i(16))), _real)
+
+
+@_of_two(types.int32, types.int32, types.int32)
+def crossed(b, word, key):
+    return b.xor(word, key)
+
+
+@_of_two(types.uint16, types.float32, types.int32)
+def half_at(b, x, shift):
+    """16 bits of a float32, from so many up."""
+    return b.trunc(b.lshr(_bits(b, x), shift), ir.IntType(16))
+
+
+@_of_two(types.float32, types.uint16, types.uint16)
+def of_halves(b, upper, low):
+    return b.bitcast(b.or_(b.shl(b.zext(upper, _word32), _i(16)), b.zext(low, _word32)), _real)
+
+
 @_of_two(types.int32, types.int64, types.int64)
 def spun(b, count, factor):
     """A product modulo 2^32: what `chance` is given, of the place and of the step."""

@@ -43,7 +43,7 @@ from .tables import Placed, Plan, Sender, Table
 from .words import TYPES, bound
 
 CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
-SCALE = -1  # among the numbers of a program, by number
+SCALE, TICK = -1, -2  # among the numbers of a program, by number: the scale of gradients, the step
 
 
 class Ready(NamedTuple):
@@ -56,7 +56,8 @@ class Ready(NamedTuple):
     stored: dict[int, Placed]
     results: dict[int, int]
     tiled: bool
-    codes: tuple[int, ...] = ()  # how each array is kept, where one is kept in fewer bits; their scales come last
+    half: tuple[int, int, int]  # the parameter, how it is rounded, and its low half, which comes last
+    codes: tuple[int, ...] = ()  # how each array is kept, where one is kept in fewer bits; their scales come behind them
     scales: tuple[int, ...] = ()  # which array has its scales
 
 
@@ -117,6 +118,8 @@ class Triton(Matrices):
             plan.version = watch.version
             for name in ("p", "g"):
                 arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
+        if bundle.halves and "p" in arrays:
+            plan.round(arrays["p"])
         return arrays
 
     def values(self, bundle: Any, numbers: Mapping[str, Any] | None = None) -> Values:
@@ -133,7 +136,8 @@ class Triton(Matrices):
                 arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
             elif slot is None or not slot.drop:
                 scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
-                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, moves=slot is None)
+                halves = bundle.halves if name == "p" and where.low is not None else ()
+                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, halves)
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
@@ -174,6 +178,8 @@ class Triton(Matrices):
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
             self.number(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
+        if "_tick" in bundle.numbers:
+            numbers[TICK] = found[TICK] = bundle.numbers["_tick"]
         short = len(late) > 1 or sum(plan.sizes) <= replay.SHORT
         if short and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
             replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
@@ -219,7 +225,7 @@ class Triton(Matrices):
         if ready.codes:
             return self._strips(plan, position, step, ready, numbers, found, scale, flag)
         launch = self._tiles if ready.tiled else self._sweep
-        launch(plan, position, step, ready.arrays, ready.reads, numbers, ready.stores, ready.results, found, scale, flag)
+        launch(plan, position, step, ready, numbers, found, scale, flag)
 
     def _ready(self, plan: Plan, step: Pass, where: Any, found: dict[int, Any]) -> Ready:
         arrays = [found[n] for n in step.takes if isinstance(found[n], Placed)]
@@ -238,33 +244,42 @@ class Triton(Matrices):
             stored[n] = target
         lines = any(how.axis is not None for _, _, how in step.reduces)
         tiled = len({array.drop for array in arrays}) > 1 or (not step.domain and lines)
-        if not any(array.storage for array in arrays):
-            return Ready(arrays, reads, numbers, tuple(stores), stored, results, tiled)
         scaled = [array for array in arrays if array.scale is not None]
-        codes = tuple([CODES[array.storage] for array in arrays]) + (PLAIN,) * len(scaled)
-        places = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * len(scaled)
-        arrays = [*arrays, *[array.scale for array in scaled]]
-        return Ready(arrays, reads, [*numbers, plan.tick], tuple(stores), stored, results, False, codes, places)
+        every, half = self._halved([*arrays, *[array.scale for array in scaled]])
+        if not any(array.storage for array in arrays):
+            numbers = [*numbers, TICK] if half[1] == 1 else numbers
+            return Ready(every, reads, numbers, tuple(stores), stored, results, tiled, half)
+        more = len(every) - len(arrays)
+        codes = tuple([CODES[array.storage] for array in arrays]) + (PLAIN,) * more
+        places = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * more
+        return Ready(every, reads, [*numbers, TICK], tuple(stores), stored, results, False, half, codes, places)
+
+    @staticmethod
+    def _halved(arrays: list[Placed]) -> tuple[list[Placed], tuple[int, int, int]]:
+        """The arrays of a launch with the low half of its parameter behind them, and `HALF` of the kernels."""
+        p = next((j for j, array in enumerate(arrays) if array.rounding), -1)
+        if p < 0:
+            return arrays, (-1, 0, 0)
+        low = arrays[p].low
+        return arrays if low is None else [*arrays, low], (p, arrays[p].rounding, len(arrays))
 
     def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
         """(result, over what, squared, largest) of each reduction."""
         scope = {None: TENSOR, -1: ROWS, -2: COLUMNS}
         return tuple([(results[n], scope[how.axis] if lines else TENSOR, how.squared, how.largest) for _, n, how in step.reduces])
 
-    def _sweep(
-        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, results: Any, found: Any,
-        scale: Any, flag: Any,
-    ) -> None:  # fmt: skip
-        sums = self._sums(step, results, lines=False)
+    def _sweep(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
+        sums = self._sums(step, ready.results, lines=False)
         kinds = [how for _, _, how in step.reduces]
         given = self._launch(
-            plan, key, step.rule, arrays, reads, numbers, step.domain, stores, sums, kinds, len(step.gives), scale, flag
-        )
+            plan, key, step.rule, ready.arrays, ready.reads, numbers, step.domain, ready.stores, sums, kinds, len(step.gives),
+            scale, flag, ready.half,
+        )  # fmt: skip
         found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
 
     def _launch(
         self, plan: Plan, key: Any, rule: Rule, arrays: Any, reads: int, numbers: Any, drop: Any, stores: Any, sums: Any,
-        kinds: Any, results: int, scale: Any, flag: Any,
+        kinds: Any, results: int, scale: Any, flag: Any, half: tuple[int, int, int],
     ) -> list[torch.Tensor]:  # fmt: skip
         """Sweep, and fold the sums that the pass leaves: one number per tensor each, or one for all."""
         n = len(plan.shapes)
@@ -279,9 +294,10 @@ class Triton(Matrices):
             blocks = plan.blocks(drop, indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((blocks.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
+            keys = plan.keys(self.sender, indices) if half[1] == 1 else address
             kernels.sweep[(blocks.n,)](
-                address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, partial, told, address.shape[1],
-                bound(rule), tuple([TYPES[t] for t in kind]), len(numbers), gradient, reads, stores, sums, results == 1,
+                address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, keys, partial, told, address.shape[1],
+                bound(rule), tuple([TYPES[t] for t in kind]), len(numbers), gradient, half, reads, stores, sums, results == 1,
                 aligned and even, flag is not None, table is None, TYPES[self.dtype], BLOCK, num_warps=4,
             )  # fmt: skip
             if sums:
@@ -302,12 +318,13 @@ class Triton(Matrices):
             rows = plan.strips(indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
+            keys = plan.keys(self.sender, indices) if ready.half[1] == 1 else address
             kernels.strips[(rows.n,)](
-                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, partial,
-                address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
-                ready.codes, ready.scales, len(numbers), gradient, ready.reads, ready.stores, sums, len(step.gives) == 1,
-                aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS, storage.BLOCK, storage.TINY,
-                num_warps=WARPS if any(ready.scales) else FREE,
+                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, keys,
+                partial, address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
+                ready.codes, ready.scales, len(numbers), gradient, ready.half, ready.reads, ready.stores, sums,
+                len(step.gives) == 1, aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS,
+                storage.BLOCK, storage.TINY, num_warps=WARPS if any(ready.scales) else FREE,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
@@ -319,13 +336,10 @@ class Triton(Matrices):
             return row
         return self.rooted(row.max() if how.largest else row.sum(), how, sum(lengths))
 
-    def _tiles(
-        self, plan: Plan, key: Any, step: Pass, arrays: Any, reads: int, numbers: Any, stores: Any, results: Any, found: Any,
-        scale: Any, flag: Any,
-    ) -> None:  # fmt: skip
-        n = len(plan.shapes)
+    def _tiles(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
+        n, arrays = len(plan.shapes), ready.arrays
         this = self._pass(plan, key, arrays, n)
-        sums = self._sums(step, results, lines=True)
+        sums = self._sums(step, ready.results, lines=True)
         whole = [(result, how) for result, _, how in step.reduces if how.axis is None]
         table, shared = self._numbers(plan, key, [*numbers, scale], n)
         gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
@@ -346,12 +360,13 @@ class Triton(Matrices):
                 result: torch.empty(grid.lengths[0 if how.axis == -1 else 1], dtype=self.dtype, device=self.device)
                 for result, (_, how) in strips.items()
             }
+            keys = plan.keys(self.sender, indices) if ready.half[1] == 1 else address
             kernels.tiles[(grid.n,)](
                 address, bases, grid.height, grid.width, grid.tensor, grid.down, grid.across, grid.row_first, grid.column_first,
-                mine, shared, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
-                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, reads,
-                stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None, table is None,
-                TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4,
+                mine, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
+                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, ready.half,
+                ready.reads, ready.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
+                table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4,
             )  # fmt: skip
             if whole:
                 self._fold(plan, partial, grid.first, plan.sizes, [how for _, how in whole], indices, made)

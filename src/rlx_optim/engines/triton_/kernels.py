@@ -77,16 +77,24 @@ def numbers_of(NUMBERS, SHARED, t, NUMS: tl.constexpr, ALIKE: tl.constexpr, F: t
 
 @triton.jit
 def one_block(
-    where, s, scale, live, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, GRADIENT: tl.constexpr,
-    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr,
+    where, s, scale, live, place, word, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr,
+    GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
+    SINGLE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Load, apply the rule, store; sums go to `out`."""
     x = ()
     for j in tl.static_range(READS):
         if MASKED:
-            value = tl.load(where[j], mask=live, other=0.0).to(F)
+            value = tl.load(where[j], mask=live, other=0.0)
         else:
-            value = tl.load(where[j]).to(F)
+            value = tl.load(where[j])
+        if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
+            if MASKED:
+                value = joined_halves(value, tl.load(where[HALF[2]], mask=live, other=0))
+            else:
+                value = joined_halves(value, tl.load(where[HALF[2]]))
+        else:
+            value = value.to(F)
         if j == GRADIENT:
             value = value * scale
         x = x + (value,)
@@ -94,7 +102,17 @@ def one_block(
     if SINGLE:
         y = (y,)
     for k in tl.static_range(len(STORES)):
-        result = y[STORES[k][0]].to(ELEMENTS[STORES[k][1]])
+        result = y[STORES[k][0]]
+        if STORES[k][1] == HALF[0]:
+            result = tl.broadcast_to(result, live.shape)
+            if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
+                if MASKED:
+                    tl.store(where[HALF[2]], lower_half(result), mask=live)
+                else:
+                    tl.store(where[HALF[2]], lower_half(result))
+            result = halved(result, place, word, ELEMENTS[HALF[0]], HALF[1])
+        else:
+            result = result.to(ELEMENTS[STORES[k][1]])
         if MASKED:
             tl.store(where[STORES[k][1]], result, mask=live)
         else:
@@ -110,14 +128,15 @@ def one_block(
 
 @triton.jit
 def sweep(
-    ADDRESS, BASES, SIZES, TENSOR, INDEX, NUMBERS, SHARED, PARTIAL, FLAG, T,
-    rule: tl.constexpr, ELEMENTS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr,
-    STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr, FLAGGED: tl.constexpr,
-    ALIKE: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    ADDRESS, BASES, SIZES, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
+    rule: tl.constexpr, ELEMENTS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr,
+    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
+    FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block. ADDRESS[array, tensor], relative to BASES[array]: READS arrays that are read, then those that are only written.
     STORES: (result, array) pairs; SUMS: (result, kind). NUMBERS[tensor, number], the scale of gradients last, or SHARED where
-    they are ALIKE for all tensors."""
+    they are ALIKE for all tensors. HALF: which array is a parameter that may be of 16 bits, how it is rounded, and which has its
+    low half; where by chance, KEYS has the key and the first place of each tensor, and the last of the numbers is the step."""
     if FLAGGED:
         if tl.load(FLAG) != 0:
             return
@@ -134,33 +153,101 @@ def sweep(
             base = tl.multiple_of(base, 16)  # a hint before the sum is lost: a pointer made of an integer has none
         where = where + (base + at,)
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
+    word, first = word_of(KEYS, s, t, HALF[1])
+    s = own_numbers(s, HALF[1] == 1)
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
+    place = start + first + at
     if n - start >= BLOCK:
-        one_block(where, s, scale, live, out, rule, False, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
+        one_block(where, s, scale, live, place, word, out, rule, False, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F)
     else:
-        one_block(where, s, scale, live, out, rule, True, ELEMENTS, GRADIENT, READS, STORES, SUMS, SINGLE, F)
+        one_block(where, s, scale, live, place, word, out, rule, True, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F)
 
 
 @triton.jit
-def chance(place, tick):
-    """`storage.chance`: 16 random bits."""
-    z = (place.to(tl.uint32) * 0x9E3779B1) ^ (tick.to(tl.uint32) * 0x85EBCA77)
+def chance(place, word):
+    """`storage.chance`: 16 random bits. word: of the step and the key."""
+    z = (place.to(tl.uint32) * 0x9E3779B1) ^ word
     return ((z ^ (z >> 15)) * 0x2C1B3C6D) >> 16
 
 
 @triton.jit
+def spun(tick):
+    return tick.to(tl.int32).to(tl.uint32) * 0x85EBCA77
+
+
+@triton.jit
+def word_of(KEYS, s, t, MODE: tl.constexpr):
+    """What chance is given for a tensor's parameter beside the place, and its first place."""
+    word, first = tl.full((), 0, tl.uint32), tl.full((), 0, tl.int64)
+    if MODE == 1:
+        word = spun(s[len(s) - 1]) ^ tl.load(KEYS + 2 * t).to(tl.uint32)
+        first = tl.load(KEYS + 2 * t + 1)
+    return word, first
+
+
+@triton.jit
+def own_numbers(s, TICK: tl.constexpr):
+    """The numbers of a rule, without the step that comes last."""
+    own = ()
+    for k in tl.static_range(len(s) - 1 if TICK else len(s)):
+        own = own + (s[k],)
+    return own
+
+
+@triton.jit
+def halved(x, place, word, kind: tl.constexpr, MODE: tl.constexpr):
+    """Float32 numbers as `rounding` has them in a parameter's type."""
+    if MODE == 0 or (kind != tl.bfloat16 and kind != tl.float16):
+        return x.to(kind)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        if MODE == 2:
+            return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            size, noise = bits & 0x7FFFFFFF, chance(place, word)
+            if kind == tl.bfloat16:
+                there = tl.minimum((size + noise) >> 16, 0x7F7F)
+                there = tl.where(size < 0x7F800000, there, tl.where(size == 0x7F800000, 0x7F80, 0x7FC0))
+            else:
+                small = (tl.where(size < 0x38800000, tl.abs(x), 0.0) * 1099511627776.0).to(tl.int32).to(tl.uint32) + noise
+                there = tl.where(size < 0x38800000, small >> 16, ((size + (noise >> 3)) >> 13) - 0x1C000)
+                there = tl.minimum(there, 0x7BFF)
+                there = tl.where(size < 0x7F800000, there, tl.where(size == 0x7F800000, 0x7C00, 0x7E00))
+            return (there | ((bits >> 16) & 0x8000)).to(tl.uint16).to(kind, bitcast=True)
+
+
+@triton.jit
+def lower_half(x):
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def joined_halves(p, low):
+    """A float32 parameter of its upper half, a bfloat16, and its low one."""
+    upper = p.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    return (upper | low.to(tl.uint16, bitcast=True).to(tl.uint32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def one_strip(
-    where, scales, s, scale, tick, begin, flat, some, live, out, rule: tl.constexpr, MASKED: tl.constexpr,
-    ELEMENTS: tl.constexpr, CODES: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr,
-    SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, TINY: tl.constexpr,
+    where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    ELEMENTS: tl.constexpr, CODES: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr,
+    STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """Load, decode, apply the rule, encode, store."""
     x = ()
     for j in tl.static_range(READS):
         if MASKED:
-            value = tl.load(where[j] + flat, mask=live, other=0.0).to(F)
+            value = tl.load(where[j] + flat, mask=live, other=0.0)
         else:
-            value = tl.load(where[j] + flat).to(F)
+            value = tl.load(where[j] + flat)
+        if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
+            if MASKED:
+                value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+            else:
+                value = joined_halves(value, tl.load(where[HALF[2]] + flat))
+        else:
+            value = value.to(F)
         if CODES[j] == 1:
             value = value * tl.abs(value) * (1.0 / 16129.0) * tl.load(scales[j], mask=some, other=0.0)[:, None]
         elif CODES[j] == 2:
@@ -176,8 +263,16 @@ def one_strip(
         result = tl.broadcast_to(y[STORES[k][0]], live.shape)
         if CODES[STORES[k][1]] == 3:
             bits = result.to(tl.uint32, bitcast=True)
-            bits = tl.where(result == result, bits + chance(begin.to(tl.uint32) + flat.to(tl.uint32), tick), bits) >> 16
+            noise = chance(begin.to(tl.uint32) + flat.to(tl.uint32), spun(tick))
+            bits = tl.where(result == result, bits + noise, bits) >> 16
             result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        elif STORES[k][1] == HALF[0]:
+            if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
+                if MASKED:
+                    tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                else:
+                    tl.store(where[HALF[2]] + flat, lower_half(result))
+            result = halved(result, origin.to(tl.uint32) + flat.to(tl.uint32), word, ELEMENTS[HALF[0]], HALF[1])
         elif CODES[STORES[k][1]] == 0:
             result = result.to(ELEMENTS[STORES[k][1]])
         else:
@@ -211,10 +306,10 @@ def one_strip(
 
 @triton.jit
 def strips(
-    ADDRESS, BASES, ROWS, COLUMNS, ACROSS, FIRSTS, TENSOR, INDEX, NUMBERS, SHARED, PARTIAL, FLAG, T,
+    ADDRESS, BASES, ROWS, COLUMNS, ACROSS, FIRSTS, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
     rule: tl.constexpr, ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, NUMS: tl.constexpr,
-    GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN: tl.constexpr, FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr,
+    GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
+    SINGLE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which array has its
@@ -254,29 +349,28 @@ def strips(
     for j in tl.static_range(len(ELEMENTS)):
         scales = scales + (bases[SCALES[j]] + first + row,)
     numbers, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
-    s = ()
-    for k in tl.static_range(NUMS - 1):
-        s = s + (numbers[k],)
-    tick = numbers[NUMS - 1].to(tl.int32)
-    begin = start + tl.load(FIRSTS + t)
+    word, own = word_of(KEYS, numbers, t, HALF[1])
+    s, tick = own_numbers(numbers, True), numbers[NUMS - 1]
+    begin, origin = start + tl.load(FIRSTS + t), start + own
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
     if EVEN == WIDE and left >= HIGH:
         one_strip(
-            where, scales, s, scale, tick, begin, flat, some, live, out, rule, False, ELEMENTS, CODES, GRADIENT, READS, STORES,
-            SUMS, SINGLE, F, TINY,
+            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, False, ELEMENTS, CODES, GRADIENT,
+            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
         )  # fmt: skip
     else:
         one_strip(
-            where, scales, s, scale, tick, begin, flat, some, live, out, rule, True, ELEMENTS, CODES, GRADIENT, READS, STORES,
-            SUMS, SINGLE, F, TINY,
+            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, True, ELEMENTS, CODES, GRADIENT,
+            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
         )  # fmt: skip
 
 
 @triton.jit
 def one_tile(
-    where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule: tl.constexpr, MASKED: tl.constexpr,
-    ELEMENTS: tl.constexpr, KINDS: tl.constexpr, GRADIENT: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr,
-    SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    where, s, scale, rows, columns, R, C, first, columnfirst, i, j, begin, word, SUMS_OUT, out, rule: tl.constexpr,
+    MASKED: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr,
+    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     c = columns + tl.arange(0, WIDE)
     totals = ()
@@ -288,11 +382,18 @@ def one_tile(
         x = ()
         for a in tl.static_range(READS):
             if KINDS[a] == 0:
-                pointer = where[a] + r[:, None] * C + c[None, :]
+                flat = r[:, None] * C + c[None, :]
                 if MASKED:
-                    value = tl.load(pointer, mask=live, other=0.0).to(F)
+                    value = tl.load(where[a] + flat, mask=live, other=0.0)
                 else:
-                    value = tl.load(pointer).to(F)
+                    value = tl.load(where[a] + flat)
+                if HALF[1] == 2 and a == HALF[0] and ELEMENTS[a] == tl.bfloat16:
+                    if MASKED:
+                        value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
+                    else:
+                        value = joined_halves(value, tl.load(where[HALF[2]] + flat))
+                else:
+                    value = value.to(F)
             elif KINDS[a] == 1:
                 value = tl.load(where[a] + r, mask=r < R, other=0.0).to(F)[:, None]
             else:
@@ -304,12 +405,22 @@ def one_tile(
         if SINGLE:
             y = (y,)
         for k in tl.static_range(len(STORES)):
-            result = y[STORES[k][0]].to(ELEMENTS[STORES[k][1]])
-            pointer = where[STORES[k][1]] + r[:, None] * C + c[None, :]
-            if MASKED:
-                tl.store(pointer, result, mask=live)
+            flat = r[:, None] * C + c[None, :]
+            result = y[STORES[k][0]]
+            if STORES[k][1] == HALF[0]:
+                result = tl.broadcast_to(result, live.shape)
+                if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
+                    if MASKED:
+                        tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
+                    else:
+                        tl.store(where[HALF[2]] + flat, lower_half(result))
+                result = halved(result, flat + begin, word, ELEMENTS[HALF[0]], HALF[1])
             else:
-                tl.store(pointer, result)
+                result = result.to(ELEMENTS[STORES[k][1]])
+            if MASKED:
+                tl.store(where[STORES[k][1]] + flat, result, mask=live)
+            else:
+                tl.store(where[STORES[k][1]] + flat, result)
         new = ()
         for k in tl.static_range(len(SUMS)):
             value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
@@ -334,10 +445,10 @@ def one_tile(
 
 @triton.jit
 def tiles(
-    ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, PARTIAL, SUMS_OUT, FLAG, T,
-    rule: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr,
-    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, KEYS, PARTIAL, SUMS_OUT, FLAG,
+    T, rule: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr,
+    HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
+    SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
     FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of a matrix; arrays are FULL, ROW or COLUMN. Sums over the tensor (WHOLE of them) go to PARTIAL, those over rows
@@ -360,19 +471,21 @@ def tiles(
             base = tl.multiple_of(base, 16)
         where = where + (base.to(tl.pointer_type(ELEMENTS[a])),)
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
+    word, begin = word_of(KEYS, s, t, HALF[1])
+    s = own_numbers(s, HALF[1] == 1)
     rows, columns = i * (HIGH * DEEP), j * WIDE
     first = tl.load(ROWFIRST + t)
     columnfirst = tl.load(COLFIRST + t)
     out = PARTIAL + b.to(tl.int64) * WHOLE
     if (rows + HIGH * DEEP <= R) & (columns + WIDE <= C):
         one_tile(
-            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule, False, ELEMENTS, KINDS, GRADIENT,
-            READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, begin, word, SUMS_OUT, out, rule, False, ELEMENTS,
+            KINDS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
         )  # fmt: skip
     else:
         one_tile(
-            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, SUMS_OUT, out, rule, True, ELEMENTS, KINDS, GRADIENT,
-            READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
+            where, s, scale, rows, columns, R, C, first, columnfirst, i, j, begin, word, SUMS_OUT, out, rule, True, ELEMENTS,
+            KINDS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F, HIGH, WIDE, DEEP,
         )  # fmt: skip
 
 

@@ -155,9 +155,11 @@ class Matrices(Torch):
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
+        every, half = self._halved(every)
+        numbers = [*numbers, x["_tick"]] if half[1] == 1 else numbers
         plan.mapped[key] = every
         found = self._launch(
-            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"]
+            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"], half
         )  # fmt: skip
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:

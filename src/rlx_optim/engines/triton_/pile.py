@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
+from ..torch_ import whole
 from .replay import recording
 
 
 class Pile:
     """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
-    moves: they may be elsewhere at the next step."""
+    moves: they may be elsewhere at the next step; halves: what parameters of 16 bits have beside."""
 
-    __slots__ = ("_stack", "dtype", "each", "moves", "norm", "placed", "plan", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "placed", "plan", "scale", "shape")
 
     def __init__(
-        self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False
+        self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False,
+        halves: Any = (),
     ):  # fmt: skip
         self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
-        self.moves = moves
+        self.moves, self.halves = moves, halves
         self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
@@ -44,6 +46,8 @@ class Pile:
             if self.moves and recording():
                 raise RuntimeError("a stack of parameters or gradients cannot be replayed")
             each = [tensor.detach() for tensor in self.each]
+            if self.halves:
+                each = [whole(tensor, half).to(self.dtype) for tensor, half in zip(each, self.halves, strict=True)]
             stack = each[0][None] if len(each) == 1 else torch.stack(each)
             stack = stack.to(self.dtype).reshape(self.shape)
             self._stack = stack if isinstance(self.scale, float) and self.scale == 1.0 else stack * self.scale
@@ -61,7 +65,7 @@ class Pile:
             shape = tuple(math.prod(self.shape) // rest if n == -1 else n for n in shape)
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
-        view = Pile(self.each, (), self.placed, self.dtype, self.scale, self.moves)
+        view = Pile(self.each, (), self.placed, self.dtype, self.scale, self.moves, self.halves)
         view.shape, view.norm, view.plan = shape, self.norm, self.plan
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view

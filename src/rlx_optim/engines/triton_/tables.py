@@ -23,6 +23,8 @@ from .. import padding
 from . import replay
 from .kernels import BLOCK, DEEP, HIGH, STRIPS, WIDE
 
+#: how parameters are rounded, as kernels know it
+ROUNDING = {"nearest": 0, "stochastic": 1, "exact": 2}
 ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
 
 
@@ -124,10 +126,11 @@ class Placed:
 
     base: what is added to every address; it goes with the launch, so arrays that lie elsewhere every time need no new table.
     drop: the axes of the parameter that the arrays lack. gradient: these are the bundle's gradients, still to be scaled. storage,
-    scale: of codes, what they are, and where their scales are.
+    scale: of codes, what they are, and where their scales are. rounding, low: of parameters that may be of 16 bits, how they are
+    rounded (a number of `kernels`), and where their low halves are.
     """
 
-    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held", "scale", "storage")
+    __slots__ = ("address", "base", "drop", "dtypes", "gradient", "held", "low", "rounding", "scale", "storage")
 
     def __init__(
         self, address: Any, dtypes: Any, drop: tuple[int, ...] = (), held: Any = None, base: int = 0, gradient: bool = False,
@@ -135,6 +138,7 @@ class Placed:
     ):  # fmt: skip
         self.address, self.dtypes, self.drop, self.held = address, dtypes, drop, held
         self.base, self.gradient, self.storage, self.scale = base, gradient, storage, scale
+        self.rounding, self.low = 0, None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,7 +166,7 @@ class Plan:
         self.shares: dict[str, tuple[Any, ...]] = {}
         self.where: dict[str, Placed] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
-        self.tick = None if bundle.program is None else bundle.program.inputs.get("_tick")  # which number is the step
+        self.halves = bundle.halves
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
 
@@ -175,6 +179,27 @@ class Plan:
             address = side[index]
             self.shares[name] = (watch.version, types, address, mine)
         return address, mine
+
+    def round(self, params: Placed) -> None:
+        """Say of parameters how they are rounded, and where their low halves are: at the parameter itself where it has none."""
+        params.rounding = ROUNDING[next(half.rounding for half in self.halves if half is not None)]
+        if params.rounding == ROUNDING["exact"]:
+            low = params.low = self.cached("low", lambda: Placed(None, None))
+            kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
+            if self.made.get("low of") is not params.dtypes:
+                self.made["low of"] = params.dtypes
+                self.others = np.array([dtype is not torch.bfloat16 for dtype in params.dtypes])
+                low.dtypes = tuple([torch.int16 if dtype is torch.bfloat16 else dtype for dtype in params.dtypes])
+            low.address = np.where(self.others, params.address, kept) if self.others.any() else kept
+
+    def keys(self, sender: Sender, indices: tuple[int, ...] | None) -> torch.Tensor:
+        """By what parameters are rounded by chance: key and first place of each."""
+
+        def make() -> torch.Tensor:
+            rows = [(0, 0) if half is None else (half.key, half.first or 0) for half in self.halves]
+            return sender.send(np.array(rows if indices is None else [rows[i] for i in indices], np.int64))
+
+        return self.cached(("keys of chance", indices), make)
 
     def starts(self) -> list[int]:
         """Where the arrays of all tensors are, one behind the other, each aligned, and where they end."""

@@ -24,6 +24,7 @@ from ...program import gathers, measures
 from ...spec import Shape, Slot, Spec
 from ...stepping import Record, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded
+from .. import halves
 from ..lanes import Addresses, Lane, Seat, TorchLane, packed, unpacked, written
 from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
 from ..stepping import LANES
@@ -40,6 +41,7 @@ class Part:
 
     def __init__(self, seat: Any):
         self.param, self.records, self.split, self.columns = here(seat.param), seat.records, seat.split, seat.columns
+        self.half, self.places = seat.half, seat.places
 
 
 class Local(Lane):
@@ -120,7 +122,7 @@ class Move(Spec):
 
 @functools.cache
 def move(spec: Spec) -> Spec:
-    return type("Move", (Move,), {"whose": spec})()
+    return type("Move", (Move,), {"whose": spec})(rounding=spec.rounding)
 
 
 class Landing:
@@ -129,6 +131,7 @@ class Landing:
     def __init__(self, seat: Seat):
         first, shape = seat.records[0], tuple(here(seat.param).shape)
         self.param, self.columns = seat.param, seat.columns
+        self.half, self.places = seat.half, seat.places
         self.split: Split = WHOLE
         self.records = [Record(first.name, shape, first.group)]
         if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
@@ -260,18 +263,20 @@ class OwnerLane(Lane):
         """Move the shards, and count the step where others have taken it."""
         if len(self.landing.seats) != len(self.seats):
             self.landing.seats = [Landing(seat) for seat in self.seats]  # type: ignore[misc]
+            for landing in self.landing.seats if self.landing.rounds else ():
+                halves.deal_out(self.landing, landing)
         cohorts = []
         for i, numbers in zip(chosen, told, strict=True):
             seat, home = self.seats[i], self.homes[i]
             record, names = seat.records[0], specs[seat.records[0].group].committed
             last = sets(seat) * len(names)
-            for landed, first in zip(self.landing.seats[i].records, range(0, last, len(names)), strict=True):
-                landed.counters = dict(zip(names, numbers[first:], strict=False))
             if isinstance(home, Owned) and not home.mine:
                 for each in seat.records:
                     each.t += bool(each.size)
                     each.counters = dict(zip(each.counters, numbers[last:], strict=True))
-            cohorts.append((record.group, *numbers[:last]))
+            for landed, first in zip(self.landing.seats[i].records, range(0, last, len(names)), strict=True):
+                landed.counters, landed.t = dict(zip(names, numbers[first:], strict=False)), record.t - 1
+            cohorts.append((record.group, record.t, *numbers[:last]))
         moves = [move(spec) for spec in specs]
         together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
         self.landing.step(chosen, moves, together, parts, 1.0)
@@ -331,8 +336,8 @@ def add(
     group: int,
     state: Any,
     home: Home,
-) -> None:
-    """Give a parameter a seat in the lane that suits its home, made if need be."""
+) -> Lane:
+    """Give a parameter a seat in the lane that suits its home, made if need be. Gives the lane."""
     device, dtype, maximize = key
     kind, what = kind_of(make, spec, home)
     if kind is OwnerLane and spec.decay == "hyperball":
@@ -351,6 +356,7 @@ def add(
     lane.seats.append(seat(lane, spec, param, name, group, state, home))
     if isinstance(lane, OwnerLane):
         lane.homes.append(home)
+    return lane
 
 
 def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:

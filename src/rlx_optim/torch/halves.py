@@ -1,0 +1,158 @@
+"""Parameters of 16 bits: their low halves in the state, and the way to float32 and back that engines do not go themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..engines.torch_ import Torch, part, whole
+from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
+from ..spec import Spec
+
+KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def is_spread(param: Any) -> bool:
+    """A DTensor; told without importing what defines it."""
+    return hasattr(param, "placements")
+
+
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if is_spread(tensor) else tensor
+
+
+def refusal(rounding: str, param: torch.Tensor) -> str | None:
+    """Why a parameter cannot be rounded so; None if it can."""
+    if rounding == EXACT and param.dtype is torch.float16:
+        return "is float16, which is not the upper half of a float32; use rounding='stochastic', or bfloat16"
+    return None
+
+
+def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
+    return spec.rounding == EXACT and param.dtype is torch.bfloat16
+
+
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor) -> None:
+    """The low half, where there is to be one: two bytes for each element, in a last dimension (no backend of torch.distributed
+    sends integers of 16 bits), spread over ranks as the parameter is."""
+    if not keeps_low(spec, param):
+        state.pop(LOW, None)
+    elif LOW not in state:
+        here = local(param)
+        low = torch.zeros((*here.shape, 2), dtype=torch.uint8, device=here.device)
+        state[LOW] = low if here is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
+
+
+def _layout(tensor: Any) -> Any:
+    from .sharded.layout import Layout
+
+    return Layout(tensor)
+
+
+def taken_over(owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """The low half of a checkpoint, by value; from zero where it has none."""
+    value, state = given.pop(LOW, None), dict[str, Any]()
+    furnish(state, spec, param)
+    if value is None or not state:
+        return state
+    shape = (*param.shape, 2)
+    if not torch.is_tensor(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
+        said = f"{value.dtype} of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
+        raise ValueError(
+            f"{owner}: {LOW!r} of {name} is {said} in the checkpoint, needed is uint8 of shape {shape}; it is damaged, or leave "
+            "it out: the parameter then goes on from its upper half"
+        )
+    put(state[LOW], value)
+    return state
+
+
+@torch.no_grad()
+def put(low: Any, value: torch.Tensor) -> None:
+    """Take over a low half: a DTensor of whatever placement, or the whole tensor, which every rank has."""
+    if not is_spread(low):
+        low.copy_(value)
+        return
+    from .sharded.homes import Shards
+
+    Shards(_layout(low)).put(low, value)
+
+
+def checked(owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    """The low half of what is here, as integers of 16 bits, if there is to be one."""
+    if not keeps_low(spec, param):
+        return None
+    kept, here, shape = state[LOW], local(param), (*param.shape, 2)
+    low = local(kept)
+    same = tuple(kept.shape) == shape and tuple(low.shape) == (*here.shape, 2) and is_spread(kept) == is_spread(param)
+    if not same or low.dtype is not torch.uint8 or low.device != here.device or not low.is_contiguous():
+        raise RuntimeError(
+            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and where the parameter is; it is "
+            f"{low.dtype}, of shape {tuple(kept.shape)} and on {low.device}"
+        )
+    found: torch.Tensor = low.view(torch.int16).view(here.shape)
+    return found
+
+
+def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> Half | None:
+    """How a parameter is rounded; None: to nearest, or it is not of 16 bits. name: by which chance is keyed."""
+    if param.dtype not in KINDS or spec.rounding == NEAREST:
+        return None
+    first: int | None = 0
+    if is_spread(param):
+        offsets, here = _extent(param)
+        rows = tuple(here[1:]) == tuple(param.shape[1:])
+        first = None if not rows else offsets[0] * math.prod(here[1:]) if here else 0
+    return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
+
+
+def _extent(param: Any) -> tuple[list[int], list[int]]:
+    """Where what is here of a parameter begins, along each axis, and how long it is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    here, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return list(offsets), list(here)
+
+
+def places(param: Any) -> torch.Tensor:
+    """The index in the whole parameter of each element that is here."""
+    offsets, here = _extent(param)
+    device, found = local(param).device, torch.zeros((), dtype=torch.int64)
+    for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
+        found = found[..., None] + (torch.arange(n, dtype=torch.int64) + offset) * math.prod(param.shape[axis + 1 :])
+    return found.reshape(-1).to(device)
+
+
+def opened(seat: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a seat's parameter in the arithmetic's type."""
+    p = seat.param.detach().resolve_neg()
+    joined = whole(p, seat.half)
+    return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
+    """Leave in a seat's parameter what came of such a copy at step t."""
+    p, half = seat.param.detach(), seat.half
+    if half is None:
+        p.copy_(value)
+    elif half.low is not None:
+        part(value, p, half.low)
+    else:
+        places = seat.places() if half.first is None else None
+        p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places))
+
+
+def deal_out(lane: Any, seat: Any) -> None:
+    """Tell the records of a seat how they are rounded, each a part of it, as the engine of their lane wants it."""
+    half = seat.half
+    if half is None or half.first is None or seat.columns:
+        return
+    sizes = [record.size for record in seat.records]
+    for record, first in zip(seat.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
+        low = None if half.low is None else lane.view(half.low.view(-1)[first : first + record.size])
+        record.half = dataclasses.replace(half, first=half.first + first, low=low)
