@@ -82,12 +82,14 @@ class Matrices(Torch):
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        asks, entries = self._asks(bundle, numbers), sum(bundle.plan.sizes)
-        if asks:  # and computes with all of the state
-            entries += len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
-        can = entries <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
+        can = sum(bundle.plan.sizes) <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
         can = can and not any(map(torch.is_tensor, numbers.values()))
-        return can and (not asks or bundle.plan.cached("soon", Soon).quiet())
+        if not can or not self._asks(bundle, numbers):
+            return can
+        made = bundle.plan.made.get(("replay", *decided_in(numbers).values()))  # computes with all of the state
+        state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
+        fits = (made is not None and made.graph is not None) or replay.spare(self.device, state)
+        return fits and bundle.plan.cached("soon", Soon).quiet()
 
     @staticmethod
     def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:

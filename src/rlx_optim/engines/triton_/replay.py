@@ -41,6 +41,11 @@ def most(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // SHARE if device.type == "cuda" else 1 << 28
 
 
+def spare(device: torch.device, entries: int) -> bool:
+    """Whether the scratch of a refresh of so much state, some fifty bytes an entry, leaves half of what is free."""
+    return 2 * 50 * entries <= torch.cuda.mem_get_info(device)[0]
+
+
 def pays(X: torch.Tensor) -> bool:
     return X.device.type == "cuda" and X.numel() <= SMALL
 
