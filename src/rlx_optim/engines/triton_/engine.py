@@ -25,6 +25,7 @@ from .kernels import (
     DEEP,
     FREE,
     FULL,
+    FUSED,
     HALF,
     HIGH,
     PLAIN,
@@ -299,6 +300,7 @@ class Triton(Matrices):
                 address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, keys, partial, told, address.shape[1],
                 bound(rule), tuple([TYPES[t] for t in kind]), len(numbers), gradient, half, reads, stores, sums, results == 1,
                 aligned and even, flag is not None, table is None, TYPES[self.dtype], BLOCK, num_warps=4,
+                enable_fp_fusion=FUSED,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, blocks.first, plan.lengths(drop), kinds, indices, made)
@@ -325,6 +327,7 @@ class Triton(Matrices):
                 ready.codes, ready.scales, len(numbers), gradient, ready.half, ready.reads, ready.stores, sums,
                 len(step.gives) == 1, aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS,
                 storage.BLOCK, storage.TINY, num_warps=WARPS if any(ready.scales) else FREE,
+                enable_fp_fusion=FUSED,
             )  # fmt: skip
             if sums:
                 self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
@@ -366,7 +369,7 @@ class Triton(Matrices):
                 mine, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
                 address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, ready.half,
                 ready.reads, ready.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
-                table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4,
+                table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4, enable_fp_fusion=FUSED,
             )  # fmt: skip
             if whole:
                 self._fold(plan, partial, grid.first, plan.sizes, [how for _, how in whole], indices, made)

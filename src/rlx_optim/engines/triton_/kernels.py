@@ -20,6 +20,8 @@ HIGH, WIDE, DEEP = 8, 256, 16
 #: blocks of neighbours with one scale that a program takes, and its warps where there are scales, and where there are none: the
 #: best of those measured on an H200. A warp to a block: then each thread has 4 neighbours, of codes and of numbers alike
 STRIPS, WARPS, FREE = 4, 4, 1
+#: whether a product and a sum are rounded once: then kernels over other types would not compute the same bits
+FUSED = False
 #: how an array is kept: as it is, or as one of `storage`'s codes
 PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 #: how an array lies in a matrix: all of it, a number per row, a number per column

@@ -12,8 +12,10 @@ run one after the other, share their scratch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,13 +97,15 @@ class Passes:
     def __init__(self, device: torch.device, count: int, watch: Any):
         self.device, self.count, self.watch = device, count, watch
         self.form: Any = None
+        self.graph: Any = None
+        self.retired: Any = None
         self.recorded = 0
         self._start(())
 
     def _start(self, form: Any) -> None:
         """form: of each number whether there is one, and then whether there is one per tensor."""
         self.form, self.calls = form, 0
-        self.graph: Any = None
+        self._retire()
         self.version: Any = None
         self.told: Any = None  # what the recorded launches depend on, beside the words
         self.tables: list[Any] = []
@@ -153,7 +157,7 @@ class Passes:
         """Send numbers, and where the arrays of each table are."""
         fresh = self.graph is None or [table for table, _ in pairs] != self.tables
         if fresh:
-            self.graph = None
+            self._retire()
             self._lay_out([table for table, _ in pairs])
         self.numbers[:] = numbers
         start = self.few
@@ -166,6 +170,10 @@ class Passes:
         self.turn = (self.turn + 1) % PAGES
         self.ring[self.turn].send(words, self.room)
 
+    def _retire(self) -> None:
+        """The graph is no longer good. It goes when there is another: memory whose last graph is gone takes no new one."""
+        self.graph, self.retired = None, self.graph or self.retired
+
     def _pool(self) -> Any:
         """The memory of the graphs of one lane."""
         if self.watch.pool is None:
@@ -175,7 +183,8 @@ class Passes:
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
         a device may end a recording. Where it fails, nothing has been computed, and it is not tried again."""
-        self.graph, self.recorded = None, self.recorded + 1
+        self._retire()
+        self.recorded += 1
         graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device), gc.isenabled()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         gc.disable()
@@ -189,11 +198,21 @@ class Passes:
                     graph.capture_end()
         except RuntimeError:
             self.recorded = PATIENCE + 1
+            released(stream)
             return False
         finally:
             _thread.recording = False
             if collecting:
                 gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.graph = graph
+        self.graph, self.retired = graph, None
         return True
+
+
+def released(stream: Any) -> None:
+    """Have torch's generator out of a recording that failed: it leaves with the next that does not."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+        warnings.simplefilter("ignore")  # of an empty graph
+        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_end()
