@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -336,3 +337,19 @@ def test_nonfinite_policies(name, engine):
     assert torch.isnan(params["w"]).any()
     alone = name != "Prodigy"  # whose d is of all tensors
     assert all(torch.equal(params[k], others[k]) == alone for k in params if k != "w")
+
+
+def test_names_for_some_parameters_are_refused():
+    p, q = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    for name in ("AdamW", "Muon"):
+        with pytest.raises(ValueError, match=f"{name}: some parameters have names and some have none; name all, or none"):
+            getattr(ours, name)([("w", p), q])
+
+
+def test_what_is_refused_is_not_warned_about():
+    """A refusal comes before the word that names are missing."""
+    p, q = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="appear in more than one parameter group"):
+            ours.Muon([{"params": [p, q]}, {"params": [p]}])

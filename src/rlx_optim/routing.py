@@ -116,6 +116,7 @@ class Router:
         self.route = {k: self._meant(v) for k, v in route.items()} if isinstance(route, Mapping) else route
         self.used: set[str] = set()
         self.unnamed = 0  # matrices of which nothing but the shape was known
+        self.warned = False  # that there are such
 
     def decide(self, own: Choice, name: str | None, shape: Shape, parameter: Any, kind: str | None = None) -> tuple[Choice, str]:
         """The rule that takes a parameter, and why. shape: what the rule would see of it."""
@@ -124,13 +125,17 @@ class Router:
         blind = name is None and wish is None and own.spec.matrix and len(shape) > 1
         if blind and choice is own and self.otherwise is not None:
             self.unnamed += 1
-            if self.unnamed == 2:
-                warnings.warn(
-                    f"{self.owner}: it has matrices without names, so that embeddings and output heads among them are not told "
-                    "from hidden matrices; give the model, or model.named_parameters(), or say route=…",
-                    stacklevel=6,
-                )
         return choice, why
+
+    def warn(self) -> None:
+        """Once, where routing went by shapes alone."""
+        if self.unnamed > 1 and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{self.owner}: it has matrices without names, so that embeddings and output heads among them are not told "
+                "from hidden matrices; give the model, or model.named_parameters(), or say route=…",
+                stacklevel=6,
+            )
 
     def _wish(self, name: str | None, parameter: Any) -> Wish | None:
         if callable(self.route):

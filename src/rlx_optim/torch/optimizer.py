@@ -175,7 +175,8 @@ class RuleOptimizer(Stepper):
         (_, mine), *rest = shares
         groups = [{**param_group, "params": mine}] if mine or not rest else []
         groups += [{**rule, **self._kept(param_group, rule["rule"], there), "params": there} for rule, there in rest]
-        return self._add_all(groups)
+        self._add_all(groups)
+        self._router.warn()
 
     def _kept(self, group: Mapping[str, Any], rule: str, entries: list[Any]) -> dict[str, Any]:
         """What a group says that holds too for those of its parameters that go to another rule."""
@@ -217,6 +218,8 @@ class RuleOptimizer(Stepper):
         except ValueError as problem:
             if "names" not in str(problem):
                 raise
+            if not self.param_groups:
+                raise ValueError(f"{self._owner}: some parameters have names and some have none; name all, or none") from None
             how = "pairs of name and parameter" if "param_names" in self.param_groups[0] else "parameters without names"
             raise ValueError(f"{self._owner}: the other groups have {how}; give such here too ({problem})") from None
         finally:
