@@ -127,14 +127,14 @@ class Router:
             self.unnamed += 1
         return choice, why
 
-    def warn(self) -> None:
-        """Once, where routing went by shapes alone."""
+    def warn(self, depth: int) -> None:
+        """Once, where routing went by shapes alone. depth: how many calls the user is away."""
         if self.unnamed > 1 and not self.warned:
             self.warned = True
             warnings.warn(
                 f"{self.owner}: it has matrices without names, so that embeddings and output heads among them are not told "
                 "from hidden matrices; give the model, or model.named_parameters(), or say route=…",
-                stacklevel=6,
+                stacklevel=depth + 1,
             )
 
     def _wish(self, name: str | None, parameter: Any) -> Wish | None:

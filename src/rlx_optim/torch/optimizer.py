@@ -106,7 +106,10 @@ class RuleOptimizer(Stepper):
             given["lr"] = number("lr", given["lr"])  # one tensor cannot stand for two learning rates
         self._spec_of({"rule": self.rule, **given})
         params = params.named_parameters() if isinstance(params, nn.Module) else params
+        self._router.warned = True  # not before everything is admitted
         super().__init__(params, {"rule": self.rule, **given, "maximize": maximize, **(beside or {})})
+        self._router.warned = False
+        self._router.warn(3)
         self._router.check_used()
         if unused := set(self._split) - self._split_used:
             raise ValueError(f"{self._owner}: split pattern {listed(unused)} matches no parameter name")
@@ -176,7 +179,7 @@ class RuleOptimizer(Stepper):
         groups = [{**param_group, "params": mine}] if mine or not rest else []
         groups += [{**rule, **self._kept(param_group, rule["rule"], there), "params": there} for rule, there in rest]
         self._add_all(groups)
-        self._router.warn()
+        self._router.warn(2)
 
     def _kept(self, group: Mapping[str, Any], rule: str, entries: list[Any]) -> dict[str, Any]:
         """What a group says that holds too for those of its parameters that go to another rule."""
