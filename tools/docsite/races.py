@@ -29,7 +29,8 @@ def by_optimizer(model: str) -> str:
     entries = sorted(found(model)["optimizers"].items(), key=lambda item: sign * item[1][metric]["mean"])
 
     def cell(end: dict[str, Any], show: Callable[[float], str]) -> str:
-        return show(end["mean"]) + (f" ± {show(end['sd'])}" if end["sd"] is not None else "")
+        told = show(end["mean"]) + (f" ± {show(end['sd'])}" if end["sd"] is not None else "")
+        return told.replace(" ", "\u00a0").replace("-", "\u2011")  # not to be folded
 
     rows = [
         [

@@ -388,7 +388,7 @@ def fed(s: TorchSubject, params: Any, t: int) -> None:
 @check("cuda", "on CUDA it ends where it ends on the CPU", "torch")
 def cuda(s: TorchSubject) -> Any:
     params, opt = on_cuda(s)
-    if s.draws or hasattr(opt, "update_hessian"):
+    if s.random or hasattr(opt, "update_hessian"):
         raise Skip("it draws random numbers, and those of CUDA are others")
     for t in range(6):
         fed(s, params, t)
