@@ -153,14 +153,14 @@ def inject(s: OptaxSubject) -> Any:
     )  # numbers that were float64 on the host are float32 now: more than a rounding
     seen = s.near(arrays(got), arrays(s.plain), arrays(params), "under inject_hyperparams it ends elsewhere", max(s.bar, 1e-3))
 
-    def first(rate: float) -> Any:
+    def begun(rate: float) -> Any:
         state = tx.init(params)
         for name in (str(s.rate), *s.without_decay()):
             if name in state.hyperparams:
                 state.hyperparams[name] = jnp.asarray(rate if name == s.rate else 0.0)
-        return s.run(tx, params, state, 0, 1)[0]
+        return s.run(tx, params, state, 0, 2)[0]
 
-    still, going = first(0.0), first(rate)
+    still, going = begun(0.0), begun(rate)
     led = [n for n in params if not jnp.array_equal(still[n], going[n])]  # the others are left to a rule with a rate of its own
     far = max((float(jnp.abs(still[n] - params[n]).max()) for n in led), default=rate)
     if far > 1e-12:
