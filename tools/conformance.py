@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import signal
 import sys
 import types
@@ -113,6 +114,7 @@ def main() -> None:
     asked.add_argument("--optimizers", default="", help="only names that contain one of these, comma-separated")
     asked.add_argument("--out", type=Path, default=OUT)
     given = asked.parse_args()
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # what compiles its own steps would do so for every shape anew
     import torch
 
     from rlx_optim.check import CHECKS

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def found(model: str) -> dict[str, Any]:
-    """What `results.json` has, the curves left out."""
+    """What `results.json` has, the curves thinned (`tools/race.py`)."""
     read: dict[str, Any] = json.loads((ROOT / "benchmarks" / "race" / f"{model}.json").read_text())
     return read
 
@@ -41,6 +41,11 @@ def by_optimizer(model: str) -> str:
         for name, e in entries
     ]  # fmt: skip
     return table(["optimizer", "lr", "test accuracy", "test loss", "training loss", "state, kB"], rows, right=(1, 2, 3, 4, 5))
+
+
+def figure(model: str) -> str:
+    words = f"Training loss by step, {found(model)['model']['title']}; the best at the end in colour, and AdamW"
+    return "\n".join(f"![{words}](assets/plots/race-{model}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
 
 
 def source(model: str) -> str:
