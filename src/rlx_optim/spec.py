@@ -513,8 +513,10 @@ class Spec(abc.ABC):
     ) -> dict[str, Any]:
         """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
         decided: what `decisions` gave already."""
-        decided = bound(type(self).decisions)(self, t, counters) if decided is None else decided
-        found = {**bound(type(self).scalars)(self, t, counters), **decided}
+        found: dict[str, Any] = bound(type(self).scalars)(self, t, counters)
+        if decided is None and type(self).decisions is not Spec.decisions:
+            decided = bound(type(self).decisions)(self, t, counters)
+        found = {**found, **decided} if decided else found
         found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 
