@@ -80,6 +80,11 @@ def test_help_lists_the_commands_and_imports_none_of_them():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_package_can_be_run():
+    done = subprocess.run([sys.executable, "-m", "rlx_optim", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == rlx_optim.__version__
+
+
 def test_help_is_quick():
     """Nothing is imported for it that takes long."""
     code = "import atexit, runpy, sys; sys.argv = ['rlx-optim', '--help']; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "

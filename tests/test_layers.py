@@ -69,6 +69,7 @@ MAY = {
     "named": {"optimizer", "curvature", "registry", "spec", "explain"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "check": {"named", "registry"},
+    "__main__": {"cli"},
     "cli": {
         "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
         "checkpoint", "torch", "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain",
