@@ -37,6 +37,7 @@ TABLES = {
     "evidence figures": evidence.figures,
     **{f"evidence {name}": functools.partial(evidence.sentence, name) for name in rlx_optim.list_optimizers()},
     **{f"race {model}": functools.partial(races.by_optimizer, model) for model in RACED},
+    **{f"race figure {model}": functools.partial(races.figure, model) for model in RACED},
     **{f"race source {model}": functools.partial(races.source, model) for model in RACED},
     "numbers small": precision.small,
     "numbers bfloat16": precision.bfloat16,
