@@ -150,8 +150,8 @@ class CurvatureOptimizer(RuleOptimizer):
         ((lane, (place,)),) = self._ready(param)
         seat = lane.seats[place]
         self._check_seat(lane, seat)
-        record = seat.records[0]
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
-        observe(record, spec_of[record.group], lane.engine, lane.view(given))
+        for record, part in lane.observed(seat, given):
+            observe(record, spec_of[record.group], lane.engine, part)
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
         lane.version = lane.versions()

@@ -1,0 +1,350 @@
+"""State on the host: `offload="cpu"`, for parameters on a CUDA device.
+
+Who steps what stays as it is; where the arrays are is what changes. `HostLane` deals its seats out into buckets. A bucket is an
+ordinary lane whose seats (`Chunk`) are stand-ins over arrays that are brought to where the arithmetic is. For most rules that is
+the host: gradients and parameters come down, the parameters go up again, the state never moves; where a rule looks at single
+coordinates, a large tensor goes in runs of rows. For matrix rules it is the device: their state goes up and comes down again.
+While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
+
+Nothing is under way when a step has ended, and no copy of a parameter outlives it: what the owner does with p between steps
+counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..engine import Engine
+from ..pieces import WHOLE
+from ..program import gathers, measures
+from ..rounding import LOW
+from ..spec import Spec
+from ..stepping import Record
+from ..storage import Coded
+from . import halves
+from .lanes import LANES, Lane, Seat, TorchLane
+from .state import HOST
+
+BUCKET = 32 << 20  # bytes that a bucket brings along, one tensor or one row at the least
+SLOTS = 3  # buckets at once: one is computed, one comes, one goes
+ALIGNED = 256  # bytes
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
+
+
+class Room:
+    """Memory that buckets use in turn."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.come: Any = None  # when what was brought last is here
+        self.gone: Any = None  # when what was taken away last is there
+
+    def views(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of these shapes and types, one behind the other."""
+        sizes = [-(-t.numel() * t.element_size() // ALIGNED) * ALIGNED for t in like]
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        return [
+            self.memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for start, t in zip(starts, like, strict=True)
+        ]
+
+
+def bytes_of(like: Sequence[torch.Tensor]) -> int:
+    return sum(-(-t.numel() * t.element_size() // ALIGNED) * ALIGNED for t in like)
+
+
+class Link:
+    """Copies between a CUDA device and the host, on streams of their own. below: whether the host computes."""
+
+    def __init__(self, device: torch.device, below: bool):
+        self.device, self.below = device, below
+        self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @torch.inference_mode(False)  # what is made here is written to in every mode
+    def enlarge(self, room: Room, size: int) -> None:
+        """Have at least so many bytes in a room, where the arithmetic is; page-locked on the host."""
+        if room.memory.numel() < size:
+            where: Any = {"pin_memory": True} if self.below else {"device": self.device}
+            room.memory = torch.empty(size, dtype=torch.uint8, **where)
+
+    @staticmethod
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host in page-locked memory, from which copies do not wait."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def begin(self) -> None:
+        for stream in (self.there, self.back):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def bring(self, room: Room, pairs: Pairs) -> None:
+        """To where the arithmetic is, as soon as what was in the room before is gone."""
+        if room.gone is not None:
+            self.there.wait_event(room.gone)
+        room.come = self._copy(self.there, pairs)
+
+    def await_(self, room: Room) -> None:
+        """Let the arithmetic wait for what was brought."""
+        if self.below:
+            room.come.synchronize()
+        else:
+            torch.cuda.current_stream(self.device).wait_event(room.come)
+
+    def take(self, room: Room, pairs: Pairs) -> None:
+        """Back to where it came from, once it is computed."""
+        if not self.below:
+            self.back.wait_stream(torch.cuda.current_stream(self.device))
+        room.gone = self._copy(self.back, pairs)
+
+    def end(self) -> None:
+        """What comes next on the device comes after the copies; what was written to the host is there."""
+        for stream in (self.there, self.back):
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            if not self.below:
+                stream.synchronize()
+
+    def _copy(self, stream: Any, pairs: Pairs) -> Any:
+        with torch.cuda.stream(stream):
+            if pairs:
+                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+        return event
+
+
+#: by the type of device that parameters are offloaded from
+LINKS: dict[str, type[Link]] = {"cuda": Link}
+
+
+class Chunk:
+    """A seat in a bucket: a parameter, or a run of its rows."""
+
+    def __init__(self, seat: Seat, records: list[Record], half: Any, rows: slice | None):
+        self.param, self.whole, self.records, self.half, self.rows = seat.param, seat.param, records, half, rows
+        self.split, self.columns = (seat.split, seat.columns) if rows is None else (WHOLE, False)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.rows is None else tensor[self.rows]
+
+    @property
+    def like(self) -> torch.Tensor:
+        """What it is of the parameter; the memory may be moved by its owner from step to step."""
+        return self.cut(self.whole.detach())
+
+
+@dataclasses.dataclass
+class Bucket:
+    """A lane of chunks; of each its seat's place, and what must be copied of its state."""
+
+    lane: Lane
+    room: int
+    size: int = 0
+    places: list[int] = dataclasses.field(default_factory=list)
+    state: list[Pairs] = dataclasses.field(default_factory=list)
+
+
+class HostLane(Lane):
+    """Seats whose state is on the host, and who computes where."""
+
+    hosted = True
+
+    def __init__(
+        self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float, where: torch.device, above: bool
+    ):
+        """device: of the parameters; where: the arithmetic is; above: that is the device, for matrix rules."""
+        super().__init__(engine, why, device, dtype, sign)
+        self.kept, self.where, self.above = HOST.device, where, above
+        self.inner = LANES.get(engine.name, TorchLane)
+        self.together = False  # whether a rule reduces over all tensors
+        self.link = LINKS[device.type](device, not above)
+        self.rooms = [Room() for _ in range(SLOTS)]
+        self.buckets: list[Bucket] = []
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return ", state on the host, stepped " + (f"on {self.where}" if self.above else "there")
+
+    def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
+        return buffer if self.above else self.inner.view(buffer)
+
+    def settle(self, state: dict[str, Any], names: Iterable[str]) -> None:
+        """Have state that is sent to and fro in page-locked memory."""
+        for name in (*names, LOW) if self.above else ():
+            if name in state:
+                state[name] = self.link.pinned(state[name])
+
+    def admit(self, seat: Seat, spec: Spec) -> None:
+        """Take a seat in, cut into runs of rows where that makes no difference to its rule."""
+        self.seats.append(seat)
+        shape = tuple(seat.shape)
+        self.together = self.together or gathers(spec, shape)
+        row = math.prod(shape[1:]) * seat.param.element_size() * 2
+        if self.above or seat.split != WHOLE or not shape or measures(spec, shape) or row * shape[0] <= BUCKET:
+            return
+        many = max(1, BUCKET // row)
+        (whole,) = seat.records
+        seat.records = [run_of(whole, first, min(many, shape[0] - first)) for first in range(0, shape[0], many)]
+
+    def share_counts(self) -> None:
+        super().share_counts()
+        self.buckets = []
+        for place, seat in enumerate(self.seats):
+            for chunk in self.chunks(seat):
+                self.deal_out(place, chunk)
+        if self.above:
+            for bucket in self.buckets:
+                self.bind(bucket)
+
+    def chunks(self, seat: Seat) -> Iterator[Chunk]:
+        """Of a seat."""
+        if seat.split != WHOLE or len(seat.records) == 1:
+            yield Chunk(seat, seat.records, seat.half, None)
+            return
+        first = 0
+        for record in seat.records:
+            rows, half = slice(first, first := first + record.shape[0]), seat.half
+            if half is not None:
+                place = rows.start * math.prod(record.shape[1:])
+                half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
+            yield Chunk(seat, [record], half, rows)
+
+    def deal_out(self, place: int, chunk: Chunk) -> None:
+        """Into the last bucket, or a new one."""
+        moved = list(stored(chunk)) if self.above else [chunk.like, chunk.like]
+        size = bytes_of(moved)
+        last = self.buckets[-1] if self.buckets else None
+        if last is None or (last.size + size > BUCKET and not self.together):
+            lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
+            lane.recorded = False  # graphs would keep memory of their own
+            last = Bucket(lane, len(self.buckets) % SLOTS)
+            self.buckets.append(last)
+        last.size += size
+        last.places.append(place)
+        last.lane.seats.append(chunk)  # type: ignore[arg-type]
+        if not self.above:
+            halves.tell(last.lane, chunk)
+
+    def bind(self, bucket: Bucket) -> None:
+        """Give chunks state in a room on the device, and keep what it is copied from."""
+        room = self.rooms[bucket.room]
+        self.link.enlarge(room, max(b.size for b in self.buckets if b.room == bucket.room))
+        chunks: Any = bucket.lane.seats
+        views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
+        for chunk in chunks:
+            pairs = [(next(views), tensor) for tensor in stored(chunk)]
+            bucket.state.append(pairs)
+            here = iter(pairs)
+            for record in chunk.records:
+                for slot, kept in record.state.items():
+                    if isinstance(kept, Coded):
+                        moved = [self.inner.view(next(here)[0]) for _ in kept.parts]
+                        record.state[slot] = Coded(kept.storage, *moved, first=kept.first)
+                    else:
+                        record.state[slot] = self.inner.view(next(here)[0])
+            if chunk.half is not None and chunk.half.low is not None:
+                chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
+            halves.tell(bucket.lane, chunk)
+
+    def observed(self, seat: Seat, tensor: torch.Tensor) -> list[tuple[Record, Any]]:
+        parts = tensor.to(self.where).reshape(-1).split([record.size for record in seat.records])
+        return [(record, self.view(part.view(record.shape))) for record, part in zip(seat.records, parts, strict=True)]
+
+    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
+        """Bucket by bucket: each is brought as soon as a room is free, computed, and taken back."""
+        given = dict(zip(chosen, grads, strict=True))
+        work = [(bucket, [k for k, i in enumerate(bucket.places) if i in given]) for bucket in self.buckets]
+        turns = [Turn(self, bucket, mine, given, n) for n, (bucket, mine) in enumerate((b, m) for b, m in work if m)]
+        waiting, busy = list(reversed(turns)), set[Room]()
+        self.link.begin()
+        try:
+            for turn in turns:
+                while waiting and waiting[-1].room not in busy:
+                    coming = waiting.pop()
+                    busy.add(coming.room)
+                    coming.bring()
+                self.link.await_(turn.room)
+                turn.bucket.lane.asked = self.asked
+                turn.bucket.lane.step(turn.mine, specs, structures, turn.grads, scale)
+                self.link.take(turn.room, turn.back)
+                busy.discard(turn.room)
+        finally:
+            self.link.end()
+        self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
+
+    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+        raise AssertionError("a host lane does everything in `step`")
+
+
+class Turn:
+    """A bucket in a step: which of its chunks, their gradients, what is copied to where."""
+
+    def __init__(self, lane: HostLane, bucket: Bucket, mine: list[int], given: dict[int, torch.Tensor], number: int):
+        self.lane, self.bucket, self.mine = lane, bucket, mine
+        self.room = lane.rooms[bucket.room if lane.above else number % SLOTS]
+        self.chunks: Any = [bucket.lane.seats[k] for k in mine]
+        self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
+        self.back: Pairs = ()
+
+    def bring(self) -> None:
+        if self.lane.above:
+            pairs = [pair for k in self.mine for pair in self.bucket.state[k]]
+            self.back = [(kept, here) for here, kept in pairs]
+        else:
+            wholes = [chunk.like for chunk in self.chunks]
+            there = [*wholes, *self.grads]
+            self.lane.link.enlarge(self.room, bytes_of(there))
+            here = self.room.views(there)
+            pairs = list(zip(here, there, strict=True))
+            self.back = list(zip(wholes, here, strict=False))
+            self.grads = here[len(wholes) :]
+            for chunk, param in zip(self.chunks, here, strict=False):
+                chunk.param = param
+        self.lane.link.bring(self.room, pairs)
+
+
+def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
+    """All tensors of a chunk's state."""
+    for record in chunk.records:
+        for kept in record.state.values():
+            yield from kept.parts.values() if isinstance(kept, Coded) else (kept,)
+    if chunk.half is not None and chunk.half.low is not None:
+        yield chunk.half.low
+
+
+def run_of(whole: Record, first: int, rows: int) -> Record:
+    """A run of rows of a parameter as a record of its own, over the same state."""
+    made = Record(whole.name, (rows, *whole.shape[1:]), whole.group)
+    made.t, made.counters = whole.t, dict(whole.counters)
+    made.slots = {name: dataclasses.replace(slot, shape=made.shape) for name, slot in whole.slots.items()}
+    here, place = slice(first, first + rows), first * math.prod(whole.shape[1:])
+    for name, kept in whole.state.items():
+        coded = isinstance(kept, Coded)
+        parts = [part[here] for part in (kept.parts.values() if coded else (kept,))]
+        made.state[name] = Coded(kept.storage, *parts, first=kept.first + place) if coded else parts[0]
+    return made
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Answer Ctrl-C after this block: a step that has begun is taken whole."""
+    before: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    caught: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *told: caught.append(told))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            before(*caught[-1])
