@@ -18,7 +18,7 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,57 +68,68 @@ class Link:
 
     def __init__(self, device: torch.device, below: bool):
         self.device, self.below = device, below
-        self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.there, self.back = self.stream(), self.stream()
 
-    @torch.inference_mode(False)  # what is made here is written to in every mode
-    def enlarge(self, room: Room, size: int) -> None:
-        """Have at least so many bytes in a room, where the arithmetic is; page-locked on the host."""
-        if room.memory.numel() < size:
-            where: Any = {"pin_memory": True} if self.below else {"device": self.device}
-            room.memory = torch.empty(size, dtype=torch.uint8, **where)
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
 
-    @staticmethod
-    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    def current(self) -> Any:
+        """The stream that the device computes on."""
+        return torch.cuda.current_stream(self.device)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Bytes where the arithmetic is; page-locked on the host."""
+        where: Any = {"pin_memory": True} if self.below else {"device": self.device}
+        return torch.empty(size, dtype=torch.uint8, **where)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host in page-locked memory, from which copies do not wait."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
+    def copied(self, stream: Any, pairs: Pairs) -> Any:
+        """The event that ends these copies."""
+        with torch.cuda.stream(stream):
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+        return event
+
+    @torch.inference_mode(False)  # what is made here is written to in every mode
+    def enlarge(self, room: Room, size: int) -> None:
+        """Have at least so many bytes in a room."""
+        if room.memory.numel() < size:
+            room.memory = self.memory(size)
+
     def begin(self) -> None:
+        """What is copied comes after what the device computes now."""
         for stream in (self.there, self.back):
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(self.current())
 
     def bring(self, room: Room, pairs: Pairs) -> None:
         """To where the arithmetic is, as soon as what was in the room before is gone."""
         if room.gone is not None:
             self.there.wait_event(room.gone)
-        room.come = self._copy(self.there, pairs)
+        room.come = self.copied(self.there, pairs)
 
-    def await_(self, room: Room) -> None:
+    def arrive(self, room: Room) -> None:
         """Let the arithmetic wait for what was brought."""
         if self.below:
             room.come.synchronize()
         else:
-            torch.cuda.current_stream(self.device).wait_event(room.come)
+            self.current().wait_event(room.come)
 
     def take(self, room: Room, pairs: Pairs) -> None:
         """Back to where it came from, once it is computed."""
         if not self.below:
-            self.back.wait_stream(torch.cuda.current_stream(self.device))
-        room.gone = self._copy(self.back, pairs)
+            self.back.wait_stream(self.current())
+        room.gone = self.copied(self.back, pairs)
 
     def end(self) -> None:
-        """What comes next on the device comes after the copies; what was written to the host is there."""
+        """What the device computes next comes after the copies; what was written to the host is there."""
         for stream in (self.there, self.back):
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+            self.current().wait_stream(stream)
             if not self.below:
                 stream.synchronize()
-
-    def _copy(self, stream: Any, pairs: Pairs) -> Any:
-        with torch.cuda.stream(stream):
-            if pairs:
-                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-        return event
 
 
 #: by the type of device that parameters are offloaded from
@@ -188,7 +199,7 @@ class HostLane(Lane):
         shape = tuple(seat.shape)
         self.together = self.together or gathers(spec, shape)
         row = math.prod(shape[1:]) * seat.param.element_size() * 2
-        if self.above or seat.split != WHOLE or not shape or measures(spec, shape) or row * shape[0] <= BUCKET:
+        if spec.matrix or seat.split != WHOLE or not shape or measures(spec, shape) or row * shape[0] <= BUCKET:
             return
         many = max(1, BUCKET // row)
         (whole,) = seat.records
@@ -259,10 +270,24 @@ class HostLane(Lane):
         return [(record, self.view(part.view(record.shape))) for record, part in zip(seat.records, parts, strict=True)]
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
-        """Bucket by bucket: each is brought as soon as a room is free, computed, and taken back."""
+        """Bucket by bucket."""
+        turns = self.turns(chosen, grads)
+
+        def compute(turn: Turn) -> None:
+            turn.bucket.lane.asked = self.asked
+            turn.bucket.lane.step(turn.mine, specs, structures, turn.grads, scale)
+
+        self.carry(turns, compute)
+        self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
+
+    def turns(self, chosen: Sequence[int], grads: Sequence[torch.Tensor]) -> list[Turn]:
+        """The buckets that these seats are in, with what is theirs."""
         given = dict(zip(chosen, grads, strict=True))
         work = [(bucket, [k for k, i in enumerate(bucket.places) if i in given]) for bucket in self.buckets]
-        turns = [Turn(self, bucket, mine, given, n) for n, (bucket, mine) in enumerate((b, m) for b, m in work if m)]
+        return [Turn(self, bucket, mine, given, n) for n, (bucket, mine) in enumerate((b, m) for b, m in work if m)]
+
+    def carry(self, turns: Sequence[Turn], compute: Callable[[Turn], None]) -> None:
+        """Each is brought as soon as its room is free, computed, and taken back."""
         waiting, busy = list(reversed(turns)), set[Room]()
         self.link.begin()
         try:
@@ -271,14 +296,12 @@ class HostLane(Lane):
                     coming = waiting.pop()
                     busy.add(coming.room)
                     coming.bring()
-                self.link.await_(turn.room)
-                turn.bucket.lane.asked = self.asked
-                turn.bucket.lane.step(turn.mine, specs, structures, turn.grads, scale)
+                self.link.arrive(turn.room)
+                compute(turn)
                 self.link.take(turn.room, turn.back)
                 busy.discard(turn.room)
         finally:
             self.link.end()
-        self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         raise AssertionError("a host lane does everything in `step`")

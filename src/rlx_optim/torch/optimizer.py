@@ -83,7 +83,7 @@ class RuleOptimizer(Stepper):
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self.skip_above, self._guard = guard.checked(self._owner, skip_above), None
         self._split, self._split_used = self._patterns(split, heads), set[str]()
-        self._offload, self._offload_used = self._hosts(offload), set[str]()
+        self._offload, self._hosted, self._offload_used = self._hosts(offload), set[torch.Tensor](), set[str]()
         if self._offload and capturable:
             raise ValueError(
                 f"{self._owner}: offload={offload!r} has state on the host, where no CUDA graph reaches; not with capturable=True"
@@ -139,7 +139,7 @@ class RuleOptimizer(Stepper):
         pattern, where = first_match(self._offload, name or "") or ("", None)
         self._offload_used.add(pattern)
         if where is not None:
-            self._hosted = {*self._hosted, param}
+            self._hosted.add(param)
 
     def _patterns(self, split: Any, heads: Any) -> dict[str, Split]:
         """Splits by pattern, as the user says: of `split`, and of `heads`, which are equal parts."""

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -57,7 +57,7 @@ class Stepper(Evaluating):
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
-    _hosted: Set[torch.Tensor] = frozenset()  # those whose state is on the host (`offload`)
+    _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
     _asked = False  # whether the next step is to say what it does
     _rows: Sequence[Row] = ()  # what the last did that was asked
