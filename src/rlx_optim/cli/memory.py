@@ -4,14 +4,18 @@
     rlx-optim memory --shapes shapes.json --optimizer all
     rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8 --set rounding=exact
 
+    rlx-optim memory --shapes llama-7b --optimizer adamw --weights bfloat16 --offload
+
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
 the compiled engines allocate: float32 buffers, or what state_dtype says; with rounding=exact also the low halves that bfloat16
-parameters have. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
+parameters have. Counters are a few numbers on the host (torch keeps them as 4-byte tensors). --offload says what `offload="cpu"`
+of the torch classes leaves on the device, and what it takes on the host; page-locked memory comes in powers of two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -22,14 +26,16 @@ import typer
 
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
+from ..program import gathers, measures
 from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import bytes_of
-from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, write_json
+from . import NAMES, OPTIMIZERS, Problem, choose, one, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
 
 ITEM = 4  # bytes of a float32
+WEIGHTS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass
@@ -56,6 +62,40 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
             row = found.setdefault((rule, LOW), SlotBytes(rule, LOW))
             row.tensors, row.bytes = row.tensors + 1, row.bytes + 2 * math.prod(shape)
     return list(found.values())
+
+
+# ---- where it is -----------------------------------------------------------------------------------------------------------
+def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool) -> dict[str, dict[str, int]]:
+    """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state."""
+    whole = item * parameters(shapes)
+    device, host = {"parameters": whole, "gradients": whole}, dict[str, int]()
+    if not offload:
+        return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": host}
+    limits = importlib.import_module("rlx_optim.torch.offload")
+    state, up, down, most, together = 0, list[int](), list[int](), 0, False
+    for name, shape in shapes.items():
+        member, record, _ = optimizer._lookup(name, shape)
+        spec = member._specs()[record.group]
+        kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
+        kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
+        moved = sum(kept) if spec.matrix else 2 * item * math.prod(shape)
+        (up if spec.matrix else down).append(moved)
+        state += sum(map(locked, kept)) if spec.matrix else sum(kept)
+        most = max(most, moved if measures(spec, shape) else 0)
+        together = together or gathers(spec, shape)
+
+    def rooms(sizes: list[int], least: int) -> list[int]:
+        largest = max(min(limits.BUCKET, sum(sizes)), least)
+        return [largest] * min(limits.SLOTS, -(-sum(sizes) // max(largest, 1)))
+
+    device["buckets"] = sum(rooms(up, max(up, default=0)))
+    host = {"state": state, "buckets": sum(map(locked, rooms(down, sum(down) if together else most)))}
+    return {"device": device, "host": host}
+
+
+def locked(size: int) -> int:
+    """What torch takes for so many bytes of page-locked memory."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------------
@@ -106,6 +146,11 @@ def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
         raise Problem(f"--set: {problem}") from None
 
 
+def described(sizes: Mapping[str, int]) -> str:
+    """In words: "8.80 GB (parameters 4.40 GB, gradients 4.40 GB)"."""
+    return f"{size(sum(sizes.values()))} ({', '.join(f'{what} {size(n)}' for what, n in sizes.items() if n)})"
+
+
 # ---- what is said -------------------------------------------------------------------------------------------------------
 def sizes(total: int, count: int) -> list[str]:
     return [f"{total:,}", size(total), f"{total / max(count, 1):.3f}"]
@@ -126,26 +171,34 @@ def command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; may be repeated.")
     ] = None,
+    weights: Annotated[str, typer.Option(help=f"What parameters and gradients are: {', '.join(WEIGHTS)}.")] = "float32",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="State on the host, as the torch classes' offload keeps it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the bytes of state that an optimizer needs for a model."""
     chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
     tensors, settings = read_shapes(shapes), read_settings(set_ or [])
+    item = WEIGHTS[one("type", weights, list(WEIGHTS))]
     report: dict[str, Any] = {}
     for name in chosen:
         slots = slots_of(made(name, settings), tensors)
         report[name] = {"state_bytes": sum(slot.bytes for slot in slots), "slots": [dataclasses.asdict(slot) for slot in slots]}
+        report[name] |= homes(made(name, settings), tensors, item, offload)
     count = parameters(tensors)
     if as_json:
-        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": ITEM * count}
+        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}
         write_json({**about, "optimizers": report})
         return
-    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(ITEM * count)} of float32 parameters")
+    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(item * count)} of {weights} parameters")
     lines = list(rows(report, count))
     show_table(
         ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),
         [line for line, _ in lines],
         [strong for _, strong in lines],
     )
+    for name, entry in report.items() if offload else ():
+        say(f"{name}: " + "; ".join(f"{place}: {described(entry[place])}" for place in ("device", "host")))
     if "sgd" in chosen and "momentum" not in settings:
         print("SGD here has momentum=0.9; --set momentum=0 for none")

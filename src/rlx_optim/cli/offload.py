@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import gc
 import importlib
+import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..registry import spec_class
@@ -164,19 +165,44 @@ def torch_fused(title: str, params: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
-def run(model: str, shapes: Shapes, optimizers: list[str], rounds: int) -> Iterator[Report]:
-    """The report, after every row."""
+def run(model: str, shapes: Shapes, optimizers: list[str], rounds: int, tick: Callable[[str], None]) -> Report:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise Problem("--offload: torch sees no CUDA device here")
+    tick("copies")
     bucket = importlib.import_module("rlx_optim.torch.offload").BUCKET
     report = Report(model, parameters(shapes), *bandwidth(rounds), bucket, machine())
     for name in optimizers:
         for kind in KINDS:
+            tick(f"{name}, {kind}")
             report.rows.append(row(name, kind, shapes, rounds))
-            yield report
+    return report
 
 
+# ---- for `rlx-optim doctor` ------------------------------------------------------------------------------------------------
+def check() -> dict[str, Any]:
+    """Whether `offload="cpu"` is to be had here, and gives what CPU parameters give, bit for bit."""
+    if importlib.util.find_spec("torch") is None:
+        return {"status": "not here", "why": "torch is not installed"}
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return {"status": "not here", "why": "torch sees no CUDA device; parameters on the CPU need none"}
+    found = []
+    for device, settings in (("cuda", {"offload": "cpu"}), ("cpu", {})):
+        params = drawn({"w": (64, 300)}, torch.float32, device)
+        opt = made("adamw", params, **settings)
+        opt.step()
+        opt.step()
+        found.append(params["w"].detach().cpu())
+    if not torch.equal(*found):
+        return {"status": "wrong", "why": f"AdamW is off by {float((found[0] - found[1]).abs().max()):.2g}"}
+    return {
+        "status": "live",
+        "why": next(iter(made("adamw", drawn({"w": (64, 300)}, torch.float32, "cuda"), offload="cpu").engine_report())),
+    }
+
+
+# ---- what is printed --------------------------------------------------------------------------------------------------------
 def milli(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1e3 * seconds:.1f}"
 
