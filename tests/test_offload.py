@@ -12,7 +12,9 @@ import torch
 from late import Late
 from torch_cases import bits, curvature, every, give_gradients, make, parameters, run, same, twins
 
+import rlx_optim
 import rlx_optim.torch as ours
+from rlx_optim import buckets
 from rlx_optim.torch import offload
 
 #: rows that are cut into runs, one row that is not, what is coded, small ones and an empty one
@@ -25,7 +27,7 @@ HALVES += [{"state_dtype": "int8"}, {"state_dtype": "bfloat16", "rounding": "exa
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setitem(offload.LINKS, "cpu", Late)
-    monkeypatch.setattr(offload, "BUCKET", 1000)  # bytes: even the vector is cut
+    monkeypatch.setattr(buckets, "BUCKET", 1000)  # bytes: even the vector is cut
 
 
 def both(name, dtype=torch.float32, **settings):
@@ -47,7 +49,7 @@ def check(pairs):
     assert all(lane.link.idle() for lane in y._lanes if lane.hosted)
 
 
-def buckets(opt):
+def counted(opt):
     return [len(lane.buckets) for lane in opt._lanes]
 
 
@@ -73,7 +75,7 @@ def test_the_same_numbers_in_sixteen_bits(name, settings):
 
 @pytest.mark.parametrize("size", [300, 5000, 1 << 20])
 def test_any_bucket(size, monkeypatch):
-    monkeypatch.setattr(offload, "BUCKET", size)
+    monkeypatch.setattr(buckets, "BUCKET", size)
     for name in ("AdamW", "Muon"):
         pairs = both(name, torch.bfloat16, state_dtype="bfloat16")
         for params, opt in pairs:
@@ -87,7 +89,7 @@ def test_what_is_cut_and_what_is_not():
         run(opt, params, 0, 1)
     assert {name: len(cut[1]._lanes[0].seats[i].records) for i, name in enumerate(SHAPES)}["wide"] == 16  # a row each
     assert all(len(seat.records) == 1 for seat in whole[1]._lanes[0].seats)
-    assert buckets(cut[1]) > buckets(whole[1]) > buckets(together[1]) == [1]
+    assert counted(cut[1]) > counted(whole[1]) > counted(together[1]) == [1]
     rooms = cut[1]._lanes[0].rooms
     assert len(rooms) == 3
     assert all(room.memory.numel() <= 2 * 1200 + 512 for room in rooms)  # a row of "wide", p and g
@@ -393,3 +395,40 @@ def test_fork():
         os.waitpid(child, 0)
         run(opt, params, 2, STEPS)
     check(pairs)
+
+
+# ---- what the command line says ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "Prodigy", "Muon", "SOAP"])
+def test_memory_counts_what_is_taken(name, monkeypatch):
+    """To the byte, where no page-locked memory is rounded up."""
+    from rlx_optim.cli import memory
+
+    monkeypatch.setattr(buckets, "BUCKET", 1 << 15)
+    monkeypatch.setattr(memory, "locked", lambda size: size)
+    shapes = {"w": (64, 80), "v": (64, 80), "embed": (600, 64), "b": (1037,)}
+    found = memory.homes(rlx_optim.create(name.lower()), shapes, 4, True)
+    params = parameters(shapes=shapes)
+    opt = make(name, list(params.items()), offload="cpu")
+    run(opt, params, 0, 2)
+    kept = [v for state in opt.state.values() for k, v in state.items() if k not in ("step", *opt.spec().counters())]
+    assert found["host"]["state"] == sum(v.nbytes for v in kept if torch.is_tensor(v))
+    rooms = {
+        above: sum(r.memory.numel() for lane in opt._lanes if lane.above == above for r in lane.rooms) for above in (True, False)
+    }
+    for said, taken in ((found["device"]["buckets"], rooms[True]), (found["host"]["buckets"], rooms[False])):
+        assert said == taken
+    assert found["device"]["parameters"] == found["device"]["gradients"] == sum(4 * p.numel() for p in params.values())
+
+
+def test_the_command_line(capsys, monkeypatch):
+    from rlx_optim.cli import main
+
+    monkeypatch.setattr(buckets, "BUCKET", 32 << 20)
+    assert main(["memory", "--shapes", "llama-7b", "--weights", "bfloat16", "--offload", "--set", "state_dtype=int8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "device: 27.0 GB (parameters 13.5 GB, gradients 13.5 GB); host: 14.0 GB (state 13.9 GB, buckets 101 MB)" in told
+    assert main(["memory", "--weights", "int4"]) == 2
+    assert "unknown type 'int4'" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["bench", "--offload"]) == 2
+        assert "--offload: torch sees no CUDA device here" in capsys.readouterr().err

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch_cases import every, make  # noqa: E402
 
 import rlx_optim.torch as ours  # noqa: E402
-from rlx_optim.torch import offload  # noqa: E402
+from rlx_optim import buckets  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(offload, "BUCKET", 200_000)
+    monkeypatch.setattr(buckets, "BUCKET", 200_000)
 
 
 def start(device, dtype=torch.float32):
@@ -177,7 +177,7 @@ def test_side_streams_and_threads():
 @pytest.mark.parametrize("name", ["AdamW", "Lamb", "Muon"])
 def test_peak_memory(name, monkeypatch):
     """Beside parameters and gradients: nothing, or for matrix rules the rooms and what an engine computes with."""
-    monkeypatch.setattr(offload, "BUCKET", 4 << 20)
+    monkeypatch.setattr(buckets, "BUCKET", 4 << 20)
     params = {f"w{i}": torch.nn.Parameter(torch.randn(1024, 1024, device="cuda")) for i in range(24)}
     for p in params.values():
         p.grad = torch.randn_like(p)

@@ -15,7 +15,6 @@ of the torch classes leaves on the device, and what it takes on the host; page-l
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import buckets
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
 from ..program import gathers, measures
@@ -68,29 +68,26 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
 def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool) -> dict[str, dict[str, int]]:
     """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state."""
     whole = item * parameters(shapes)
-    device, host = {"parameters": whole, "gradients": whole}, dict[str, int]()
+    device = {"parameters": whole, "gradients": whole}
     if not offload:
-        return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": host}
-    limits = importlib.import_module("rlx_optim.torch.offload")
-    state, up, down, most, together = 0, list[int](), list[int](), 0, False
+        return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": {}}
+    state, up, down, together = 0, list[int](), list[int](), False
     for name, shape in shapes.items():
         member, record, _ = optimizer._lookup(name, shape)
-        spec = member._specs()[record.group]
+        spec, rows = member._specs()[record.group], (shape or (1,))[0]
         kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
-        moved = sum(kept) if spec.matrix else 2 * item * math.prod(shape)
-        (up if spec.matrix else down).append(moved)
         state += sum(map(locked, kept)) if spec.matrix else sum(kept)
-        most = max(most, moved if measures(spec, shape) else 0)
         together = together or gathers(spec, shape)
-
-    def rooms(sizes: list[int], least: int) -> list[int]:
-        largest = max(min(limits.BUCKET, sum(sizes)), least)
-        return [largest] * min(limits.SLOTS, -(-sum(sizes) // max(largest, 1)))
-
-    device["buckets"] = sum(rooms(up, max(up, default=0)))
-    host = {"state": state, "buckets": sum(map(locked, rooms(down, sum(down) if together else most)))}
-    return {"device": device, "host": host}
+        row = item * math.prod(shape[1:])
+        if spec.matrix:
+            up.append(sum(map(buckets.aligned, kept)))
+        elif measures(spec, shape):
+            down.append(2 * buckets.aligned(row * rows))
+        else:
+            down += [2 * buckets.aligned(row * (run.stop - run.start)) for run in buckets.runs(rows, 2 * row)]
+    device["buckets"] = sum(buckets.rooms(up))
+    return {"device": device, "host": {"state": state, "buckets": sum(map(locked, buckets.rooms(down, together)))}}
 
 
 def locked(size: int) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .. import buckets
 from ..registry import spec_class
 from . import Problem, machine, say, show_table, size
 from .results import Shapes, parameters, settings_of
@@ -170,8 +171,7 @@ def run(model: str, shapes: Shapes, optimizers: list[str], rounds: int, tick: Ca
     if not torch.cuda.is_available():
         raise Problem("--offload: torch sees no CUDA device here")
     tick("copies")
-    bucket = importlib.import_module("rlx_optim.torch.offload").BUCKET
-    report = Report(model, parameters(shapes), *bandwidth(rounds), bucket, machine())
+    report = Report(model, parameters(shapes), *bandwidth(rounds), buckets.BUCKET, machine())
     for name in optimizers:
         for kind in KINDS:
             tick(f"{name}, {kind}")

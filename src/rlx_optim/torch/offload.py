@@ -19,10 +19,12 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from .. import buckets
+from ..buckets import SLOTS, aligned
 from ..engine import Engine
 from ..pieces import WHOLE
 from ..program import gathers, measures
@@ -33,10 +35,6 @@ from ..storage import Coded
 from . import halves
 from .lanes import LANES, Lane, Seat, TorchLane
 from .state import HOST
-
-BUCKET = 32 << 20  # bytes that a bucket brings along, one tensor or one row at the least
-SLOTS = 3  # buckets at once: one is computed, one comes, one goes
-ALIGNED = 256  # bytes
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
 
@@ -51,7 +49,7 @@ class Room:
 
     def views(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and types, one behind the other."""
-        sizes = [-(-t.numel() * t.element_size() // ALIGNED) * ALIGNED for t in like]
+        sizes = [aligned(t.numel() * t.element_size()) for t in like]
         starts = itertools.accumulate(sizes[:-1], initial=0)
         return [
             self.memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
@@ -60,7 +58,7 @@ class Room:
 
 
 def bytes_of(like: Sequence[torch.Tensor]) -> int:
-    return sum(-(-t.numel() * t.element_size() // ALIGNED) * ALIGNED for t in like)
+    return sum(aligned(t.numel() * t.element_size()) for t in like)
 
 
 class Link:
@@ -157,10 +155,9 @@ class Bucket:
     """A lane of chunks; of each its seat's place, and what must be copied of its state."""
 
     lane: Lane
-    room: int
-    size: int = 0
-    places: list[int] = dataclasses.field(default_factory=list)
+    places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
+    room: Room | None = None  # where that is bound to one
 
 
 class HostLane(Lane):
@@ -198,22 +195,25 @@ class HostLane(Lane):
         self.seats.append(seat)
         shape = tuple(seat.shape)
         self.together = self.together or gathers(spec, shape)
-        row = math.prod(shape[1:]) * seat.param.element_size() * 2
-        if spec.matrix or seat.split != WHOLE or not shape or measures(spec, shape) or row * shape[0] <= BUCKET:
+        if spec.matrix or seat.split != WHOLE or not shape or measures(spec, shape):
             return
-        many = max(1, BUCKET // row)
-        (whole,) = seat.records
-        seat.records = [run_of(whole, first, min(many, shape[0] - first)) for first in range(0, shape[0], many)]
+        runs = buckets.runs(shape[0], 2 * seat.param.element_size() * math.prod(shape[1:]))
+        if len(runs) > 1:
+            seat.records = [run_of(seat.records[0], rows) for rows in runs]
 
     def share_counts(self) -> None:
         super().share_counts()
+        chunks = [(place, chunk) for place, seat in enumerate(self.seats) for chunk in self.chunks(seat)]
+        moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
+        sizes = list(map(bytes_of, moved))
         self.buckets = []
-        for place, seat in enumerate(self.seats):
-            for chunk in self.chunks(seat):
-                self.deal_out(place, chunk)
+        for places in buckets.dealt(sizes, self.together):
+            self.buckets.append(self.bucket([chunks[place] for place in places]))
         if self.above:
-            for bucket in self.buckets:
-                self.bind(bucket)
+            for room, size in zip(self.rooms, buckets.rooms(sizes, self.together), strict=False):
+                self.link.enlarge(room, size)
+            for n, bucket in enumerate(self.buckets):
+                self.bind(bucket, self.rooms[n % SLOTS])
 
     def chunks(self, seat: Seat) -> Iterator[Chunk]:
         """Of a seat."""
@@ -228,27 +228,19 @@ class HostLane(Lane):
                 half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
             yield Chunk(seat, [record], half, rows)
 
-    def deal_out(self, place: int, chunk: Chunk) -> None:
-        """Into the last bucket, or a new one."""
-        moved = list(stored(chunk)) if self.above else [chunk.like, chunk.like]
-        size = bytes_of(moved)
-        last = self.buckets[-1] if self.buckets else None
-        if last is None or (last.size + size > BUCKET and not self.together):
-            lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
-            lane.recorded = False  # graphs would keep memory of their own
-            last = Bucket(lane, len(self.buckets) % SLOTS)
-            self.buckets.append(last)
-        last.size += size
-        last.places.append(place)
-        last.lane.seats.append(chunk)  # type: ignore[arg-type]
+    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> Bucket:
+        """Of these chunks, each with its seat's place."""
+        lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
+        lane.recorded = False  # graphs would keep memory of their own
+        lane.seats = [cast(Any, chunk) for _, chunk in chunks]
         if not self.above:
-            halves.tell(last.lane, chunk)
+            for _, chunk in chunks:
+                halves.tell(lane, chunk)
+        return Bucket(lane, [place for place, _ in chunks])
 
-    def bind(self, bucket: Bucket) -> None:
+    def bind(self, bucket: Bucket, room: Room) -> None:
         """Give chunks state in a room on the device, and keep what it is copied from."""
-        room = self.rooms[bucket.room]
-        self.link.enlarge(room, max(b.size for b in self.buckets if b.room == bucket.room))
-        chunks: Any = bucket.lane.seats
+        bucket.room, chunks = room, cast(Any, bucket.lane.seats)
         views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
         for chunk in chunks:
             pairs = [(next(views), tensor) for tensor in stored(chunk)]
@@ -312,7 +304,7 @@ class Turn:
 
     def __init__(self, lane: HostLane, bucket: Bucket, mine: list[int], given: dict[int, torch.Tensor], number: int):
         self.lane, self.bucket, self.mine = lane, bucket, mine
-        self.room = lane.rooms[bucket.room if lane.above else number % SLOTS]
+        self.room = bucket.room or lane.rooms[number % SLOTS]
         self.chunks: Any = [bucket.lane.seats[k] for k in mine]
         self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
         self.back: Pairs = ()
@@ -343,16 +335,16 @@ def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
         yield chunk.half.low
 
 
-def run_of(whole: Record, first: int, rows: int) -> Record:
+def run_of(whole: Record, rows: slice) -> Record:
     """A run of rows of a parameter as a record of its own, over the same state."""
-    made = Record(whole.name, (rows, *whole.shape[1:]), whole.group)
+    made = Record(whole.name, (rows.stop - rows.start, *whole.shape[1:]), whole.group)
     made.t, made.counters = whole.t, dict(whole.counters)
     made.slots = {name: dataclasses.replace(slot, shape=made.shape) for name, slot in whole.slots.items()}
-    here, place = slice(first, first + rows), first * math.prod(whole.shape[1:])
+    first = rows.start * math.prod(whole.shape[1:])
     for name, kept in whole.state.items():
         coded = isinstance(kept, Coded)
-        parts = [part[here] for part in (kept.parts.values() if coded else (kept,))]
-        made.state[name] = Coded(kept.storage, *parts, first=kept.first + place) if coded else parts[0]
+        parts = [part[rows] for part in (kept.parts.values() if coded else (kept,))]
+        made.state[name] = Coded(kept.storage, *parts, first=kept.first + first) if coded else parts[0]
     return made
 
 
