@@ -87,7 +87,8 @@ class Link:
     def copied(self, stream: Any, pairs: Pairs) -> Any:
         """The event that ends these copies."""
         with torch.cuda.stream(stream):
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+            if pairs:  # a rule may have no state
+                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
         return event
