@@ -2,6 +2,7 @@
 device (`late`); tests/test_offload_gpu.py has real ones."""
 
 import copy
+import importlib.util
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from interpreter import in_the_interpreter
 from late import Late
 from torch_cases import bits, curvature, every, give_gradients, make, parameters, run, same, twins
 
@@ -109,6 +111,33 @@ def test_engines(name, engine):
     lanes = pairs[1][1]._lanes
     assert all(lane.engine.name == engine for lane in lanes)
     assert any(lane.above for lane in lanes) == (name == "Muon" and engine == "torch")
+
+
+def on_the_device():
+    """How far engine="triton" ends from the same without offload; run where Triton interprets its kernels."""
+    found = {}
+    offload.LINKS["cpu"], buckets.BUCKET = Late, 700
+    for name, dtype, settings in DEVICE:
+        pairs = [
+            (p, make(name, list(p.items()), engine="triton", **settings, **more))
+            for more in ({}, {"offload": "cpu"})
+            for p in [parameters(dtype, {"w": (8, 16), "b": (300,)})]
+        ]
+        for params, opt in pairs:
+            run(opt, params, 0, 2)
+        check(pairs)
+        found[name] = [type(lane.buckets[0].lane).__name__ for lane in pairs[1][1]._lanes]
+    return found
+
+
+DEVICE = [("AdamW", torch.float32, {}), ("Sophia", torch.bfloat16, {"rounding": "exact"})]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_on_the_device():
+    """engine="triton" has every rule compute on the device; its state goes up and comes down."""
+    found = in_the_interpreter("on_the_device", "test_offload")
+    assert found == {name: ["TritonLane"] for name, _, _ in DEVICE}
 
 
 def test_a_split_parameter():

@@ -89,6 +89,18 @@ def test_matrices_in_sixteen_bits(settings):
     assert all(v.is_pinned() for v in own)
 
 
+@pytest.mark.parametrize("settings", [{}, {"state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "Sophia"])
+def test_on_the_device(name, settings):
+    """engine="triton": the state goes up and comes down; the numbers are those of the step on the device."""
+    (got, opt), (want, _) = (walk(name, "cuda", engine="triton", **settings, **more) for more in ({"offload": "cpu"}, {}))
+    assert equal(values(got), values(want))
+    assert all(lane.above for lane in opt._lanes)
+    kept = [v for state in opt.state.values() for k, v in state.items() if k.startswith(("exp_avg", "m", "h"))]
+    assert all(v.is_pinned() for v in kept)
+    assert len(opt._lanes[0].buckets) > 3
+
+
 def test_resumed_bit_for_bit(tmp_path):
     whole = values(walk("AdamW", "cuda", offload="cpu")[0])
     for way in ("state_dict", "file"):
@@ -194,5 +206,8 @@ def test_peak_memory(name, monkeypatch):
 def test_refusals():
     with pytest.raises(ValueError, match="is on cpu, and offload='cpu' is for parameters on a CUDA device"):
         make("AdamW", list(start("cpu").items()), offload="cpu")
-    with pytest.raises(ValueError, match="engine 'triton' cannot step a parameter on cpu"):
-        make("AdamW", list(start("cuda").items()), offload="cpu", engine="triton")
+    params = start("cuda")
+    opt = make("Prodigy", list(params.items()), offload="cpu", engine="triton")
+    gradients(params, 0)
+    with pytest.raises(ValueError, match="Prodigy: engine='triton' would bring all state to the device at once"):
+        opt.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-BUCKET = 32 << 20  # bytes that a bucket brings along; one tensor, or one row, at the least
+BUCKET = 64 << 20  # bytes that a bucket brings along; one tensor, or one row, at the least
 SLOTS = 3  # buckets at once: one is computed, one comes, one goes
 ALIGNED = 256  # bytes: what a tensor in a bucket takes is a multiple
 

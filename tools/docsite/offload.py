@@ -59,7 +59,7 @@ def speed() -> str:
     rows = []
     for row in measured()["rows"]:
         times = ["–" if row[what] is None else f"{1e3 * row[what]:,.0f}" for what in ("step", "copies", "host", "torch_fused")]
-        over = "–" if row["over_limit"] is None else f"{row['over_limit']:.2f}×"
+        over = f"{row['over_limit']:.2f}×"
         rows.append(
             [row["optimizer"], row["kind"], *times, over, f"{row['device_peak'] / 2**20:,.0f}", f"{row['state'] / 1e9:.2f}"]
         )

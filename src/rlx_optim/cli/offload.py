@@ -23,8 +23,13 @@ from . import Problem, machine, say, show_table, size
 from .results import Shapes, parameters, settings_of
 
 GIB = 1 << 30
-#: what weights, gradients and state are in
-KINDS = {"float32": ("float32", "float32"), "bfloat16, int8 state": ("bfloat16", "int8")}
+#: what weights and gradients are, what state is kept in, and who computes: the host, or the device (engine="triton")
+KINDS = {
+    "float32": ("float32", "float32", "auto"),
+    "bfloat16, int8 state": ("bfloat16", "int8", "auto"),
+    "float32, on the device": ("float32", "float32", "triton"),
+    "bfloat16, int8 state, on the device": ("bfloat16", "int8", "triton"),
+}
 FUSED = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # torch's
 
 
@@ -38,7 +43,7 @@ class Row:
     copies: float
     host: float | None  # the arithmetic alone, where that is the host's
     torch_fused: float | None
-    over_limit: float | None  # the step over the larger of copies and host
+    over_limit: float  # the step over the larger of copies and host
     device_peak: int  # bytes beside parameters and gradients
     state: int  # bytes on the host
 
@@ -108,11 +113,12 @@ def made(name: str, params: dict[str, Any], **settings: Any) -> Any:
 
 def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     torch = importlib.import_module("torch")
-    dtype, kept = getattr(torch, KINDS[kind][0]), KINDS[kind][1]
+    weights, kept, engine = KINDS[kind]
+    dtype = getattr(torch, weights)
     params = drawn(shapes, dtype, "cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    opt = made(name, params, state_dtype=kept, offload="cpu")
+    opt = made(name, params, state_dtype=kept, offload="cpu", engine=engine)
     opt.step()
     torch.cuda.reset_peak_memory_stats()
     step = timed(opt.step, rounds)
@@ -122,7 +128,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     below = not any(lane.above for lane in opt._lanes)
     del opt
     gc.collect()
-    fused = timed(torch_fused(FUSED[name], params), rounds) if name in FUSED else None
+    fused = timed(torch_fused(FUSED[name], params), rounds) if name in FUSED and below else None
     params.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -132,8 +138,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
         host = timed(opt.step, rounds)
         del opt
         gc.collect()
-    limit = None if host is None else step / max(host, copies)
-    return Row(name, kind, step, copies, host, fused, limit, peak, state)
+    return Row(name, kind, step, copies, host, fused, step / max(host or 0.0, copies), peak, state)
 
 
 def carry(opt: Any) -> None:
@@ -173,7 +178,7 @@ def run(model: str, shapes: Shapes, optimizers: list[str], rounds: int, tick: Ca
     tick("copies")
     report = Report(model, parameters(shapes), *bandwidth(rounds), buckets.BUCKET, machine())
     for name in optimizers:
-        for kind in KINDS:
+        for kind in [kind for kind, (_, _, engine) in KINDS.items() if engine == "auto" or not spec_class(name).matrix]:
             tick(f"{name}, {kind}")
             report.rows.append(row(name, kind, shapes, rounds))
     return report
@@ -215,8 +220,7 @@ HEAD = (
 
 def cells(r: Row) -> list[str]:
     times = [milli(seconds) for seconds in (r.step, r.copies, r.host)]
-    over = "–" if r.over_limit is None else f"{r.over_limit:.2f}×"
-    return [r.optimizer, r.kind, *times, over, milli(r.torch_fused), size(r.device_peak), size(r.state)]
+    return [r.optimizer, r.kind, *times, f"{r.over_limit:.2f}×", milli(r.torch_fused), size(r.device_peak), size(r.state)]
 
 
 def show(report: Report) -> None:

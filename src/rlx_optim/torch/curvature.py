@@ -10,7 +10,6 @@ import torch
 
 from .. import random
 from ..routing import bare
-from ..stepping import observe
 from .evaluating import named
 from .halves import is_spread
 from .optimizer import RuleOptimizer
@@ -151,7 +150,7 @@ class CurvatureOptimizer(RuleOptimizer):
         seat = lane.seats[place]
         self._check_seat(lane, seat)
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
-        for record, part in lane.observed(seat, given):
-            observe(record, spec_of[record.group], lane.engine, part)
+        record = seat.records[0]
+        lane.observe(seat, spec_of[record.group], given)
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
         lane.version = lane.versions()

@@ -22,7 +22,7 @@ from ..engine import Engine
 from ..pieces import WHOLE, Split
 from ..rounding import Half
 from ..spec import Spec
-from ..stepping import Part, Record, bundle_up, run_part
+from ..stepping import Part, Record, bundle_up, observe, run_part
 from . import halves
 from .headers import described
 
@@ -211,9 +211,9 @@ class Lane(abc.ABC):
         parts = tensor.reshape(-1).split([record.size for record in seat.records])
         return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
 
-    def observed(self, seat: Seat, tensor: torch.Tensor) -> list[tuple[Record, Any]]:
-        """The records of a seat that is whole, with their part of such a tensor as the engine wants it."""
-        return [(seat.records[0], self.view(tensor))]
+    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
+        """Take over an estimate of the curvature of a parameter, which is whole."""
+        observe(seat.records[0], spec, self.engine, self.view(estimate))
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
         """Step the chosen seats, whose gradients these are."""

@@ -2,8 +2,9 @@
 
 Who steps what stays as it is; where the arrays are is what changes. `HostLane` deals its seats out into buckets. A bucket is an
 ordinary lane whose seats (`Chunk`) are stand-ins over arrays that are brought to where the arithmetic is. For most rules that is
-the host: gradients and parameters come down, the parameters go up again, the state never moves; where a rule looks at single
-coordinates, a large tensor goes in runs of rows. For matrix rules it is the device: their state goes up and comes down again.
+the host: gradients and parameters come down, the parameters go up again, the state never moves. For matrix rules, and for all
+with engine="triton", it is the device: state goes up and comes down again. Where a rule looks at single coordinates, a large
+tensor goes in runs of rows.
 While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
 
 Nothing is under way when a step has ended, and no copy of a parameter outlives it: what the owner does with p between steps
@@ -30,10 +31,10 @@ from ..pieces import WHOLE
 from ..program import gathers, measures
 from ..rounding import LOW
 from ..spec import Spec
-from ..stepping import Record
+from ..stepping import Record, observe
 from ..storage import Coded
 from . import halves
-from .lanes import LANES, Lane, Seat, TorchLane
+from .lanes import LANES, AddressLane, Lane, Seat, TorchLane
 from .state import HOST
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
@@ -93,11 +94,11 @@ class Link:
             event.record(stream)
         return event
 
-    @torch.inference_mode(False)  # what is made here is written to in every mode
     def enlarge(self, room: Room, size: int) -> None:
         """Have at least so many bytes in a room."""
         if room.memory.numel() < size:
-            room.memory = self.memory(size)
+            with torch.inference_mode(False):  # it is written to in every mode
+                room.memory = self.memory(size)
 
     def begin(self) -> None:
         """What is copied comes after what the device computes now."""
@@ -159,6 +160,10 @@ class Bucket:
     places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
     room: Room | None = None  # where that is bound to one
+    here: list[torch.Tensor] = dataclasses.field(
+        default_factory=list
+    )  # else: what parameters and gradients were brought to last,
+    shape: Any = None  # in which memory, of which chunks, and of which types
 
 
 class HostLane(Lane):
@@ -169,7 +174,7 @@ class HostLane(Lane):
     def __init__(
         self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float, where: torch.device, above: bool
     ):
-        """device: of the parameters; where: the arithmetic is; above: that is the device, for matrix rules."""
+        """device: of the parameters; where: the arithmetic is; above: that is the device."""
         super().__init__(engine, why, device, dtype, sign)
         self.kept, self.where, self.above = HOST.device, where, above
         self.inner = LANES.get(engine.name, TorchLane)
@@ -196,11 +201,17 @@ class HostLane(Lane):
         self.seats.append(seat)
         shape = tuple(seat.shape)
         self.together = self.together or gathers(spec, shape)
-        if spec.matrix or seat.split != WHOLE or not shape or measures(spec, shape):
+        if self.together and self.above:
+            raise spec.refuse(
+                "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
+            )
+        if spec.matrix or seat.split != WHOLE or not math.prod(shape) or not shape or measures(spec, shape):
             return
-        runs = buckets.runs(shape[0], 2 * seat.param.element_size() * math.prod(shape[1:]))
+        (whole,) = seat.records
+        moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * seat.param.nbytes
+        runs = buckets.runs(shape[0], moved // shape[0])
         if len(runs) > 1:
-            seat.records = [run_of(seat.records[0], rows) for rows in runs]
+            seat.records = [run_of(whole, rows) for rows in runs]
 
     def share_counts(self) -> None:
         super().share_counts()
@@ -258,17 +269,31 @@ class HostLane(Lane):
                 chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
             halves.tell(bucket.lane, chunk)
 
-    def observed(self, seat: Seat, tensor: torch.Tensor) -> list[tuple[Record, Any]]:
-        parts = tensor.to(self.where).reshape(-1).split([record.size for record in seat.records])
-        return [(record, self.view(part.view(record.shape))) for record, part in zip(seat.records, parts, strict=True)]
+    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
+        def take(record: Record, part: torch.Tensor) -> None:
+            observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
+
+        if self.above:
+            turns = self.turns([self.seats.index(seat)], [estimate])
+            self.carry(turns, lambda turn: take(turn.chunks[0].records[0], turn.grads[0]))
+            return
+        parts = estimate.to(self.where).reshape(-1).split([record.size for record in seat.records])
+        for record, part in zip(seat.records, parts, strict=True):
+            take(record, part)
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
         """Bucket by bucket."""
         turns = self.turns(chosen, grads)
 
         def compute(turn: Turn) -> None:
-            turn.bucket.lane.asked = self.asked
-            turn.bucket.lane.step(turn.mine, specs, structures, turn.grads, scale)
+            lane = turn.bucket.lane
+            lane.asked = self.asked
+            again = turn.again and isinstance(lane, AddressLane) and lane.prepared(tuple(turn.mine), structures)
+            if again and lane.stepped_whole:  # type: ignore[attr-defined]
+                lane.numbers.clear()
+                lane.launch(lane.seats, [chunk.param for chunk in turn.chunks], turn.grads, specs, scale)  # type: ignore[attr-defined]
+            else:
+                lane.step(turn.mine, specs, structures, turn.grads, scale)
 
         self.carry(turns, compute)
         self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
@@ -309,16 +334,23 @@ class Turn:
         self.chunks: Any = [bucket.lane.seats[k] for k in mine]
         self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
         self.back: Pairs = ()
+        self.again = False  # whether parameters and gradients are brought to where they were the last time
 
     def bring(self) -> None:
         if self.lane.above:
             pairs = [pair for k in self.mine for pair in self.bucket.state[k]]
             self.back = [(kept, here) for here, kept in pairs]
+            for chunk in self.chunks:
+                chunk.param = chunk.like if chunk.rows else chunk.whole
         else:
             wholes = [chunk.like for chunk in self.chunks]
-            there = [*wholes, *self.grads]
+            there, bucket = [*wholes, *self.grads], self.bucket
             self.lane.link.enlarge(self.room, bytes_of(there))
-            here = self.room.views(there)
+            shape = self.room.memory.data_ptr(), self.mine, [t.dtype for t in there]
+            self.again = shape == bucket.shape
+            if not self.again:
+                bucket.here, bucket.shape = self.room.views(there), shape
+            here = bucket.here
             pairs = list(zip(here, there, strict=True))
             self.back = list(zip(wholes, here, strict=False))
             self.grads = here[len(wholes) :]

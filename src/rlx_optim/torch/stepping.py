@@ -129,8 +129,8 @@ class Stepper(Evaluating):
 
     def _reached(self, param: torch.Tensor, kind: type[Spec]) -> torch.device:
         """Where the arithmetic of a parameter is."""
-        down = param in self._hosted and (not kind.matrix or self.engine == "cpu")
-        return HOST.device if down else param.device
+        down = self.engine != "triton" if not kind.matrix else self.engine == "cpu"
+        return HOST.device if down and param in self._hosted else param.device
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -532,7 +532,8 @@ class Stepper(Evaluating):
                     gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
                 if home is HOST:
                     key = (*key, where, spec.matrix)
-                    make = functools.partial(HostLane, where=where, above=spec.matrix and self.engine != "cpu")
+                    above = self.engine == "triton" or (spec.matrix and self.engine != "cpu")
+                    make = functools.partial(HostLane, where=where, above=above)
                 elif home is not None:
                     if self.capturable:
                         raise ValueError(
