@@ -171,8 +171,9 @@ def told(of: str, theme: str) -> bytes:
                 continue
             losses = np.array(evidence.curve(name))
             steps = evidence.plan.EVERY * np.arange(1, len(losses) + 1)
-            for one, x in zip(axes, (steps, found[name].step * steps), strict=True):
-                one.plot(x[LATE:], losses[LATE:], **look)
+            spent = evidence.cost(name)
+            for one, pace in zip(axes, (1, spent.step if spent else np.nan), strict=True):  # what is no number is not drawn
+                one.plot(pace * steps[LATE:], losses[LATE:], **look)
         if of == "rates":
             axes.set(xscale="log", xlabel="learning rate, times where its search began", ylabel="loss of the text that chooses")
         else:
