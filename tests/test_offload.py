@@ -115,7 +115,9 @@ def test_engines(name, engine):
 
 def on_the_device():
     """How far engine="triton" ends from the same without offload; run where Triton interprets its kernels."""
-    found = {}
+    from rlx_optim.cli import memory
+
+    found, memory.locked = {}, lambda size: size
     offload.LINKS["cpu"], buckets.BUCKET = Late, 700
     for name, dtype, settings in DEVICE:
         pairs = [
@@ -126,7 +128,12 @@ def on_the_device():
         for params, opt in pairs:
             run(opt, params, 0, 2)
         check(pairs)
-        found[name] = [type(lane.buckets[0].lane).__name__ for lane in pairs[1][1]._lanes]
+        (lane,) = pairs[1][1]._lanes
+        counted = memory.homes(
+            rlx_optim.create(name.lower(), **settings), {k: tuple(p.shape) for k, p in pairs[1][0].items()}, 4, True, "triton"
+        )
+        assert counted["device"]["buckets"] == sum(room.memory.numel() for room in lane.rooms)
+        found[name] = type(lane.buckets[0].lane).__name__
     return found
 
 
@@ -137,7 +144,7 @@ DEVICE = [("AdamW", torch.float32, {}), ("Sophia", torch.bfloat16, {"rounding": 
 def test_on_the_device():
     """engine="triton" has every rule compute on the device; its state goes up and comes down."""
     found = in_the_interpreter("on_the_device", "test_offload")
-    assert found == {name: ["TritonLane"] for name, _, _ in DEVICE}
+    assert found == {name: "TritonLane" for name, _, _ in DEVICE}
 
 
 def test_a_split_parameter():
@@ -427,17 +434,20 @@ def test_fork():
 
 
 # ---- what the command line says ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["AdamW", "Lamb", "Prodigy", "Muon", "SOAP"])
-def test_memory_counts_what_is_taken(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("AdamW", "auto"), ("Lamb", "auto"), ("Prodigy", "auto"), ("Muon", "auto"), ("SOAP", "auto"), ("Muon", "cpu")],
+)
+def test_memory_counts_what_is_taken(name, engine, monkeypatch):
     """To the byte, where no page-locked memory is rounded up."""
     from rlx_optim.cli import memory
 
     monkeypatch.setattr(buckets, "BUCKET", 1 << 15)
     monkeypatch.setattr(memory, "locked", lambda size: size)
     shapes = {"w": (64, 80), "v": (64, 80), "embed": (600, 64), "b": (1037,)}
-    found = memory.homes(rlx_optim.create(name.lower()), shapes, 4, True)
+    found = memory.homes(rlx_optim.create(name.lower()), shapes, 4, True, engine)
     params = parameters(shapes=shapes)
-    opt = make(name, list(params.items()), offload="cpu")
+    opt = make(name, list(params.items()), offload="cpu", engine=engine)
     run(opt, params, 0, 2)
     kept = [v for state in opt.state.values() for k, v in state.items() if k not in ("step", *opt.spec().counters())]
     assert found["host"]["state"] == sum(v.nbytes for v in kept if torch.is_tensor(v))

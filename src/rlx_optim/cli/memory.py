@@ -35,6 +35,7 @@ from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
 
 ITEM = 4  # bytes of a float32
+ENGINES = ("auto", "cpu", "torch", "triton")
 WEIGHTS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -65,29 +66,31 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
 
 
 # ---- where it is -----------------------------------------------------------------------------------------------------------
-def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool) -> dict[str, dict[str, int]]:
-    """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state."""
-    whole = item * parameters(shapes)
-    device = {"parameters": whole, "gradients": whole}
+def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, engine: str = "auto") -> dict[str, dict[str, int]]:
+    """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state. engine: of offloaded
+    rules, which says where they are computed."""
+    each = item * parameters(shapes)
+    device = {"parameters": each, "gradients": each}
     if not offload:
         return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": {}}
-    state, up, down, together = 0, list[int](), list[int](), False
+    state, lanes, together = 0, dict[tuple[bool, bool], list[int]](), False  # what goes where it is computed, by where and who
     for name, shape in shapes.items():
         member, record, _ = optimizer._lookup(name, shape)
         spec, rows = member._specs()[record.group], (shape or (1,))[0]
         kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
+        above = engine == "triton" or (spec.matrix and engine != "cpu")
+        row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
-        state += sum(map(locked, kept)) if spec.matrix else sum(kept)
+        state += sum(map(locked, kept)) if above else sum(kept)
         together = together or gathers(spec, shape)
-        row = item * math.prod(shape[1:])
-        if spec.matrix:
-            up.append(sum(map(buckets.aligned, kept)))
-        elif measures(spec, shape):
-            down.append(2 * buckets.aligned(row * rows))
-        else:
-            down += [2 * buckets.aligned(row * (run.stop - run.start)) for run in buckets.runs(rows, 2 * row)]
-    device["buckets"] = sum(buckets.rooms(up))
-    return {"device": device, "host": {"state": state, "buckets": sum(map(locked, buckets.rooms(down, together)))}}
+        whole = spec.matrix or measures(spec, shape) or not shape
+        for run in [slice(0, rows)] if whole else buckets.runs(rows, row):
+            moved = kept if above else [item * math.prod(shape)] * 2
+            size = sum(buckets.aligned(n * (run.stop - run.start) // max(rows, 1)) for n in moved)
+            lanes.setdefault((above, spec.matrix), []).append(size)
+    device["buckets"] = sum(sum(buckets.rooms(sizes)) for (above, _), sizes in lanes.items() if above)
+    rooms = [room for (above, _), sizes in lanes.items() if not above for room in buckets.rooms(sizes, together)]
+    return {"device": device, "host": {"state": state, "buckets": sum(map(locked, rooms))}}
 
 
 def locked(size: int) -> int:
@@ -172,6 +175,7 @@ def command(
     offload: Annotated[
         bool, typer.Option("--offload", help="State on the host, as the torch classes' offload keeps it.")
     ] = False,
+    engine: Annotated[str, typer.Option(help=f"With --offload, as in the torch classes: {', '.join(ENGINES)}.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the bytes of state that an optimizer needs for a model."""
@@ -182,7 +186,7 @@ def command(
     for name in chosen:
         slots = slots_of(made(name, settings), tensors)
         report[name] = {"state_bytes": sum(slot.bytes for slot in slots), "slots": [dataclasses.asdict(slot) for slot in slots]}
-        report[name] |= homes(made(name, settings), tensors, item, offload)
+        report[name] |= homes(made(name, settings), tensors, item, offload, one("engine", engine, ENGINES))
     count = parameters(tensors)
     if as_json:
         about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}

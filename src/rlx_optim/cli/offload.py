@@ -128,7 +128,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     below = not any(lane.above for lane in opt._lanes)
     del opt
     gc.collect()
-    fused = timed(torch_fused(FUSED[name], params), rounds) if name in FUSED and below else None
+    fused = timed(torch_fused(FUSED[name], params), rounds) if name in FUSED and below and kept == "float32" else None
     params.clear()
     gc.collect()
     torch.cuda.empty_cache()
