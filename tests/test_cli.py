@@ -488,6 +488,7 @@ def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
     assert {e["engine"]: e["status"] for e in found["engines"]} == {"reference": "live", "cpu": "live"}
     assert found["threading_layer"] in ("omp", "tbb", "workqueue", "not started")
     assert found["more_threads_from_bytes"] == 2 << 20
+    assert found["offload"]["status"] in ("live", "not here")
     assert found["cache"]["folder"].startswith(str(tmp_path))
     assert run("doctor") == 0
     assert "healthy" in capsys.readouterr().out

@@ -33,6 +33,7 @@ MAY = {
     "rule": {"spec", "linalg", "vocabulary", "registry"},
     "schedules": set(),
     "threads": set(),
+    "buckets": set(),
     "routing": {"admission", "spec"},
     "data": set(),
     "helpers": {"engines"},
@@ -57,7 +58,7 @@ MAY = {
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
-        "sharing", "language", "program", "explain", "stats", "guard", "pieces", "rounding", "storage",
+        "sharing", "language", "program", "explain", "stats", "guard", "pieces", "rounding", "storage", "buckets",
     },
     "stepping": {"engine", "program", "rounding", "spec", "stats", "storage"},
     "constructs": {"language", "spec", "vocabulary"},
@@ -71,7 +72,7 @@ MAY = {
     "check": {"named", "registry"},
     "__main__": {"cli"},
     "cli": {
-        "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
+        "buckets", "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
         "checkpoint", "torch", "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain",
         "__init__",
     },

@@ -7,6 +7,8 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,12 +34,12 @@ from .evaluating import Evaluating, eager, named
 from .graphs import GraphLane, not_finite, refusal
 from .halves import is_spread
 from .headers import in_bounds, is_fake
-from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane, packed
+from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
 from .names import in_dtype
+from .offload import LINKS, HostLane, undisturbed
 from .overlap import Work, rounds
-from .state import count_of, dtype_of, furnish, in_pieces, names_of, settle, shape_in_state, split_in
+from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_names, settle, shape_in_state, split_in
 
-LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
 
@@ -55,6 +57,7 @@ class Stepper(Evaluating):
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
+    _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
     _asked = False  # whether the next step is to say what it does
     _rows: Sequence[Row] = ()  # what the last did that was asked
@@ -112,9 +115,22 @@ class Stepper(Evaluating):
         return self._homes
 
     def _home(self, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:
-        """Where the state of a parameter that is spread over ranks is kept; None for all others."""
+        """Where the state of a parameter is kept that is spread over ranks, or offloaded; None for all others."""
         homes = self._all_homes([param], spec)
-        return None if homes is None else homes.of(name or "", param, spec, split)
+        home = None if homes is None else homes.of(name or "", param, spec, split)
+        if param not in self._hosted:
+            return home
+        if home is not None:
+            raise ValueError(
+                f"{self._owner}: {name or tuple(param.shape)!r} is spread over ranks, and offload='cpu' is for parameters that "
+                "are not; give fully_shard offload_policy=CPUOffloadPolicy() (and no offload here), or leave out process_group"
+            )
+        return HOST
+
+    def _reached(self, param: torch.Tensor, kind: type[Spec]) -> torch.device:
+        """Where the arithmetic of a parameter is."""
+        down = self.engine != "triton" if not kind.matrix else self.engine == "cpu"
+        return HOST.device if down and param in self._hosted else param.device
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -151,7 +167,13 @@ class Stepper(Evaluating):
         if param.dtype not in ARITHMETIC:
             hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
             raise ValueError(f"{what} has dtype {param.dtype}; float32, float64, bfloat16 and float16 can be stepped{hint}")
-        choose(self.engine, param.device, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
+        if param in self._hosted and param.device.type not in LINKS:
+            raise ValueError(
+                f"{what} is on {param.device}, and offload='cpu' is for parameters on a CUDA device: move the model there before "
+                "the optimizer is made, or leave offload out, or name others: offload={'*pattern*': 'cpu'}"
+            )
+        where = self._reached(param, self._rules[group["rule"]])
+        choose(self.engine, where, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
 
     # ---- stepping ------------------------------------------------------------------------------------------------------
     @eager
@@ -212,11 +234,12 @@ class Stepper(Evaluating):
         asked, taken = self._asked and only is None, []
         for lane, _, _ in work:
             lane.asked = asked
-        for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
-            for lane, chosen, grads in round_:
-                lane.step(chosen, specs, structures, grads, lane.sign * factor)
-                lane.count(chosen)
-            taken += round_
+        with undisturbed() if any(lane.hosted for lane, _, _ in work) else contextlib.nullcontext():
+            for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
+                for lane, chosen, grads in round_:
+                    lane.step(chosen, specs, structures, grads, lane.sign * factor)
+                    lane.count(chosen)
+                taken += round_
         if asked:
             self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
@@ -501,12 +524,17 @@ class Stepper(Evaluating):
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, split)
                 furnish(self.state[param], spec, param, split, home)
-                engine, why = choose(self.engine, param.device, dtype, is_fake(param))
+                where = self._reached(param, type(spec))
+                engine, why = choose(self.engine, where, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
                 if not spec.matrix and (program := trace(spec, spec.slots(tuple(param.shape)))).gathers is not None:
                     gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
-                if home is not None:
+                if home is HOST:
+                    key = (*key, where, spec.matrix)
+                    above = self.engine == "triton" or (spec.matrix and self.engine != "cpu")
+                    make = functools.partial(HostLane, where=where, above=above)
+                elif home is not None:
                     if self.capturable:
                         raise ValueError(
                             f"{self._owner}: capturable=True is for parameters that are not spread over ranks; {name} is"
@@ -520,7 +548,7 @@ class Stepper(Evaluating):
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
-                lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
+                lanes[key].admit(self._seat(lanes[key], spec, param, name, place), spec)
                 self._round(lanes[key], spec, bare(name))
         check_together(list(gathering.values()))
         self._again, self._gathering = None, bool(gathering)
@@ -538,13 +566,9 @@ class Stepper(Evaluating):
     def _round(self, lane: Lane, spec: Spec, name: str) -> None:
         """Tell the last seat of a lane how its parameter is rounded. name: by which chance is keyed."""
         seat = lane.seats[-1]
-        low = halves.checked(self._owner, seat.state, spec, seat.param, name)
+        low = halves.checked(self._owner, seat.state, spec, seat.param, name, lane.kept)
         seat.half = halves.half_of(spec, seat.param, name, low)
-        if lane.separates:
-            for record in seat.records:
-                record.kind = halves.KINDS.get(seat.param.dtype, "")
-        if lane.rounds:
-            halves.deal_out(lane, seat)
+        halves.tell(lane, seat)
 
     def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
@@ -557,16 +581,18 @@ class Stepper(Evaluating):
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
         slots = slots_of(spec, tuple(param.shape), split)
+        if isinstance(lane, HostLane):
+            lane.settle(state, part_names(spec, slots))
         for slot, key in names_of(spec, slots).items():
             kind, views = slots[slot][0].storage, []
             for end in PARTS[kind]:
                 parts = part(slots[slot], end)
                 buffer, shape, dtype = state[key + end], shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
                 where = (buffer.shape, buffer.dtype, buffer.device)
-                if where != (shape, dtype, lane.device) or not buffer.is_contiguous():
+                if where != (shape, dtype, lane.kept) or not buffer.is_contiguous():
                     raise RuntimeError(
                         f"{self._owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} "
-                        f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                        f"and on {lane.kept}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
                     )
                 views.append([lane.view(each) for each in in_pieces(buffer, parts)])
             for record, each, *mine in zip(seat.records, slots[slot], *views, strict=True):
