@@ -203,10 +203,10 @@ def counting(rank):
     log = {"sent": 0, "all_to_alls": 0, "all_reduced": []}
     exchange, reduce = dist.all_to_all_single, dist.all_reduce
 
-    def all_to_all_single(output, given, output_sizes, given_sizes, group=None):
+    def all_to_all_single(output, given, output_sizes, given_sizes, group=None, **more):
         log["sent"] += sum(size for r, size in enumerate(given_sizes) if r != rank) * given.element_size()
         log["all_to_alls"] += 1
-        return exchange(output, given, output_sizes, given_sizes, group=group)
+        return exchange(output, given, output_sizes, given_sizes, group=group, **more)
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
         log["all_reduced"].append(tensor.numel() * tensor.element_size())
@@ -243,18 +243,20 @@ def bytes_sent(world):
 
 @scenario(2, 4)
 def fully_sharded(world):
-    """A model under fully_shard, by FSDP2's own backward."""
-    from torch.distributed.fsdp import fully_shard
+    """A model under fully_shard, by FSDP2's own backward; two also with its CPU offload policy."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     out = {}
-    for name in ("AdamW", "Adafactor", "Muon", "SOAP"):
+    away = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # there is no CUDA here to pin it for
+    cases = [(name, name, {}) for name in ("AdamW", "Adafactor", "Muon", "SOAP")]
+    for key, name, policy in (*cases, *((f"{name} offloaded", name, away) for name in ("AdamW", "Lamb", "Muon"))):
         model = net()
         for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=world.mesh)
-        fully_shard(model, mesh=world.mesh)
+            fully_shard(layer, mesh=world.mesh, **policy)
+        fully_shard(model, mesh=world.mesh, **policy)
         opt = getattr(ours, name)(model, lr=0.01)
         losses(model, opt)
-        out[name] = [whole(p) for p in model.parameters()]
+        out[key] = [whole(p) for p in model.parameters()]
     return out if world.rank == 0 else None
 
 
@@ -670,14 +672,14 @@ def killed(world):
 
 
 # ---- a process -----------------------------------------------------------------------------------------------------------------
-def main(rank, size, folder):
+def main(rank, size, folder, scenarios=SCENARIOS):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store{size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     world = World(rank, size, folder)
     results = {}
-    for function in SCENARIOS[size]:
+    for function in scenarios[size]:
         try:
             given = function(world)
             if function is not killed:
@@ -690,6 +692,6 @@ def main(rank, size, folder):
             torch.save(results, f"{folder}/results{size}.{rank}.pt")
             raise
         torch.save(results, f"{folder}/results{size}.{rank}.pt")
-    if killed not in SCENARIOS[size]:
+    if killed not in scenarios[size]:
         dist.barrier()
         dist.destroy_process_group()

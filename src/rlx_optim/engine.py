@@ -192,7 +192,7 @@ BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKe
 class ArrayEngine(storage.Words):
     """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch, `stored` of buffers.
 
-    What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax .argsort) is the methods below.
+    What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax) is the methods below.
     """
 
     name: ClassVar[str] = "array"
@@ -327,12 +327,11 @@ class ArrayEngine(storage.Words):
         """A function on numbers, one per tensor."""
         self.numbered(step, tupled(self.bound(step.function)(*(found[n] for n in step.takes)), step.gives), found)
 
-    @staticmethod
-    def numbered(step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
+    def numbered(self, step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
         found.update(zip(step.gives, results, strict=True))
         for n, how in step.gathers:
             if getattr(found[n], "ndim", 0):
-                found[n] = found[n].max() if how.largest else found[n].mean()
+                found[n] = self.most(found[n]) if how.largest else found[n].mean()
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
         """A pass over every coordinate of every tensor."""
@@ -376,7 +375,7 @@ class ArrayEngine(storage.Words):
         """A reduction before it is finished: the largest, or the sum of values or squares."""
         array = array * array if how.squared else array
         if how.largest:
-            return array.max() if how.axis is None else array.max(how.axis)
+            return self.most(array, how.axis)
         return array.sum() if how.axis is None else array.sum(how.axis)
 
     def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
@@ -386,7 +385,7 @@ class ArrayEngine(storage.Words):
             counts = [counted(shape, step.domain, how) for shape in shapes]
             if how.everything:
                 together = self.xp.stack(list(sums))
-                out[result] = self.rooted(together.max() if how.largest else together.sum(), how, sum(counts))
+                out[result] = self.rooted(self.most(together) if how.largest else together.sum(), how, sum(counts))
             elif how.axis is None:
                 out[result] = self.rooted(self.xp.stack(list(sums)), how, self.column(counts))
             else:
@@ -440,8 +439,12 @@ class ArrayEngine(storage.Words):
     def norm(self, X: Array, order: float = 2) -> Array:
         """One number per tensor, broadcastable: 2-norm, or the largest |entry| (NaN if there is one)."""
         flat = X.reshape(X.shape[0], -1)
-        norm = self.xp.sqrt((flat * flat).sum(-1)) if order == 2 else abs(flat).max(-1)
+        norm = self.xp.sqrt((flat * flat).sum(-1)) if order == 2 else self.most(abs(flat), -1)
         return norm.reshape(-1, *[1] * (X.ndim - 1))
+
+    def most(self, X: Array, axis: int | None = None) -> Array:
+        """The largest entry, of all or along an axis; NaN if there is one."""
+        return X.max() if axis is None else X.max(axis)
 
     def lines(self, X: Array, axis: int) -> Array:
         """The sum of squares of each row (axis -1) or column (-2), with an axis of length 1."""
@@ -463,6 +466,14 @@ class ArrayEngine(storage.Words):
 
     def triu(self, X: Array) -> Array:
         return self.xp.triu(X)
+
+    def argsort(self, X: Array) -> Array:
+        """The order (B, n) that sorts each row."""
+        return X.argsort(-1)
+
+    def inverse(self, order: Array) -> Array:
+        """The order (B, n) that undoes one."""
+        return order.argsort(-1)
 
     def take(self, X: Array, index: Array, axis: int) -> Array:
         """Gather along one axis by an index that broadcasts over the others."""
@@ -542,6 +553,15 @@ class ArrayEngine(storage.Words):
         """`cond`, where `no` does no harm if it is taken once too often: an engine that would have to wait for the predicate may
         go by what it was at the same place the last time."""
         return self.cond(predicate, yes, no, *operands)
+
+    def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
+        """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several
+        bundles of a rule give."""
+        return then(*function([given])[0])
+
+    def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
+        """A function of what belongs to each axis of each of the stacks; an engine may take those of one size at once."""
+        return [{axis: function(*(of[axis] for of in stack)) for axis in stack[0]} for stack in stacks]
 
     def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""

@@ -185,7 +185,7 @@ class Triton(Matrices):
 
     def _standing_still(self, bundle: Any) -> bool:
         """Whether all that differs from step to step are addresses that a watch knows, and numbers of the host."""
-        watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
+        watched = bundle.watch is not None and bundle.plan.recorded and getattr(bundle.watch, "flag", None) is None
         return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
 
     def _tables(self, plan: Plan, steps: Any) -> list[tuple[Table, list[Placed]]]:

@@ -239,7 +239,9 @@ class Matrices(Torch):
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        alone = plan is not None and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
+        alone = (
+            plan is not None and plan.recorded and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
+        )
         if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))

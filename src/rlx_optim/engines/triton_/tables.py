@@ -209,6 +209,7 @@ class Plan:
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.exact = not bundle.spec.ragged()  # whether a matrix rule may read what it wrote, and not only as codes
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
+        self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
