@@ -51,7 +51,7 @@ def drawn() -> list[str]:
 
 def figure(model: str) -> str:
     if model not in drawn():
-        return ""
+        return "Its curves were not kept."
     words = f"Training loss by step, {found(model)['model']['title']}; the best at the end in colour, and AdamW"
     return "\n".join(f"![{words}](assets/plots/race-{model}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
 
