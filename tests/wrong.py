@@ -303,6 +303,9 @@ class Widens(Right):
 
 @wrong("bfloat16-learns")
 class NarrowState(Right):
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.999), **settings):  # so long a memory moves by less than a unit of bfloat16
+        super().__init__(params, lr, betas, **settings)
+
     def direction(self, g, state, group):
         u = super().direction(g, state, group)
         if self.narrow:
