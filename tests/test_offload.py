@@ -339,6 +339,22 @@ def test_refusals(monkeypatch):
         ours.AdamW(named, lr=0.1, offload="cpu")
 
 
+def test_parameters_of_ranks_are_refused(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="AdamW: 'w' is spread over ranks, and offload='cpu' is for parameters that are not"):
+            ours.AdamW([("w", torch.nn.Parameter(spread))], lr=0.1, offload="cpu")
+        with pytest.raises(ValueError, match=r"Muon: 'w' is spread over ranks, .* or leave out process_group"):
+            ours.Muon([("w", torch.nn.Parameter(torch.ones(4, 4)))], offload="cpu", process_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_state_that_was_moved_is_refused():
     params, opt = both("AdamW")[1]
     run(opt, params, 0, 1)
