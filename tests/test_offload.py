@@ -314,8 +314,8 @@ def test_by_pattern():
     assert {k for k, p in params.items() if p in opt._hosted} == {"w", "b"}
     told = list(opt.engine_report())
     assert told == [
-        "2 parameters on cpu, float32 arithmetic, state on the host, stepped there",
         "5 parameters on cpu, float32 arithmetic",
+        "2 parameters on cpu, float32 arithmetic, state on the host, stepped there",
     ]
     plain = parameters(shapes=SHAPES)
     run(ours.AdamW(list(plain.items()), lr=0.1), plain, 0, 2)
