@@ -46,9 +46,9 @@ class Target(pytest.Collector):
             if isinstance(thing, type) and issubclass(thing, Spec):
                 asked = RuleChecks(thing, settings, ["cpu"] if option("--optim-quick") else None)
                 spoken = asked.told(*next(asked.plan()))  # the others step the shapes that it finds
-                for check, engine, run in asked.plan():
-                    tell = (lambda: spoken) if check == "language" else functools.partial(asked.told, check, engine, run)
-                    yield OneOfRule.from_parent(self, name=f"{check}, {engine}", tell=tell, spoken=spoken.ok)
+                for kind, engine, run in asked.plan():
+                    tell = (lambda: spoken) if kind == "language" else functools.partial(asked.told, kind, engine, run)
+                    yield OneOfRule.from_parent(self, name=f"{kind}, {engine}", tell=tell, spoken=spoken.ok)
                 return
             subject = subject_of(self.name, settings, claimed=option("--optim-as"), ranks=option("--optim-ranks") or 2)
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as problem:

@@ -203,10 +203,10 @@ def counting(rank):
     log = {"sent": 0, "all_to_alls": 0, "all_reduced": []}
     exchange, reduce = dist.all_to_all_single, dist.all_reduce
 
-    def all_to_all_single(output, given, output_sizes, given_sizes, group=None):
+    def all_to_all_single(output, given, output_sizes, given_sizes, group=None, **more):
         log["sent"] += sum(size for r, size in enumerate(given_sizes) if r != rank) * given.element_size()
         log["all_to_alls"] += 1
-        return exchange(output, given, output_sizes, given_sizes, group=group)
+        return exchange(output, given, output_sizes, given_sizes, group=group, **more)
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
         log["all_reduced"].append(tensor.numel() * tensor.element_size())
@@ -672,14 +672,14 @@ def killed(world):
 
 
 # ---- a process -----------------------------------------------------------------------------------------------------------------
-def main(rank, size, folder):
+def main(rank, size, folder, scenarios=SCENARIOS):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store{size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     world = World(rank, size, folder)
     results = {}
-    for function in SCENARIOS[size]:
+    for function in scenarios[size]:
         try:
             given = function(world)
             if function is not killed:
@@ -692,6 +692,6 @@ def main(rank, size, folder):
             torch.save(results, f"{folder}/results{size}.{rank}.pt")
             raise
         torch.save(results, f"{folder}/results{size}.{rank}.pt")
-    if killed not in SCENARIOS[size]:
+    if killed not in scenarios[size]:
         dist.barrier()
         dist.destroy_process_group()

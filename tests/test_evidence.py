@@ -111,6 +111,14 @@ def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
         assert cells[7:10] == (["–"] * 3 if shared else ["60%", "10.0", "0.50"])
 
 
+def test_training_steps_are_shown_beside_adamw(folder):
+    assert evidence.steps() == "No run is committed yet."
+    gone(plan.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
+    forget()
+    assert row(evidence.steps(), "SOAP, precondition frequency 1")[1:] == ["10.0", "1.00×", "0.50"]
+    assert len(evidence.steps().splitlines()) == 2 + 3
+
+
 def test_sentences_go_with_the_verdicts(raced):
     assert "ahead of AdamW (loss −" in evidence.sentence("muon")
     assert "AdamW's loss in 600 steps and 60% of its seconds" in evidence.sentence("muon")

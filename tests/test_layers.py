@@ -42,7 +42,7 @@ MAY = {
     "pieces": {"spec", "storage"},
     "language": {"vocabulary"},
     "program": {"language", "spec", "stats", "vocabulary"},
-    "sharing": {"program", "spec"},
+    "sharing": {"program", "spec", "storage"},
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"coefficients", "modifiers", "spec", "linalg", "vocabulary"},

@@ -37,14 +37,26 @@ def test_plan(capsys, monkeypatch):
     assert muon["sent_mean"] == pytest.approx(8 * hidden / 8 * 7 / 8, rel=1e-3)
     assert muon["balance"] > 0.99
     assert rows["muon", 64]["sent_most"] < muon["sent_most"] / 4
+    assert (muon["stages"], rows["lamb", 8]["stages"]) == (4, 0)
+    assert muon["hidden"] == pytest.approx(0.75, abs=0.02)
+    assert rows["adamw", 8]["hidden"] is None
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", "--ranks", "8"]) == 0
     assert "224" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_in_fewer_bits(name):
+    """Codes, and a scale for 128 of them; of Muon's matrices on their owners, of AdamW's on the shards."""
+    plain, coded = (plan.planned("1b", name, 8, 4, form) for form in ("float32", "int8"))
+    assert coded.sent_most == plain.sent_most
+    assert coded.state_mean / plain.state_mean == pytest.approx((1 + 4 / 128) / 4, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--state-dtype", "float64"], "unknown state dtype 'float64'; known are float32, bfloat16, int8"),
         (["--model", "2b"], "unknown model '2b'; known are 1b, 8b, 70b"),
         (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
         (["--optimizer", "moun"], "did you mean 'muon'?"),

@@ -126,6 +126,18 @@ def test_the_cost_of_everyone_takes_one_short_run():
     assert [(name, steps) for name, _, steps, _ in model.trained] == [(name, 60) for name in rlx_optim.list_optimizers()]
 
 
+def test_training_steps_are_compared_at_more_than_one_setting():
+    model = Valley()
+    pool = plan.Pool(model)
+    assert gone(pool, "steps", rlx_optim.list_optimizers())
+    assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 40) for n, more in plan.STEPS.items() for _ in more]
+    assert [r["settings"]["precondition_frequency"] for r in pool.of("soap")] == [10, 1]
+    assert all(r["training_ms"] == pytest.approx(10.0) for r in pool.records)
+    assert plan.late_ms([5.0]) == 5000.0
+    assert plan.late_ms([100.0, 101.0, 102.0, 104.0]) == 1500.0  # the first may take long
+    assert plan.late_ms([100.0, 101.0, 103.0]) == 1500.0
+
+
 def test_what_diverges_everywhere_is_no_winner():
     model = Valley(best=1e-6)
     model.train = lambda *_: Run(0, [5.0, math.nan], [1.0, 2.0], {}, 0.5, 8, 0, 1, "paper")
@@ -277,7 +289,7 @@ def test_the_report_of_a_plan(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--minutes", "3"], ["--plan", "race, cost, storage"]),
+        (["--minutes", "3"], ["--plan", "race, cost, storage, steps"]),
         (["--shared"], ["--shared", "--plan"]),
         (["--known", "x.jsonl", "--plan", "race"], ["--known", "x.jsonl"]),
         (["--plan", "rase"], ["'rase'", "did you mean 'race'?"]),

@@ -48,6 +48,7 @@ TABLES = {
     "evidence rates": evidence.rates,
     "evidence starts": evidence.starts,
     "evidence storage": evidence.storage,
+    "evidence steps": evidence.steps,
     "evidence figures": evidence.figures,
     **{f"evidence {name}": functools.partial(evidence.sentence, name) for name in rlx_optim.list_optimizers()},
     **{f"race {model}": functools.partial(races.by_optimizer, model) for model in RACED},

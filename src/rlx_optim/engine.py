@@ -192,7 +192,7 @@ BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKe
 class ArrayEngine(storage.Words):
     """Runs every rule with an array library that follows NumPy. `dtype` is that of arithmetic and scratch, `stored` of buffers.
 
-    What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax .argsort) is the methods below.
+    What rules use beside array syntax (+ - * / < @ .mT .reshape .sum .argmax) is the methods below.
     """
 
     name: ClassVar[str] = "array"
@@ -467,6 +467,14 @@ class ArrayEngine(storage.Words):
     def triu(self, X: Array) -> Array:
         return self.xp.triu(X)
 
+    def argsort(self, X: Array) -> Array:
+        """The order (B, n) that sorts each row."""
+        return X.argsort(-1)
+
+    def inverse(self, order: Array) -> Array:
+        """The order (B, n) that undoes one."""
+        return order.argsort(-1)
+
     def take(self, X: Array, index: Array, axis: int) -> Array:
         """Gather along one axis by an index that broadcasts over the others."""
         return self.xp.take_along_axis(X, index, axis)
@@ -545,6 +553,15 @@ class ArrayEngine(storage.Words):
         """`cond`, where `no` does no harm if it is taken once too often: an engine that would have to wait for the predicate may
         go by what it was at the same place the last time."""
         return self.cond(predicate, yes, no, *operands)
+
+    def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
+        """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several
+        bundles of a rule give."""
+        return then(*function([given])[0])
+
+    def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
+        """A function of what belongs to each axis of each of the stacks; an engine may take those of one size at once."""
+        return [{axis: function(*(of[axis] for of in stack)) for axis in stack[0]} for stack in stacks]
 
     def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""

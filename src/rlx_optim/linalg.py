@@ -108,7 +108,7 @@ def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: A
     def settle(Q: Any) -> Any:
         other, behind = near(), last(E, free, order)
         chosen = permute(E, E.where(free[:, None, :], other, X), behind, 2)
-        found = permute(E, E.qr(chosen, surely=True), behind.argsort(-1), 2)
+        found = permute(E, E.qr(chosen, surely=True), E.inverse(behind), 2)
         return E.where(free.any(-1)[:, None, None], found, Q)
 
     return E.cond(free.any(), settle, lambda Q: Q, Q)
@@ -183,12 +183,12 @@ def minor(E: Any, sizes: Any) -> Any:
 def last(E: Any, chosen: Any, order: Any) -> Any:
     """The order (B, n) that puts the chosen at the end, by ascending `order`, and leaves the others as they are."""
     n = chosen.shape[-1]
-    return E.where(chosen, order + n, E.counter(n)).argsort(-1)
+    return E.argsort(E.where(chosen, order + n, E.counter(n)))
 
 
 def descending(E: Any, sizes: Any) -> Any:
     """The order (B, n) of descending sizes; those that may be rounding come last, as they are."""
-    return E.where(minor(E, sizes), E.real(E.counter(sizes.shape[-1])), -sizes).argsort(-1)
+    return E.argsort(E.where(minor(E, sizes), E.real(E.counter(sizes.shape[-1])), -sizes))
 
 
 #: a, b and c of a Newton–Schulz step, or of each: the last go on

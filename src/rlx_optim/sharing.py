@@ -13,8 +13,10 @@ from typing import Any
 
 from .program import measures, trace
 from .spec import Shape, Spec
+from .storage import bytes_of
 
 FLAGS = 4  # that go before those of the parameters in the ranks' agreement
+STAGES, STAGE = 4, 1 << 20  # how many there are at most, and how many elements a rank should have in each
 WIDE = 8  # bytes of a number that is added up, or that comes with an update
 
 
@@ -37,13 +39,31 @@ def extent(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(length, start + each) - start
 
 
+def staged(work: Sequence[int], owners: Sequence[int], shapes: Sequence[Shape], ranks: int) -> list[list[int]]:
+    """Matrices in stages, so that what one sends goes beside what another computes: each owner's by shape, cut where equal shares
+    of its work end. Few where there is little to send."""
+    count = max(1, min(STAGES, sum(map(math.prod, shapes)) // ranks // STAGE))
+    stages: list[list[int]] = [[] for _ in range(count)]
+    loads, done = [0] * ranks, [0] * ranks
+    for cost, owner in zip(work, owners, strict=True):
+        loads[owner] += cost
+    for i in sorted(range(len(work)), key=lambda i: (shapes[i], i)):
+        owner = owners[i]
+        stages[min(count - 1, count * (2 * done[owner] + work[i]) // max(2 * loads[owner], 1))].append(i)  # by its middle
+        done[owner] += work[i]
+    return [sorted(stage) for stage in stages if stage]
+
+
 # ---- what a step sends ---------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Traffic:
-    """Of one step: bytes that each rank sends to others by all-to-all, the lengths of the buffers that are all-reduced in bytes,
-    and what each rank has to compute and to keep for the matrices it owns."""
+    """Of one step: bytes that each rank sends to others by all-to-all, those of them that go while their owner computes (all
+    gradients but those of its first stage, all updates but those of its last), the lengths of the buffers that are all-reduced in
+    bytes, and what each rank has to compute and to keep for the matrices it owns."""
 
     sent: list[int]
+    hidden: list[int]
+    stages: int
     all_reduced: list[int]
     work: list[int]
     state: list[int]
@@ -52,22 +72,32 @@ class Traffic:
 def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4, dim: int | None = 0) -> Traffic:
     """Of a step on tensors that are cut along `dim` (None: replicated, as under DDP), one (shape, spec) each.
 
-    itemsize: of parameters and gradients; updates and state are float32, or float64 for float64.
+    itemsize: of parameters and gradients; updates are float32, or float64 for float64, and so is state that is not coded.
     """
     wide = max(itemsize, 4)
-    out = Traffic([0] * ranks, [], [0] * ranks, [0] * ranks)
+    out = Traffic([0] * ranks, [0] * ranks, 0, [], [0] * ranks, [0] * ranks)
     matrices = [(shape, spec) for shape, spec in entries if spec.matrix]
     measured = [(shape, spec) for shape, spec in entries if dim is not None and measures(spec, shape)]
     if matrices or measured:
         out.all_reduced.append(FLAGS + len(matrices) + len(measured))
-    owners = share_out([spec.work(shape) for shape, spec in matrices], out.work)
-    for (shape, spec), owner in zip(matrices, owners, strict=True):
-        parts = [_part(shape, ranks, rank, dim) for rank in range(ranks)]
-        tail = WIDE * (len(spec.committed) + len(spec.counters()))  # numbers that travel with the update
-        out.sent[owner] += sum(part * wide + tail for rank, part in enumerate(parts) if rank != owner)
-        out.state[owner] += wide * sum(math.prod(slot.shape) for slot in spec.slots(shape).values())
-        for rank, part in enumerate(parts):
-            out.sent[rank] += part * itemsize if dim is not None and rank != owner else 0
+    work = [spec.work(shape) for shape, spec in matrices]
+    owners = share_out(work, out.work)
+    stages = staged(work, owners, [shape for shape, _ in matrices], ranks) if matrices else []
+    out.stages = len(stages)
+    turns = [[place for place, stage in enumerate(stages) if any(owners[i] == rank for i in stage)] for rank in range(ranks)]
+    for place, stage in enumerate(stages):
+        for i in stage:
+            (shape, spec), owner = matrices[i], owners[i]
+            parts = [_part(shape, ranks, rank, dim) for rank in range(ranks)]
+            tail = WIDE * (len(spec.committed) + len(spec.counters()))  # numbers that travel with the update
+            updates = sum(part * wide + tail for rank, part in enumerate(parts) if rank != owner)
+            out.state[owner] += sum(bytes_of(slot, wide) for slot in spec.stored_slots(shape).values())
+            out.sent[owner] += updates
+            out.hidden[owner] += updates if place < turns[owner][-1] else 0
+            for rank, part in enumerate(parts):
+                gradient = part * itemsize if dim is not None and rank != owner else 0
+                out.sent[rank] += gradient
+                out.hidden[rank] += gradient if place > turns[owner][0] else 0
     bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
         key = (type(spec), tuple(spec.slots(shape)), spec.likeness())

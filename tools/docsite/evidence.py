@@ -264,6 +264,23 @@ def starts() -> str:
     return table(head, rows, right=(1, 2, 3))
 
 
+def steps() -> str:
+    """What a training step takes with each of `plan.STEPS`, against AdamW's in the newest of such runs."""
+    rows, whole = [], dict[str, float]()
+    for name in plan.STEPS:
+        search = plan.Search(pool(), name, STEPS)
+        for job, more in zip(search.stepped(), plan.STEPS[name], strict=True):
+            if found := pool().has(job):
+                whole[name] = found["training_ms"]
+                with_ = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in more.items())
+                over = f"{found['training_ms'] / whole['adamw']:.2f}×" if "adamw" in whole else NONE
+                rows.append(
+                    [f"{spec_class(name).title}{with_}", f"{found['training_ms']:.1f}", over, f"{found['ms_per_step']:.2f}"]
+                )
+    head = ["optimizer", "ms a training step", "AdamW's", "the optimizer's"]
+    return table(head, rows, right=(1, 2, 3)) if rows else "No run is committed yet."
+
+
 def storage() -> str:
     """The loss with state in fewer bits and with bfloat16 weights, and how far it is from float32's at equal seeds."""
     rows, forms = [], {**plan.FORMATS, **plan.HALVES}

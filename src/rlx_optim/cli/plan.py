@@ -19,14 +19,15 @@ from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..sharing import extent, traffic
 from ..spec import Shape, Spec
+from ..storage import FORMATS, bytes_of
 from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, unknown
 
 SIZES = {"float32": 4, "bfloat16": 2}
 HEAD = (
-    "optimizer", "ranks", "matrices", "most sent a rank", "mean sent", "all-reduces", "of bytes", "balance",
+    "optimizer", "ranks", "matrices", "most sent a rank", "mean sent", "stages", "hidden", "all-reduces", "of bytes", "balance",
     "most state a rank", "mean state",
 )  # fmt: skip
-SPARE = (4, 9, 2)
+SPARE = (4, 11, 2, 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ MODELS = {
 
 @dataclasses.dataclass
 class Row:
-    """A step of one optimizer on so many ranks, in bytes. balance: the mean of the ranks' work over the most."""
+    """A step of one optimizer on so many ranks, in bytes. stages: in which matrices travel and are computed. hidden: the share of
+    what is sent that goes while its owner computes others. balance: the mean of the ranks' work over the most."""
 
     model: str
     optimizer: str
@@ -73,28 +75,26 @@ class Row:
     matrices: int
     sent_most: int
     sent_mean: float
+    stages: int
+    hidden: float | None
     all_reduced: list[int]
     balance: float | None
     state_most: int
     state_mean: float
 
 
-def spec_of(name: str) -> Spec:
+def planned(model: str, name: str, ranks: int, itemsize: int, state_dtype: str = "float32") -> Row:
     kind = spec_class(name)
-    return kind(**required(kind))
-
-
-def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
-    own = spec_of(name)
+    own = kind(**required(kind), state_dtype=state_dtype)
     routed = own.otherwise_default
-    other = own if routed is None else spec_class(routed.name)(**routed.settings)
+    other = own if routed is None else spec_class(routed.name)(**{**routed.settings, "state_dtype": state_dtype})
     entries = [
         (shape, other if routed and (own.takes(shape) or reason_by_name(layer)) else own)
         for layer, shape in MODELS[model].shapes().items()
     ]
     step = traffic(entries, ranks, itemsize)
     wide = max(itemsize, 4)
-    beside = wide * sum(kept(shape, spec, ranks) for shape, spec in entries if not spec.matrix)
+    beside = sum(kept(shape, spec, ranks, wide) for shape, spec in entries if not spec.matrix)
     state = [held + beside for held in step.state]
     return Row(
         model,
@@ -104,6 +104,8 @@ def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
         sum(spec.matrix for _, spec in entries),
         max(step.sent),
         sum(step.sent) / ranks,
+        step.stages,
+        sum(step.hidden) / sum(step.sent) if any(step.sent) else None,
         step.all_reduced,
         sum(step.work) / ranks / max(step.work) if any(step.work) else None,
         max(state),
@@ -111,12 +113,13 @@ def planned(model: str, name: str, ranks: int, itemsize: int) -> Row:
     )
 
 
-def kept(shape: Shape, spec: Spec, ranks: int) -> int:
-    """How many numbers of state the first rank has beside its shard; an axis that a slot lacks is not cut."""
-    cut = (extent(shape[0], ranks, 0)[1], *shape[1:])
-    lacking = [slot.drop is None or -len(shape) in slot.drop for slot in spec.slots(shape).values()]
-    slots = zip(lacking, spec.slots(shape).values(), spec.slots(cut).values(), strict=True)
-    return sum(math.prod((whole if lacks else part).shape) for lacks, whole, part in slots)
+def kept(shape: Shape, spec: Spec, ranks: int, wide: int) -> int:
+    """How many bytes of state the first rank has beside its shard; an axis that a slot lacks is not cut."""
+    whole = spec.stored_slots(shape)
+    cut = {name: (slot, whole[name]) for name, slot in spec.slots((extent(shape[0], ranks, 0)[1], *shape[1:])).items()}
+    lacks = {name for name, slot in whole.items() if slot.drop is None or -len(shape) in slot.drop}
+    here = [its if name in lacks else dataclasses.replace(part, storage=its.storage) for name, (part, its) in cut.items()]
+    return sum(bytes_of(slot, wide) for slot in here)
 
 
 def cells(row: Row) -> list[str]:
@@ -124,7 +127,8 @@ def cells(row: Row) -> list[str]:
     reduced = [str(len(row.all_reduced)), size(sum(row.all_reduced))] if row.all_reduced else ["0", "–"]
     sent = [size(row.sent_most), size(row.sent_mean)] if row.sent_most else ["–", "–"]
     return [
-        row.optimizer, f"{row.ranks:,}", str(row.matrices), *sent, *reduced, balance, size(row.state_most), size(row.state_mean),
+        row.optimizer, f"{row.ranks:,}", str(row.matrices), *sent, str(row.stages) if row.stages else "–",
+        "–" if row.hidden is None else f"{100 * row.hidden:.0f} %", *reduced, balance, size(row.state_most), size(row.state_mean),
     ]  # fmt: skip
 
 
@@ -133,6 +137,7 @@ def command(
     ranks: Annotated[str, typer.Option(help="How many ranks a parameter is sharded over; several, comma-separated.")] = "8",
     optimizer: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "muon",
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: float32 or bfloat16.")] = "float32",
+    state_dtype: Annotated[str, typer.Option(help="What the state is kept in: float32, bfloat16 or int8.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks."""
@@ -141,11 +146,13 @@ def command(
         raise unknown("model", model, list(MODELS))
     if dtype not in SIZES:
         raise unknown("dtype", dtype, list(SIZES))
+    if state_dtype not in FORMATS:
+        raise unknown("state dtype", state_dtype, list(FORMATS))
     counts = [part.strip().replace("_", "") for part in ranks.split(",")]
     if not all(count.isdecimal() and 0 < int(count) <= 100_000 for count in counts):
         raise Problem(f"--ranks must be whole numbers from 1 to 100000, comma-separated, got {ranks!r}")
     chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
-    rows = [planned(model, name, int(count), SIZES[dtype]) for name in chosen for count in counts]
+    rows = [planned(model, name, int(count), SIZES[dtype], state_dtype) for name in chosen for count in counts]
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return

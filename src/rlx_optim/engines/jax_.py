@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +93,54 @@ def _half(X: Array, norm: Array, steps: int, coefficients: Coefficients) -> Arra
     return X.astype(jnp.float32)
 
 
+def precision() -> str | None:
+    """What jax_default_matmul_precision asks for."""
+    asked: str | None = jax.config.values["jax_default_matmul_precision"]
+    return asked
+
+
+def _halves(X: Array) -> tuple[Array, Array]:
+    """X as what TF32 has of it, and the rest."""
+    top = (X.view(jnp.uint32) & jnp.uint32(0xFFFFE000)).view(jnp.float32)
+    return top, X - top
+
+
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)  # TF32 on a GPU, float32 on a CPU
+
+
+class Asked(NamedTuple):
+    """What an update asks for its end (`Engine.jointly`)."""
+
+    function: Callable[..., Any]
+    given: Any
+    then: Callable[..., Any]
+    precision: str | None
+
+    def followed(self, end: Callable[[Any], Any]) -> Asked:
+        """With something that is done to the end."""
+        return self._replace(then=lambda *results: end(self.then(*results)))
+
+
+def answered(updates: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Updates, each with whom it is of, as they end: those of one are asked at once."""
+    ended = [update for _, update in updates]
+    asking: dict[Any, list[int]] = {}
+    for i, (whose, update) in enumerate(updates):
+        if isinstance(update, Asked):
+            asking.setdefault(whose, []).append(i)
+    for mine in asking.values():
+        asked = ended[mine[0]]
+        with jax.default_matmul_precision(asked.precision):
+            results = asked.function([ended[i].given for i in mine])
+        for i, result in zip(mine, results, strict=True):
+            ended[i] = ended[i].then(*result)
+    return ended
+
+
 @functools.cache
-def engine_in(dtype: Any) -> Jax:
-    """The engine of an arithmetic."""
-    return Jax(dtype)
+def engine_in(dtype: Any, free: bool = False) -> Jax:
+    """The engine of an arithmetic. free: nobody asked for a precision of products."""
+    return Jax(dtype, free)
 
 
 class Jax(ArrayEngine):
@@ -105,8 +150,9 @@ class Jax(ArrayEngine):
     xp = jnp
     types: ClassVar[Mapping[str, Any]] = {"bfloat16": jnp.bfloat16, "int8": jnp.int8, "uint8": jnp.uint8, "float32": jnp.float32}
 
-    def __init__(self, dtype: Any = jnp.float32):
+    def __init__(self, dtype: Any = jnp.float32, free: bool = False):
         self.dtype = self.stored = jnp.dtype(dtype)
+        self.free = free and self.dtype == jnp.float32
 
     @property
     def words(self) -> dict[str, Any]:
@@ -121,6 +167,17 @@ class Jax(ArrayEngine):
 
     def column(self, values: Any) -> Any:
         return jnp.asarray(values, self.dtype)
+
+    def argsort(self, X: Array) -> Array:
+        """By counting, which is as fast at these lengths: XLA takes long to compile a sort. NaN is last."""
+        places = jnp.arange(X.shape[-1])
+        X = jnp.where(X == X, X, jnp.inf) if jnp.issubdtype(X.dtype, jnp.floating) else X
+        one, other = X[..., :, None], X[..., None, :]
+        return self.inverse(((other < one) | (other == one) & (places < places[:, None])).sum(-1))
+
+    def inverse(self, order: Array) -> Array:
+        places = jnp.arange(order.shape[-1])
+        return jnp.where(order[..., None, :] == places[:, None], places, 0).sum(-1)
 
     def eigh(self, L: Array) -> Array:
         return _eigenvectors(L)
@@ -142,18 +199,58 @@ class Jax(ArrayEngine):
                 for k, i in enumerate(chosen):
                     out[i] = done[k]
             return out
-        free = jax.config.values["jax_default_matmul_precision"] is None and jax.default_backend() == "gpu"
         flat = X.reshape(*X.shape[:2], -1)
-        if not free or X.dtype != jnp.float32 or min(flat.shape[1:]) < LEAST:
+        if not self.half or X.dtype != jnp.float32 or min(flat.shape[1:]) < LEAST:
             return super().orthogonalize(X, steps, coefficients, eps)
         tall = flat.shape[1] > flat.shape[2]
         done = _half(flat.mT if tall else flat, self.norm(flat) + eps, steps, coefficients)
         return (done.mT if tall else done).reshape(X.shape)
 
+    @property
+    def half(self) -> bool:
+        """Whether float32 is multiplied on tensor cores of fewer bits."""
+        return self.free and jax.default_backend() == "gpu"
+
+    def product(self, A: Array, B: Array) -> Array:
+        return _product(A, B) if self.free else A @ B
+
+    def precise(self, A: Array, B: Array, bounded: bool = False) -> Array:
+        if not self.half:
+            return A @ B
+        (a, b), (c, d) = _halves(A), _halves(B)
+        return _product(a, c) + (_product(a, d) + _product(b, c))
+
+    def square(self, X: Array, bounded: bool = False) -> Array:
+        if not self.half:
+            return X @ X.mT
+        top, rest = _halves(X)
+        mixed = _product(top, rest.mT)
+        return _product(top, top.mT) + (mixed + mixed.mT)
+
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         if isinstance(predicate, jax.core.Tracer):
             return jax.lax.cond(predicate, yes, no, *operands)
         return super().cond(predicate, yes, no, *operands)  # known: nothing to trace and compile anew in every call
+
+    def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
+        return Asked(function, given, then, precision())
+
+    def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
+        """One text for each size, whatever the shapes of the tensors are: XLA takes seconds for a basis."""
+        out: list[dict[int, Any]] = [{} for _ in stacks]
+        sizes: dict[Any, list[tuple[int, int]]] = {}
+        for k, stack in enumerate(stacks):
+            for axis, Q in stack[0].items():
+                sizes.setdefault((Q.shape[1:], Q.dtype), []).append((k, axis))
+        for chosen in sizes.values():
+            parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
+            whole = function(*jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts))
+            first = 0
+            for (k, axis), part in zip(chosen, parts, strict=True):
+                last = first + part[0].shape[0]
+                out[k][axis] = jax.tree.map(operator.itemgetter(slice(first, last)), whole)
+                first = last
+        return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
     def narrow(self, X: Array) -> Array:
         return X

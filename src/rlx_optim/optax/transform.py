@@ -17,7 +17,7 @@ import optax
 from .. import registry
 from ..admission import listed
 from ..engine import Several
-from ..engines.jax_ import engine_in, traceable
+from ..engines.jax_ import Asked, answered, engine_in, precision, traceable
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
@@ -204,6 +204,7 @@ class Transform:
                 alone = place.member.kind.matrix and not place.member.steady.ragged()
                 bundles.setdefault((*key, place.inner) if alone else key, []).append(i)
         programs: list[tuple[Spec, Program, list[str]]] = []
+        steps: list[tuple[int, Any]] = []
         for indices in bundles.values():
             place = places[indices[0]]
             member, dtype = place.member, arithmetic(ps[indices[0]])
@@ -224,15 +225,16 @@ class Transform:
                 programs.append((spec, trace(spec, place.slots, "change", numbers), [place.name]))
                 check_together(programs)
             step = _matrix_step if member.kind.matrix else _program_step
-            with exact_products(member.kind):
-                x = step(spec, leaves, dtype, numbers, state.count + 1)
+            steps.append((id(member), step(spec, leaves, dtype, numbers, state.count + 1)))
+        for indices, x in zip(bundles.values(), answered(steps), strict=True):
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
                 updates[i] = added(ps[i], back.pop("change"), places[i], state.count + 1)
                 back = encoded(places[i], back, state.count + 1)
                 for name in back.keys() & set(self.names):
                     slots[name][i] = back.pop(name)
                 factors[i] = back
-            counters |= {prefix + name: jnp.asarray(x[name], float) for name in mine}
+            prefix = self.counters(places[indices[0]].member)
+            counters |= {name: jnp.asarray(x[name.removeprefix(prefix)], float) for name in counters if name.startswith(prefix)}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
         return tree.unflatten(updates), RuleState(state.count + 1, mirrored, tree.unflatten(factors), counters)
 
@@ -255,8 +257,7 @@ def averaged(state: Any, params: Tree) -> Tree:
 
 def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
     """SOAP's bases and KronPSGD's factors need float32 products; accelerators take fewer bits unless told. Muon needs no more."""
-    asked = jax.config.values["jax_default_matmul_precision"]
-    return jax.default_matmul_precision("highest") if kind.branches and asked is None else contextlib.nullcontext()
+    return jax.default_matmul_precision("highest") if kind.branches and precision() is None else contextlib.nullcontext()
 
 
 def _refuse_zeros(place: Place, leaf: Any) -> None:
@@ -316,14 +317,14 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
     return Values(ends, **numbers, change=found[program.given["change"]])
 
 
-def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Values:
+def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, Any], t: Any) -> Any:
     """Arrays whose first axis counts tensors, all of a shape at once, so that a program has its text once for each shape. For a
     rule that takes unequal shapes, the tensors themselves."""
     every: list[dict[str, Any]] = []
     for place, arrays in leaves:
         every.append({name: arrays[name].astype(dtype).reshape(-1, *place.inner) for name in ("p", "g")})
         every[-1] |= {name: arrays[name].reshape(-1, *slot.shape) for name, slot in place.slots.items()}
-    E = engine_in(dtype)
+    E = engine_in(dtype, free=precision() is None)
     if len(every) == 1:
         out = every[0]
     elif spec.ragged():
@@ -331,9 +332,13 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     else:
         out = {name: jnp.concatenate([each[name] for each in every]) for name in every[0]}
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
-    x = spec.mask(E, traceable(type(spec).update)(spec, E, x))
-    committed: Values = traceable(type(spec).commit)(spec, E, x)
-    return committed
+
+    def committed(x: Values) -> Any:
+        return traceable(type(spec).commit)(spec, E, spec.mask(E, x))
+
+    with exact_products(type(spec)):
+        x = traceable(type(spec).update)(spec, E, x)
+    return x.followed(committed) if isinstance(x, Asked) else committed(x)
 
 
 def added(p: Any, change: Any, place: Place, t: Any) -> Any:

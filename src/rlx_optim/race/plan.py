@@ -37,6 +37,14 @@ FARTHEST = 28.0  # from where it began, if the best rate is ever at an edge
 DECAYS = 5.0  # times the decay a search begins with
 SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
 COST = 0.06  # of a full run: enough for a few refreshes
+STEPPED = 0.04  # of a full run: its second half has two refreshes of SOAP's
+#: whose training steps are compared, and with what settings beside those that a search begins at
+STEPS: dict[str, Sequence[Settings]] = {
+    "adamw": ({},),
+    "muon": ({},),
+    "soap": ({"precondition_frequency": 10}, {"precondition_frequency": 1}),
+    "kronpsgd": ({"preconditioner_update_probability": 0.1}, {"preconditioner_update_probability": 0.03}),
+}
 SEEDS = {"adamw": 5}  # 3 for others
 STORAGE = ("adamw", "lion", "muon", "soap", "lamb", "mars", "sophia")
 FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float32", "bfloat16", "int8")}
@@ -125,6 +133,7 @@ class Pool:
         record = {
             **self.same, "optimizer": job.optimizer, "settings": plain(job.settings), "steps": job.steps, "seed": job.seed,
             **run.metrics, "diverged_at": run.diverged_at, "seconds": run.seconds[-1], "ms_per_step": run.ms_per_step,
+            "training_ms": late_ms(run.seconds),
             "state_bytes": run.state_bytes, "peak_bytes": run.peak_bytes or None, "engine": run.engine,
             "loss": [digits(mean(run.losses[i : i + EVERY])) for i in range(0, len(run.losses), EVERY)],
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "shared": self.shared, **machine,
@@ -157,6 +166,12 @@ class Pool:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def late_ms(seconds: Sequence[float]) -> float:
+    """Of a training step, the mean over the second half of a run, given when its steps ended."""
+    half = len(seconds) // 2
+    return 1e3 * (seconds[-1] - (seconds[half - 1] if half else 0.0)) / (len(seconds) - half)
 
 
 def digits(value: float) -> float | None:
@@ -275,6 +290,11 @@ class Search:
         if not self.pool.shared:
             yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
 
+    def stepped(self) -> Iterator[Job]:
+        """What a training step costs with it: a few dozen, for each of STEPS."""
+        for more in () if self.pool.shared else STEPS[self.optimizer]:
+            yield Job(self.optimizer, plain({**self.start, **more}), max(1, round(STEPPED * self.steps)), 0)
+
     def formats(self, forms: Mapping[str, Settings] = FORMATS) -> Iterator[Job]:
         """State in each format, at half length, where a search would begin."""
         for seed in range(3):
@@ -310,6 +330,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
     ),
     "cost": ((ALL, ("cost",)),),
     "storage": ((STORAGE, ("formats",)), (STORAGE, ("halves",))),
+    "steps": ((tuple(STEPS), ("stepped",)),),
 }
 
 

@@ -31,6 +31,7 @@ When, and what it costs. The fewest steps to a given loss of all that are here; 
 a QR of each L every precondition_frequency steps.
 """
 
+import functools
 import math
 
 from .. import linalg
@@ -48,6 +49,46 @@ def direction(g, m, v, beta1, alpha1, beta2, alpha2, eps):
     v = beta2 * v + alpha2 * g * g
     u = m / (sqrt(v) + eps)
     return m, v, u
+
+
+def based(E, begins, refreshes, stacks):
+    """m, v and Q of each of the stacks (m, v, Q, L) in the bases that follow."""
+
+    def begin(stacks):
+        Q = E.alike(functools.partial(first_basis, E), [(Q, L) for _, _, Q, L in stacks])
+        return [(m, v, new) for (m, v, _, _), new in zip(stacks, Q, strict=True)]
+
+    def refresh(stacks):
+        found = E.alike(functools.partial(next_basis, E), [(Q, L) for _, _, Q, L in stacks])
+        return [followed(E, m, v, Q, new) for (m, v, Q, _), new in zip(stacks, found, strict=True)]
+
+    def same(stacks):
+        return [stack[:3] for stack in stacks]
+
+    return E.cond(begins, begin, lambda stacks: E.cond(refreshes, refresh, same, stacks), stacks)
+
+
+def first_basis(E, Q, L):
+    return E.narrow(linalg.eigenbasis(E, L[1], E.wide(Q)))  # Q is the identity
+
+
+def next_basis(E, Q, L):
+    """The basis, and the order that the columns of the one before have in it."""
+    near = E.wide(Q)
+    LQ = E.precise(E.wide(L[0]), near)
+    sizes = (Q * LQ).sum(-2)  # the estimated eigenvalues diag(Q' L Q)
+    order = linalg.descending(E, sizes)
+    # L times the permuted Q is the permuted L Q
+    LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, near))
+    free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
+    return E.narrow(linalg.orthonormal(E, LQ, near, order, free)), order
+
+
+def followed(E, m, v, Q, found):
+    for i, (_, order) in found.items():
+        v = linalg.permute(E, v, order, i)
+    new = {i: basis for i, (basis, _) in found.items()}
+    return linalg.rotated(E, new, linalg.rotated(E, Q, m, back=True)), v, new
 
 
 class SOAP(Spec):
@@ -139,39 +180,22 @@ class SOAP(Spec):
 
     def update(self, E, x):
         shape = x.p.shape[1:]
-        axes = self.rotated(shape)
         stacked = (x.p.shape[0], *self.merged(shape))
         G, m, v = (X.reshape(stacked) for X in (E.map(taken, x).G, x.m, x.v))
-        Q = {i: x[f"Q{i}"] for i in axes}
-        L, exact = {}, {}  # as it is stored, and before it is rounded
-        for i in axes:
-            L[i], exact[i] = E.average_gram(x[f"L{i}"], G, i, x.beta, x.alpha)
+        Q = {i: x[f"Q{i}"] for i in self.rotated(shape)}
+        L = {i: E.average_gram(x[f"L{i}"], G, i, x.beta, x.alpha) for i in Q}  # as it is stored, and before it is rounded
 
-        def initialise(m, v, Q):
-            return m, m, v, {i: E.narrow(linalg.eigenbasis(E, exact[i], E.wide(Q[i]))) for i in axes}  # Q is the identity
+        def stay(m, v):
+            return m, m, v
 
-        def move(m, v, Q):
+        def move(m, v):
             y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
-            u = linalg.rotated(E, Q, y.u, back=True)
-            return u, *E.cond(x.refreshes, refresh, same, y.m, y.v, Q)
+            return linalg.rotated(E, Q, y.u, back=True), y.m, y.v
 
-        def refresh(m, v, Q):
-            new = {}
-            for i in axes:
-                LQ = E.precise(E.wide(L[i]), E.wide(Q[i]))
-                sizes = (Q[i] * LQ).sum(-2)  # the estimated eigenvalues diag(Q' L Q)
-                order = linalg.descending(E, sizes)
-                v = linalg.permute(E, v, order, i)
-                # L times the permuted Q is the permuted L Q
-                LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, E.wide(Q[i])))
-                free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
-                new[i] = E.narrow(linalg.orthonormal(E, LQ, near, order, free))
-            whole = linalg.rotated(E, Q, m, back=True)
-            return linalg.rotated(E, new, whole), v, new  # m follows the basis
+        u, m, v = E.cond(x.begins, stay, move, m, v)
 
-        def same(*x):
-            return x
+        def ended(m, v, Q):
+            slots = {f"L{i}": stored for i, (stored, _) in L.items()} | {f"Q{i}": basis for i, basis in Q.items()}
+            return x.set(u=u.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)
 
-        u, m, v, Q = E.cond(x.begins, initialise, move, m, v, Q)
-        slots = {f"L{i}": L[i] for i in axes} | {f"Q{i}": Q[i] for i in axes}
-        return x.set(u=u.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)
+        return E.jointly(functools.partial(based, E, x.begins, x.refreshes), (m, v, Q, L), ended)

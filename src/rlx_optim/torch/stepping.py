@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..admission import listed
-from ..guard import Guard
 from ..pieces import WHOLE, Split, part, slots_of
 from ..program import trace
 from ..routing import bare
@@ -28,10 +26,11 @@ from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
 from .again import Again
-from .clip import Clip, clip_of, grad_norm, release, scaled, waits
+from .clip import release
+from .deciding import Deciding
 from .engines import choose
-from .evaluating import Evaluating, eager, named
-from .graphs import GraphLane, not_finite, refusal
+from .evaluating import eager, named
+from .graphs import GraphLane, refusal
 from .halves import is_spread
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
@@ -44,18 +43,14 @@ DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
 
 
-class Stepper(Evaluating):
+class Stepper(Deciding):
     """What is derived from groups and state, and the step."""
 
     rule: ClassVar[str]
     engine: str
-    nonfinite: str
-    skip_above: float | None  # standard deviations
-    _guard: Guard | None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
-    _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
     _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
@@ -63,17 +58,6 @@ class Stepper(Evaluating):
     _rows: Sequence[Row] = ()  # what the last did that was asked
 
     capturable: bool
-    _skipped: int
-    _skips: torch.Tensor | None  # steps skipped by a decision on the device
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were left out by nonfinite="skip" or skip_above."""
-        return self._skipped + (0 if self._skips is None else int(self._skips))
-
-    @skipped.setter
-    def skipped(self, count: int) -> None:
-        self._skipped, self._skips = count, None
 
     def stats(self, next: bool = False) -> Stats:
         """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
@@ -89,10 +73,6 @@ class Stepper(Evaluating):
             for name, size, each in found
         ]
         return summed_up(there)
-
-    @property
-    def _owner(self) -> str:
-        return type(self).__name__
 
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
@@ -264,75 +244,6 @@ class Stepper(Evaluating):
                 raise
             return [spec for _, spec in self._specs if spec is not None], problem
 
-    # ---- what waits on gradients ---------------------------------------------------------------------------------------
-    def _under_one_clip(self, work: Work) -> bool:
-        """Whether one factor goes for every gradient of this step."""
-        return self._clip is None or waits(self._clip, (lane.seats[i].param for lane, chosen, _ in work for i in chosen))
-
-    def _applied(self, work: Work, folded: bool) -> float:
-        """The factor of all gradients; where they differ (some came after the clip), each is multiplied by its own here."""
-        if self._clip is None or folded:
-            return 1.0 if self._clip is None else self._clip.factor
-        waiting = False
-        for lane, chosen, grads in work:
-            for k, i in enumerate(chosen):
-                grad = lane.seats[i].param.grad
-                if grad is not None and (clip := clip_of(grad)) is not None:
-                    grads[k], waiting = scaled(grads[k], clip), True
-        self._clip = self._clip if waiting else None
-        return 1.0
-
-    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
-        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
-        if self._council is not None:
-            norm = grad_norm([param for group in self.param_groups for param in group["params"]])
-            device = norm.device
-        else:
-            device = work[0][0].device
-            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
-            norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
-        norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
-        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
-        if self._guard is None or self._guard.places.device != device:
-            before, self._guard = self._guard, Guard(torch, device=device)
-            self._guard.take({} if before is None else before.values())
-        assert self.skip_above is not None
-        bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
-        return bad
-
-    def _resume_guard(self, window: Mapping[str, Sequence[float]]) -> None:
-        """Go on with the windows of a checkpoint; without any, begin anew."""
-        self._guard = None
-        if window:
-            self._guard = Guard(torch, device="cpu")
-            self._guard.take(window)
-
-    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
-        """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
-        losses may differ."""
-        if self.skip_above is None or (not work and self._council is None):
-            return False
-        bad = bool(self._outlier(work, scale, loss))
-        if self._council is not None:
-            (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
-        self._skipped += bad
-        return bad
-
-    def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
-        """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
-        flags, ours = [] if found is None else [found], []
-        if self.nonfinite == "skip" and work:
-            ours += [not_finite(grads) for _, _, grads in work]
-        if self.skip_above is not None and work:
-            ours.append(self._outlier(work, scale, loss).to(torch.int32))
-        if ours:
-            flags += ours
-            bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
-            self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
-        for lane, _, _ in work:
-            lane.groups = self._views()
-            lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
-
     def _graph_lanes(self) -> list[GraphLane]:
         """Those there are, with the settings as they are now."""
         specs = self._current_specs()
@@ -399,20 +310,6 @@ class Stepper(Evaluating):
         if not in_bounds(grad):
             raise RuntimeError(f"{self._owner}: the storage of the gradient of {seat.records[0].name} has been resized")
         return grad.resolve_neg()  # autograd may leave the sign of a gradient for later
-
-    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
-        """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
-        if self.nonfinite == "propagate" or verdict is False:
-            return True
-        bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
-        if not bad and not verdict:
-            return True
-        if self.nonfinite == "raise":
-            names = {param: name for group in self.param_groups for name, param in named(group)}
-            which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
-            raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
-        self._skipped += 1
-        return False
 
     def _current_specs(self) -> list[Spec]:
         """The spec of every group as it is now; made anew where a value changed, which checks it."""

@@ -1,13 +1,14 @@
 """Shards to owners and back, each by one all_to_all_single over bytes.
 
-Bytes, so that one exchange carries every dtype and the numbers beside the tensors.
+Bytes, so that one exchange carries every dtype and the numbers beside the tensors. An exchange is begun and goes on beside what
+the caller computes; what it gives back waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -41,7 +42,7 @@ class Item:
 
 def collect(
     circle: Circle, items: Sequence[Item], parts: Sequence[torch.Tensor], device: torch.device
-) -> dict[int, torch.Tensor]:
+) -> Callable[[], dict[int, torch.Tensor]]:
     """Every rank gives its parts; an owner gets its tensors whole, by their place in `items`."""
     mine = [i for i, item in enumerate(items) if item.owner == circle.rank]
     came = _exchange(
@@ -50,10 +51,17 @@ def collect(
         [[(items[i].part(circle, rank), items[i].dtype) for i in mine] for rank in range(circle.size)],
         device,
     )
-    return {i: torch.cat([came[rank][k] for rank in range(circle.size)], items[i].dim or 0) for k, i in enumerate(mine)}
+
+    def wholes() -> dict[int, torch.Tensor]:
+        parts = came()
+        return {i: torch.cat([parts[rank][k] for rank in range(circle.size)], items[i].dim or 0) for k, i in enumerate(mine)}
+
+    return wholes
 
 
-def spread(circle: Circle, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def spread(
+    circle: Circle, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device
+) -> Callable[[], list[torch.Tensor]]:
     """Owners give their tensors whole; every rank gets its part of each."""
     owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(circle.size)]
     mine = owned[circle.rank]
@@ -63,22 +71,32 @@ def spread(circle: Circle, items: Sequence[Item], wholes: Mapping[int, torch.Ten
         [[(items[i].part(circle, circle.rank), items[i].dtype) for i in owned[rank]] for rank in range(circle.size)],
         device,
     )
-    place = {i: came[rank][k] for rank in range(circle.size) for k, i in enumerate(owned[rank])}
-    return [place[i] for i in range(len(items))]
+
+    def parts() -> list[torch.Tensor]:
+        each = came()
+        place = {i: each[rank][k] for rank in range(circle.size) for k, i in enumerate(owned[rank])}
+        return [place[i] for i in range(len(items))]
+
+    return parts
 
 
 def _exchange(
     circle: Circle, gives: list[list[torch.Tensor]], wants: list[list[tuple[Shape, torch.dtype]]], device: torch.device
-) -> list[list[torch.Tensor]]:
+) -> Callable[[], list[list[torch.Tensor]]]:
     """Give lists of tensors to each rank, get tensors of known shapes from each."""
     sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in wants]
     flat = [_bytes(tensor) for each in gives for tensor in each]
     send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     receive = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
     given = [sum(t.numel() * t.element_size() for t in each) for each in gives]
-    torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=circle.group)
-    pieces = iter(receive.split([size for each in sizes for size in each]))
-    return [[_typed(next(pieces), shape, dtype) for shape, dtype in each] for each in wants]
+    work = torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=circle.group, async_op=True)
+
+    def came() -> list[list[torch.Tensor]]:
+        work.wait()
+        pieces = iter(receive.split([size for each in sizes for size in each]))
+        return [[_typed(next(pieces), shape, dtype) for shape, dtype in each] for each in wants]
+
+    return came
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Owned:
     @torch.no_grad()
     def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         item = Item(shape, buffer.dtype, None, self.owner)
-        return spread(self.circle, [item], {0: buffer} if self.mine else {}, buffer.device)[0]
+        return spread(self.circle, [item], {0: buffer} if self.mine else {}, buffer.device)()[0]
 
     def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
         return tuple(buffer.shape) == (shape if self.mine else (0,))
@@ -191,7 +191,7 @@ def exported(
             circles.setdefault((home.circle.name, param.device), (home.circle, []))[1].append((param, home, key, item))
     for (_, device), (circle, entries) in circles.items():
         wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.mine}
-        parts = spread(circle, [item for *_, item in entries], wholes, device)
+        parts = spread(circle, [item for *_, item in entries], wholes, device)()
         for (param, home, key, item), part in zip(entries, parts, strict=True):
             out[param][key] = part.clone() if home.layout is None else _as_dtensor(home, item, part)
     return out

@@ -2,16 +2,16 @@
 
 `local(kind)` steps what is in this rank's memory as the lane `kind` would. `ReducedLane` does so with `Reducing`. `OwnerLane`
 brings gradients to the owners of matrices, runs the ordinary rule there on whole matrices, brings the updates back and moves the
-shards.
+shards; in stages, so that matrices travel while others are computed.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from ...engine import Bundle, Engine, Mixing
 from ...pieces import WHOLE, Split, shapes_of, slots_of
 from ...pieces import part as part_of
 from ...program import gathers, measures
+from ...sharing import staged
 from ...spec import Shape, Slot, Spec
+from ...stepping import Part as Bundled
 from ...stepping import Record, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded
 from .. import halves
@@ -147,36 +149,67 @@ def lengths(param: torch.Tensor, split: tuple[int, ...], axis: int) -> tuple[int
     return tuple(max(0, min(last, end) - max(first, end - n)) for n, end in zip(split, ends, strict=True))
 
 
+class Turn(NamedTuple):
+    """A stage of a step: which seats, where their arrays are, and what is computed here."""
+
+    stage: list[int]
+    watch: Addresses
+    parts: list[Bundled]
+
+
 class OwnerLane(Lane):
     """Matrices that one rank each computes, or (`homes` that are Shards) that every rank computes after a full gather."""
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         super().__init__(engine, why, device, dtype, sign)
         self.homes: list[Home] = []
+        self.turns: list[Turn] = []
         self.landing = local(LANES.get(engine.name, TorchLane))(engine, why, device, dtype, 1.0)
 
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return self.landing.view(buffer)
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
+        """All gradients begin to travel; then each stage's are awaited and computed, and its updates sent on their way."""
         seats, homes = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen]
-        wholes = self._gathered(seats, homes, grads)
         if (key := tuple(chosen)) != self.present or structures != self.structures:
             self.present, self.structures = key, structures
-            records = [record for i in wholes for record in seats[i].records]
-            self.watch = Addresses(len(records))
-            self.parts = bundle_up(enumerate(records), specs, self.engine, self.watch)
-        updates, numbers = self._updated(seats, wholes, specs, scale)
-        self._land(chosen, specs, *self._delivered(seats, homes, specs, updates, numbers))
+            self.turns = [self._turn(stage, seats, homes, specs) for stage in self._staged(seats, homes, specs)]
+            self.parts = [part for turn in self.turns for part in turn.parts]
+        coming = [self._gathered(turn.stage, seats, homes, grads) for turn in self.turns]
+        leaving = []
+        for turn, came in zip(self.turns, coming, strict=True):
+            updates, numbers = self._updated(turn, seats, came(), specs, scale)
+            leaving.append(self._delivered(turn.stage, seats, homes, specs, updates, numbers))
+        landed = {i: its for arrive in leaving for i, its in arrive().items()}
+        self._land(chosen, specs, *([landed[i][k] for i in range(len(seats))] for k in (0, 1)))  # type: ignore[arg-type]
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         raise AssertionError("an owner lane does everything in `step`")
 
-    def _gathered(self, seats: list[Seat], homes: list[Home], grads: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    @staticmethod
+    def _staged(seats: list[Seat], homes: list[Home], specs: Sequence[Spec]) -> list[list[int]]:
+        owned = [home for home in homes if isinstance(home, Owned)]
+        if len(owned) < len(homes):  # gathered whole, one after the other
+            return [list(range(len(homes)))]
+        shapes = [tuple(seat.shape) for seat in seats]
+        work = [specs[seat.records[0].group].work(shape) for seat, shape in zip(seats, shapes, strict=True)]
+        return staged(work, [home.owner for home in owned], shapes, owned[0].circle.size)
+
+    def _turn(self, stage: list[int], seats: list[Seat], homes: list[Home], specs: Sequence[Spec]) -> Turn:
+        here = [i for i in stage if not isinstance(home := homes[i], Owned) or home.mine]
+        records = [record for i in here for record in seats[i].records]
+        watch = Addresses(len(records))
+        return Turn(stage, watch, bundle_up(enumerate(records), specs, self.engine, watch))
+
+    def _gathered(
+        self, stage: list[int], seats: list[Seat], homes: list[Home], grads: list[torch.Tensor]
+    ) -> Callable[[], dict[int, torch.Tensor]]:
         """The whole gradients of what is computed here, by place."""
         wholes = {}
         travelling = []
-        for i, (seat, home, grad) in enumerate(zip(seats, homes, grads, strict=True)):
+        for i in stage:
+            seat, home, grad = seats[i], homes[i], grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
                 wholes[i] = layout.wrapped(grad.contiguous(), layout.shape, layout.placements).full_tensor()
@@ -184,14 +217,14 @@ class OwnerLane(Lane):
                 wholes |= {i: grad} if home.mine else {}
             else:
                 travelling.append((i, Item(tuple(seat.shape), grad.dtype, home.dim, home.owner), grad, home.circle))
-        if travelling:
-            places, items, parts, circles = zip(*travelling, strict=True)
-            came = collect(circles[0], items, parts, self.device)
-            wholes |= {places[k]: whole for k, whole in came.items()}
-        return dict(sorted(wholes.items()))
+        if not travelling:
+            return lambda: wholes
+        places, items, parts, circles = zip(*travelling, strict=True)
+        coming = collect(circles[0], items, parts, self.device)
+        return lambda: dict(sorted((wholes | {places[k]: whole for k, whole in coming().items()}).items()))
 
     def _updated(
-        self, seats: list[Seat], wholes: Mapping[int, torch.Tensor], specs: Sequence[Spec], scale: float
+        self, turn: Turn, seats: list[Seat], wholes: Mapping[int, torch.Tensor], specs: Sequence[Spec], scale: float
     ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]]]:
         """The directions of what is computed here, and with each the numbers it is to be committed with, then the counters."""
         updates: dict[int, torch.Tensor] = {}
@@ -203,10 +236,10 @@ class OwnerLane(Lane):
             first[i] = len(sides[0])
             for side, tensor in zip(sides, (updates[i], grad), strict=True):
                 side += self.pieces(tensor, seats[i])
-        self._tell(*sides)
+        self._tell(turn.watch, *sides)
         sides = tuple([self.view(piece) for piece in side] for side in sides)  # type: ignore[assignment]
         engine, self.numbers = Updates(self.engine), {}
-        for part in self.parts:
+        for part in turn.parts:
             params, gradients = ([side[k] for k in part.bundle.index] for side in sides)
             run_part(part, engine, specs, self.numbers, params, gradients, scale)  # type: ignore[arg-type]
         numbers = {}
@@ -222,41 +255,41 @@ class OwnerLane(Lane):
         record = seat.records[0]
         return sets(seat) * len(specs[record.group].committed) + len(record.counters)
 
-    def _tell(self, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def _tell(self, watch: Addresses, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
-        watch = self.watch
         watch.params[:], watch.grads[:] = [t.data_ptr() for t in updates], [t.data_ptr() for t in grads]
         watch.param_types = watch.grad_types = (self.dtype,) * len(grads)
         watch.version += 1
 
     def _delivered(
         self,
+        stage: list[int],
         seats: list[Seat],
         homes: list[Home],
         specs: Sequence[Spec],
         updates: Mapping[int, torch.Tensor],
         numbers: Mapping[int, list[float]],
-    ) -> tuple[list[torch.Tensor], list[list[float]]]:
-        """This rank's part of every update, and its numbers."""
-        parts, told = dict(updates), dict(numbers)
-        travelling = {i: home for i, home in enumerate(homes) if isinstance(home, Owned)}
-        places = list(travelling)
-        for i, home in enumerate(homes):
-            if isinstance(home, Shards):
-                parts[i] = home.layout.part(updates[i], home.layout.placements).contiguous()
-        if travelling:
-            lengths = [self._length(seats[i], specs) for i in travelling]
-            items = [Item(tuple(seats[i].shape), self.dtype, home.dim, home.owner) for i, home in travelling.items()]
-            items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, travelling.values(), strict=True)]
-            mine = [k for k, home in enumerate(travelling.values()) if home.mine]
-            flat = torch.tensor([x for k in mine for x in numbers[places[k]]], dtype=torch.float64).to(self.device)
-            wholes = {k: updates[places[k]] for k in mine}
-            wholes |= {len(places) + k: tail for k, tail in zip(mine, flat.split([lengths[k] for k in mine]), strict=True)}
-            came = spread(next(iter(travelling.values())).circle, items, wholes, self.device)
-            tails = iter(torch.cat(came[len(places) :]).tolist())
-            for i, part, n in zip(places, came, lengths, strict=False):
-                parts[i], told[i] = part, list(itertools.islice(tails, n))
-        return [parts[i] for i in range(len(seats))], [told[i] for i in range(len(seats))]
+    ) -> Callable[[], dict[int, tuple[torch.Tensor, list[float]]]]:
+        """This rank's part of every update of a stage, and its numbers."""
+        if not isinstance(home := homes[stage[0]], Owned):
+            layouts = {i: home.layout for i in stage if isinstance(home := homes[i], Shards)}
+            return lambda: {i: (at.part(updates[i], at.placements).contiguous(), numbers[i]) for i, at in layouts.items()}
+        owned = [home for i in stage if isinstance(home := homes[i], Owned)]
+        lengths = [self._length(seats[i], specs) for i in stage]
+        items = [Item(tuple(seats[i].shape), self.dtype, home.dim, home.owner) for i, home in zip(stage, owned, strict=True)]
+        items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, owned, strict=True)]
+        mine = [k for k, home in enumerate(owned) if home.mine]
+        flat = torch.tensor([x for k in mine for x in numbers[stage[k]]], dtype=torch.float64).to(self.device)
+        wholes = {k: updates[stage[k]] for k in mine}
+        wholes |= {len(stage) + k: tail for k, tail in zip(mine, flat.split([lengths[k] for k in mine]), strict=True)}
+        coming = spread(home.circle, items, wholes, self.device)
+
+        def arrived() -> dict[int, tuple[torch.Tensor, list[float]]]:
+            came = coming()
+            tails = iter(torch.cat(came[len(stage) :]).tolist())
+            return {i: (part, list(itertools.islice(tails, n))) for i, part, n in zip(stage, came, lengths, strict=False)}
+
+        return arrived
 
     def _land(self, chosen: list[int], specs: Sequence[Spec], parts: list[torch.Tensor], told: list[list[float]]) -> None:
         """Move the shards, and count the step where others have taken it."""
