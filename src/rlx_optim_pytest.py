@@ -5,6 +5,7 @@ Where --optim is not given it does nothing, and imports nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rlx-optim", "conformance of optimizers")
-    group.addoption("--optim", action="append", default=[], metavar="PACKAGE:CLASS", help="check this optimizer; may be repeated")
+    group.addoption(
+        "--optim", action="append", default=[], metavar="PACKAGE:CLASS", help="check this optimizer, or rule; may be repeated"
+    )
     group.addoption("--optim-kwargs", default="{}", metavar="JSON", help="its settings beside the defaults")
     group.addoption("--optim-quick", action="store_true", help="leave out what takes long")
     group.addoption("--optim-as", default=None, metavar="NAME", help="the rule that it claims to be")
@@ -30,14 +33,25 @@ class Target(pytest.Collector):
     """An optimizer."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        from rlx_optim.check import subject_of
+        from rlx_optim.check import found, subject_of
         from rlx_optim.check.table import chosen
+        from rlx_optim.checking import RuleChecks
+        from rlx_optim.registry import spec_class
+        from rlx_optim.spec import Spec
 
         option = self.config.getoption
         try:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(option("--optim-kwargs")).items()}
+            thing = found(self.name) if ":" in self.name else spec_class(self.name)
+            if isinstance(thing, type) and issubclass(thing, Spec):
+                asked = RuleChecks(thing, settings, ["cpu"] if option("--optim-quick") else None)
+                spoken = asked.told(*next(asked.plan()))  # the others step the shapes that it finds
+                for kind, engine, run in asked.plan():
+                    tell = (lambda: spoken) if kind == "language" else functools.partial(asked.told, kind, engine, run)
+                    yield OneOfRule.from_parent(self, name=f"{kind}, {engine}", tell=tell, spoken=spoken.ok)
+                return
             subject = subject_of(self.name, settings, claimed=option("--optim-as"), ranks=option("--optim-ranks") or 2)
-        except (AttributeError, ImportError, TypeError, ValueError) as problem:
+        except (AttributeError, ImportError, KeyError, TypeError, ValueError) as problem:
             raise pytest.UsageError(f"--optim {self.name}: {problem}") from problem
         for check in chosen(subject.kind, quick=option("--optim-quick"), ranks=option("--optim-ranks")):
             yield One.from_parent(self, name=check.name, check=check, subject=subject)
@@ -63,6 +77,24 @@ class One(pytest.Item):
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         return self.path, None, f"{self.subject.target}: {self.name}"
+
+
+class OneOfRule(pytest.Item):
+    """A check of a rule, on one engine."""
+
+    def __init__(self, *, tell: Any, spoken: bool, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.tell, self.spoken = tell, spoken
+
+    def runtest(self) -> None:
+        if not (self.spoken or self.name.startswith("language")):
+            pytest.skip("the rule is outside the language")
+        finding = self.tell()
+        if not finding.ok:
+            pytest.fail(f"{finding.note} (seen: {finding.seen})", pytrace=False)
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        return self.path, None, f"{self.parent.name if self.parent else ''}: {self.name}"
 
 
 @pytest.hookimpl(tryfirst=True)  # so that -k sees them

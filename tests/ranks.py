@@ -243,18 +243,20 @@ def bytes_sent(world):
 
 @scenario(2, 4)
 def fully_sharded(world):
-    """A model under fully_shard, by FSDP2's own backward."""
-    from torch.distributed.fsdp import fully_shard
+    """A model under fully_shard, by FSDP2's own backward; two also with its CPU offload policy."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     out = {}
-    for name in ("AdamW", "Adafactor", "Muon", "SOAP"):
+    away = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # there is no CUDA here to pin it for
+    cases = [(name, name, {}) for name in ("AdamW", "Adafactor", "Muon", "SOAP")]
+    for key, name, policy in (*cases, *((f"{name} offloaded", name, away) for name in ("AdamW", "Lamb", "Muon"))):
         model = net()
         for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=world.mesh)
-        fully_shard(model, mesh=world.mesh)
+            fully_shard(layer, mesh=world.mesh, **policy)
+        fully_shard(model, mesh=world.mesh, **policy)
         opt = getattr(ours, name)(model, lr=0.01)
         losses(model, opt)
-        out[name] = [whole(p) for p in model.parameters()]
+        out[key] = [whole(p) for p in model.parameters()]
     return out if world.rank == 0 else None
 
 

@@ -80,6 +80,11 @@ def test_help_lists_the_commands_and_imports_none_of_them():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_package_can_be_run():
+    done = subprocess.run([sys.executable, "-m", "rlx_optim", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == rlx_optim.__version__
+
+
 def test_help_is_quick():
     """Nothing is imported for it that takes long."""
     code = "import atexit, runpy, sys; sys.argv = ['rlx-optim', '--help']; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
@@ -483,6 +488,7 @@ def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
     assert {e["engine"]: e["status"] for e in found["engines"]} == {"reference": "live", "cpu": "live"}
     assert found["threading_layer"] in ("omp", "tbb", "workqueue", "not started")
     assert found["more_threads_from_bytes"] == 2 << 20
+    assert found["offload"]["status"] in ("live", "not here")
     assert found["cache"]["folder"].startswith(str(tmp_path))
     assert run("doctor") == 0
     assert "healthy" in capsys.readouterr().out

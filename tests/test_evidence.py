@@ -100,6 +100,17 @@ def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
     assert row(evidence.results(), "Adan")[1:] == ["–"] * 7 + ["10.0", "0.50", "0.00"]
 
 
+def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
+    model = Valley(muon=0.08)
+    for name, shared in (("a.jsonl", True), ("b.jsonl", False)):
+        pool = plan.Pool(model, file=folder / name, beside=sorted(folder.glob("*.jsonl")), shared=shared)
+        gone(pool, optimizers=("adamw", "muon"))
+        forget()
+        cells = row(evidence.results(), "Muon")
+        assert cells[6] == "600"  # losses count
+        assert cells[7:10] == (["–"] * 3 if shared else ["60%", "10.0", "0.50"])
+
+
 def test_training_steps_are_shown_beside_adamw(folder):
     assert evidence.steps() == "No run is committed yet."
     gone(plan.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))

@@ -3,6 +3,7 @@
 import ast
 import gc
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from helpers import slowly  # noqa: E402
 import rlx_optim  # noqa: E402
 from rlx_optim import optax as ours  # noqa: E402
 from rlx_optim.engine import BOUND, ArrayEngine  # noqa: E402
-from rlx_optim.language import checked  # noqa: E402
+from rlx_optim.engines.jax_ import engine_in  # noqa: E402
+from rlx_optim.language import REDUCTIONS, checked  # noqa: E402
 from rlx_optim.optax.foreign import to_optax  # noqa: E402
 
 FACTORIES = tuple(ours.known())
@@ -318,3 +320,20 @@ def test_the_stub_has_what_the_module_has():
         written = inspect.signature(scope[name]).parameters.values()
         visible = inspect.signature(getattr(ours, name)).parameters.values()
         assert [(p.name, p.kind, p.default) for p in written] == [(p.name, p.kind, p.default) for p in visible]
+
+
+@pytest.mark.parametrize("shape", [(33, 128), (3, 5), (64, 1000), (7, 4096)])
+def test_the_largest_keeps_what_is_not_a_number(shape):
+    """XLA's largest of a compiled program may lose it on a CPU."""
+    engine = engine_in(jnp.float32)
+    X = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    largest = {name: how for name, how in REDUCTIONS.items() if how.largest}
+    for row, column in ((0, 0), (shape[0] // 2, shape[1] - 1)):
+        bad = X.copy()
+        bad[row, column] = np.nan
+        for name, how in largest.items():
+            for given in (X, bad):
+                found = np.asarray(jax.jit(lambda x, how=how: engine.summed(x, how))(given))
+                want = given.max() if how.axis is None else given.max(how.axis)
+                np.testing.assert_array_equal(found, want, err_msg=name)
+        assert np.isnan(jax.jit(lambda x: engine.norm(x[None], math.inf))(bad)).all()

@@ -23,7 +23,8 @@ MAY = {
     "modifiers": {"vocabulary"},
     "storage": set(),
     "rounding": {"random", "storage"},
-    "spec": {"modifiers", "rounding", "storage"},
+    "fields": set(),
+    "spec": {"fields", "modifiers", "rounding", "storage"},
     "stats": set(),
     "guard": {"spec"},
     "random": set(),
@@ -32,6 +33,7 @@ MAY = {
     "rule": {"spec", "linalg", "vocabulary", "registry"},
     "schedules": set(),
     "threads": set(),
+    "buckets": set(),
     "routing": {"admission", "spec"},
     "data": set(),
     "helpers": {"engines"},
@@ -56,7 +58,7 @@ MAY = {
     },
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
-        "sharing", "language", "program", "explain", "stats", "guard", "pieces", "rounding", "storage",
+        "sharing", "language", "program", "explain", "stats", "guard", "pieces", "rounding", "storage", "buckets",
     },
     "stepping": {"engine", "program", "rounding", "spec", "stats", "storage"},
     "constructs": {"language", "spec", "vocabulary"},
@@ -68,8 +70,9 @@ MAY = {
     "named": {"optimizer", "curvature", "registry", "spec", "explain"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "torch", "__init__"},  # cli: `python -m` alone
     "check": {"named", "registry"},
+    "__main__": {"cli"},
     "cli": {
-        "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
+        "buckets", "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
         "checkpoint", "torch", "optax", "routing", "sharing", "spec", "program", "checking", "conformance", "constructs", "explain",
         "__init__",
     },

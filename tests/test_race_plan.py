@@ -268,7 +268,7 @@ def test_a_plan_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert "9 runs made; the plan is done" in said
     assert main(*short, "--out", tmp_path / "a") == 0  # the same folder: nothing left to do
     assert "9 runs known\n0 runs made; the plan is done" in capsys.readouterr().out
-    assert main(*short, "--out", tmp_path / "b", "--known", tmp_path / "a") == 0
+    assert main(*short, "--out", tmp_path / "b", "--known", tmp_path / "a", "--shared") == 0
     assert "0 runs made" in capsys.readouterr().out
     (record, *_) = plan.read([tmp_path / "a" / plan.RUNS])
     assert record["versions"]["rlx_optim"] == rlx_optim.__version__
@@ -290,6 +290,7 @@ def test_the_report_of_a_plan(tmp_path, capsys):
     ("argv", "words"),
     [
         (["--minutes", "3"], ["--plan", "race, cost, storage, steps"]),
+        (["--shared"], ["--shared", "--plan"]),
         (["--known", "x.jsonl", "--plan", "race"], ["--known", "x.jsonl"]),
         (["--plan", "rase"], ["'rase'", "did you mean 'race'?"]),
         (["--device", "cuda"], ["'cuda'", "cpu"]),

@@ -182,6 +182,19 @@ def test_a_parameter_that_others_write_keeps_its_low_half():
     assert 2.0 < float(whole(opt, params)["w"].max()) < 2.0 + 2.0**-6
 
 
+def test_inspect_compares_low_halves_as_numbers(tmp_path, capsys):
+    files = []
+    for value in (0x0001, 0xFF02):
+        params = start(torch.bfloat16, {"a": (30, 20)})
+        opt = ours.AdamW(list(params.items()), lr=1e-3, rounding="exact")
+        walk(opt, params, 0, 1)
+        low = opt.state[params["a"]]["low"]
+        low.copy_(torch.tensor([value & 0xFF, value >> 8], dtype=torch.uint8).expand(low.shape))
+        files.append(str(opt.save(tmp_path / f"{value}.safetensors")))
+    assert main(["inspect", *files]) == 1
+    assert f"a/low: 600 of 600 numbers differ, by at most {0xFF01:.3g}" in capsys.readouterr().out
+
+
 @engines
 def test_the_way_may_change_and_differ_by_group(engine):
     params = start(torch.bfloat16, {"a": (30, 20), "b": (30, 20)})

@@ -124,7 +124,7 @@ class ByPlace(Right):
         super().one(p, state, group | {"lr": float(group["lr"]) * (1 + i)}, place)
 
 
-wrong("order", "groups", "independence")(ByPlace)
+wrong("order", "groups", "leave")(ByPlace)
 
 
 @wrong("independence")
@@ -253,7 +253,7 @@ class TakesTwice(Right):
 
 
 # ---- where tensors lie -------------------------------------------------------------------------------------------------------------
-@wrong("groups", "independence")
+@wrong("groups", "leave")
 class ByGroupSize(Right):
     def one(self, p, state, group, place):
         super().one(p, state, group | {"lr": float(group["lr"]) / len(group["params"])}, place)

@@ -10,7 +10,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docsite import arguments, bench, conformance, evidence, katex, modifiers, optimizers, parity, peak, plots, precision, races
+from docsite import (
+    arguments,
+    bench,
+    conformance,
+    evidence,
+    katex,
+    modifiers,
+    offload,
+    optimizers,
+    parity,
+    peak,
+    plots,
+    precision,
+    races,
+)
 
 import rlx_optim
 
@@ -38,6 +52,7 @@ TABLES = {
     "evidence figures": evidence.figures,
     **{f"evidence {name}": functools.partial(evidence.sentence, name) for name in rlx_optim.list_optimizers()},
     **{f"race {model}": functools.partial(races.by_optimizer, model) for model in RACED},
+    **{f"race figure {model}": functools.partial(races.figure, model) for model in RACED},
     **{f"race source {model}": functools.partial(races.source, model) for model in RACED},
     "numbers small": precision.small,
     "numbers bfloat16": precision.bfloat16,
@@ -47,6 +62,10 @@ TABLES = {
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
     "modifiers": modifiers.by_rule,
     "peak memory": peak.by_format,
+    "offload fits": offload.fits,
+    "offload speed": offload.speed,
+    "offload source": offload.source,
+    "offload point": offload.point,
     "parity engines": lambda: parity.by_optimizer("engine"),
     "parity peers": lambda: parity.by_optimizer("peer"),
     "parity remarks": parity.remarks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import math
@@ -26,6 +27,7 @@ BAR, MATRIX_BAR = 2e-5, 1e-3  # of the distance travelled, for rules that multip
 #: what is tried in the place of a hyperparameter's value, where it is in range
 NUMBERS = (0.5, 0.1, 0.01, 0.9, 2.0, 1.0, 0.0, -0.5)
 LEAST = 1e-12  # of p: what moves it less does nothing
+Asked = Callable[[], tuple[bool, float | None, str]]
 
 HINTS = {
     "language": "say it in the language of rules: docs/language.md",
@@ -81,52 +83,63 @@ class Report:
         return {"rule": self.rule, "ok": self.ok, "rows": rows}
 
 
-def check_rule(rule: type[Spec], *, engines: Sequence[str] | None = None, **settings: Any) -> Report:
+def check_rule(rule: type[Spec], *, engines: Sequence[str] | None = None, only: Sequence[str] = (), **settings: Any) -> Report:
     """Step a rule on every engine that is here, against the reference: over shapes, over groups that differ, resumed, with bad
-    gradients, with every hyperparameter changed and scheduled. settings: where they are not the defaults."""
-    if not (isinstance(rule, type) and issubclass(rule, Spec)):
-        raise TypeError(f"check_rule takes a Spec class, got {rule!r}")
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # a rule's advice is not asked for here
-        return Report(rule.__name__, tuple(_Checker(rule, settings, engines or present()).findings()))
+    gradients, with every hyperparameter changed and scheduled. only: names of checks, or patterns like schedule*; the first,
+    language, is always one of them. settings: where they are not the defaults."""
+    asked = RuleChecks(rule, settings, engines)
+    return Report(rule.__name__, tuple(asked.findings(only)))
 
 
-class _Checker:
-    def __init__(self, rule: type[Spec], settings: dict[str, Any], engines: Sequence[str]):
+class RuleChecks:
+    """What is asked of a rule, one by one."""
+
+    def __init__(self, rule: type[Spec], settings: dict[str, Any], engines: Sequence[str] | None = None):
+        if not (isinstance(rule, type) and issubclass(rule, Spec)):
+            raise TypeError(f"check_rule takes a Spec class, got {rule!r}")
         required = {name: 0.1 for name, field in rule.fields.items() if field.default is REQUIRED}
         self.rule, self.settings = rule, required | settings
-        self.engines = [engine for engine in engines if engine != "reference"]
+        self.engines = [engine for engine in engines or present() if engine != "reference"]
         self.shapes: list[Shape] = []
         self.gathers = False
 
     # ---- what is done ----------------------------------------------------------------------------------------------------
-    def findings(self) -> Iterator[Finding]:
-        first = self.told("language", "trace", self.language)
-        yield first
-        if not first.ok:
-            return
+    def findings(self, only: Sequence[str] = ()) -> Iterator[Finding]:
+        first, *others = self.plan()
+        names = list(dict.fromkeys(check for check, _, _ in (first, *others)))
+        chosen = {name for name in names if not only or any(fnmatch.fnmatchcase(name, word) for word in only)}
+        if not chosen:
+            raise ValueError(f"no check of {self.rule.__name__} is called {', '.join(only)}; known are {', '.join(names)}")
+        yield (spoken := self.told(*first))
+        yield from (self.told(*each) for each in others if spoken.ok and each[0] in chosen)
+
+    def plan(self) -> Iterator[tuple[str, str, Asked]]:
+        """(check, engine, what is asked), the language first: the others step the shapes that it found."""
+        yield "language", "trace", self.language
         for engine in self.engines:
-            yield self.told("engine", engine, functools.partial(self.beside, engine, False))
+            yield "engine", engine, functools.partial(self.beside, engine, False)
         for engine in self.engines:
-            yield self.told("groups", engine, functools.partial(self.beside, engine, True))
-        yield self.told("groups", "reference", self.alone)
+            yield "groups", engine, functools.partial(self.beside, engine, True)
+        yield "groups", "reference", self.alone
         best = next((engine for engine in ("cpu",) if engine in self.engines), "reference")
         for check, run in {
             "same again": self.again, "resume": self.resumed, "order": self.reversed, "one by one": self.single,
             "NaN": self.local, "zero": self.zero,
         }.items():  # fmt: skip
             for engine in dict.fromkeys(("reference", best)):
-                yield self.told(check, engine, functools.partial(run, speaker(engine)))
+                yield check, engine, functools.partial(run, speaker(engine))
         for name, field in self.rule.fields.items():
-            yield self.told(f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field))
+            yield f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field)
             if field.annotation in ("float", "float | None") and not field.structural:
-                yield self.told(f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best))
+                yield f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best)
 
-    def told(self, check: str, engine: str, run: Callable[[], tuple[bool, float | None, str]]) -> Finding:
+    def told(self, check: str, engine: str, run: Asked) -> Finding:
         """What a check found; whatever is raised is what it found."""
         hint = HINTS[next(key for key in HINTS if check.startswith(key))]
         try:
-            ok, seen, note = run()
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")  # a rule's advice is not asked for here
+                ok, seen, note = run()
         except Exception as problem:
             ok, seen, note = False, None, f"{type(problem).__name__}: {str(problem).strip()}"
         return Finding(check, engine, ok, seen, note if ok else "; ".join(part for part in (note, hint) if part))

@@ -327,12 +327,11 @@ class ArrayEngine(storage.Words):
         """A function on numbers, one per tensor."""
         self.numbered(step, tupled(self.bound(step.function)(*(found[n] for n in step.takes)), step.gives), found)
 
-    @staticmethod
-    def numbered(step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
+    def numbered(self, step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
         found.update(zip(step.gives, results, strict=True))
         for n, how in step.gathers:
             if getattr(found[n], "ndim", 0):
-                found[n] = found[n].max() if how.largest else found[n].mean()
+                found[n] = self.most(found[n]) if how.largest else found[n].mean()
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
         """A pass over every coordinate of every tensor."""
@@ -376,7 +375,7 @@ class ArrayEngine(storage.Words):
         """A reduction before it is finished: the largest, or the sum of values or squares."""
         array = array * array if how.squared else array
         if how.largest:
-            return array.max() if how.axis is None else array.max(how.axis)
+            return self.most(array, how.axis)
         return array.sum() if how.axis is None else array.sum(how.axis)
 
     def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
@@ -386,7 +385,7 @@ class ArrayEngine(storage.Words):
             counts = [counted(shape, step.domain, how) for shape in shapes]
             if how.everything:
                 together = self.xp.stack(list(sums))
-                out[result] = self.rooted(together.max() if how.largest else together.sum(), how, sum(counts))
+                out[result] = self.rooted(self.most(together) if how.largest else together.sum(), how, sum(counts))
             elif how.axis is None:
                 out[result] = self.rooted(self.xp.stack(list(sums)), how, self.column(counts))
             else:
@@ -440,8 +439,12 @@ class ArrayEngine(storage.Words):
     def norm(self, X: Array, order: float = 2) -> Array:
         """One number per tensor, broadcastable: 2-norm, or the largest |entry| (NaN if there is one)."""
         flat = X.reshape(X.shape[0], -1)
-        norm = self.xp.sqrt((flat * flat).sum(-1)) if order == 2 else abs(flat).max(-1)
+        norm = self.xp.sqrt((flat * flat).sum(-1)) if order == 2 else self.most(abs(flat), -1)
         return norm.reshape(-1, *[1] * (X.ndim - 1))
+
+    def most(self, X: Array, axis: int | None = None) -> Array:
+        """The largest entry, of all or along an axis; NaN if there is one."""
+        return X.max() if axis is None else X.max(axis)
 
     def lines(self, X: Array, axis: int) -> Array:
         """The sum of squares of each row (axis -1) or column (-2), with an axis of length 1."""

@@ -46,6 +46,10 @@ TORCH: Beside = {
     "fused": ("bool | None", "torch.optim's; taken, and without effect: steps are fused wherever `engine` can"),
     "foreach": ("bool | None", "torch.optim's; taken, and without effect"),
     "differentiable": ("bool", "torch.optim's; True is refused, for steps are not recorded by autograd"),
+    "offload": (
+        "Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None",
+        'keep state in the host\'s memory, of parameters on a CUDA device: of all, or by name: {"*embed*": "cpu"}',
+    ),
     "otherwise": NAMED["otherwise"],
     "route": ("Route", 'by name or function: {"*embed*": "otherwise"}, or an optimizer in place of the word'),
     "split": (

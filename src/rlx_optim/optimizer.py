@@ -265,7 +265,7 @@ class NamedOptimizer(Member):
         ):
             run_part(part, self._engine, specs, member._numbers, (param,), (grad,), grad_scale)
             record.stepped = member._iteration
-            self._clock += 1
+            self.__dict__["_clock"] += 1  # not through __setattr__, which is for hyperparameters
             if self._seen is not None:
                 self._seen[name] = weakref.ref(param)
             return
@@ -328,8 +328,9 @@ class NamedOptimizer(Member):
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
             self._commit(items, 1.0)
-        self._iteration += 1
-        self._asked = False
+        self.__dict__["_iteration"] += 1
+        if self._asked:
+            self._asked = False
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
             self._tell(

@@ -295,7 +295,7 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     gives what it did (`stats`). numbers: what `scalars` gives, where it is known already.
     """
     numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
-    key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop) for name, slot in slots.items()), what)
+    key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop, slot.storage) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
         _traced[key] = _trace(spec, slots, what, numbers)
@@ -333,6 +333,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     wanted = {name: x[name].number for name in {"change": ["change"], "told": stats.asked(x)}.get(what, [])}
     names = {number: value.name for number, value in E.symbols.items()}
     steps = _fused(E.steps, set(wanted.values()), names)
+    steps = _computed_again(steps, {name for name, slot in slots.items() if slot.storage}, set(wanted.values()), names)
     buffers = {name: number for name, number in E.current.items() if number != inputs[name].number}
     known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
     drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
@@ -406,6 +407,27 @@ def _joined(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pas
         return dataclasses.replace(steps[0], stores=stores)
     rule = _chained([(step.rule, step.takes, step.gives) for step in steps], takes, gives, names)
     return Pass(rule, takes, gives, steps[0].domain, arrays, numbers, stores, reduces)
+
+
+def _computed_again(
+    steps: list[Pass | Each], coded: set[str], wanted: set[int], names: Mapping[int, str]
+) -> list[Pass | Each]:  # fmt: skip
+    """Of state in fewer bits, which does not say exactly what it was made of: a pass that would read what one before has written
+    computes it again, of the same, and is the one that writes it."""
+    for j, second in enumerate(steps):
+        for i, first in enumerate(steps[:j]):
+            if not (isinstance(first, Pass) and isinstance(second, Pass)) or first.domain != second.domain:
+                continue
+            written = dict(first.stores)
+            between = [step for step in steps[i + 1 : j] if isinstance(step, Pass)]
+            touched = any(written.keys() & {*step.arrays} or step.stores for step in between)
+            if touched or not any(place in coded and n in second.arrays for n, place in written.items()):
+                continue
+            later = {n for step in steps[j + 1 :] if isinstance(step, Pass) for n in step.arrays} | wanted
+            steps[j] = _joined([dataclasses.replace(first, reduces=()), second], later, names)
+            steps[i] = _joined([dataclasses.replace(first, stores=())], set(), names)
+            return _computed_again(steps, coded, wanted, names)
+    return steps
 
 
 def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: Mapping[int, str]) -> Rule:

@@ -9,181 +9,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from . import modifiers, rounding, storage
+from .fields import REQUIRED, Field, betas, choice, flag, function, integer, real, reals, triples
 
+#: what the file of a rule has from here: fields too
+__all__ = [
+    "KEY", "MODIFIERS", "REQUIRED", "TRAINED", "Field", "Foreign", "Optax", "Otherwise", "Shape", "Slot", "Spec", "Torch",
+    "betas", "choice", "flag", "function", "integer", "like", "real", "reals", "same", "triples",
+]  # fmt: skip
 Shape = tuple[int, ...]
-
-
-# ---- hyperparameters ------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """One hyperparameter: its default, its range, and what kind of thing it is.
-
-    structural: its value picks the rule or the state, so tensors that differ in it never share a pass.
-    fixed: the layout of the state depends on it, so it cannot change once a tensor has state.
-    meaning: what it is, where the docstring of a class does not say it.
-    """
-
-    default: Any
-    expected: str
-    check: Callable[[Any], Any]
-    annotation: str
-    structural: bool = False
-    fixed: bool = False
-    meaning: str = ""
-
-    @property
-    def callable(self) -> bool:
-        """Whether a function is the value itself, and never a schedule."""
-        return self.annotation.startswith("Callable")
-
-    def validated(self, owner: str, name: str, value: Any) -> Any:
-        try:
-            return self.check(value)
-        except (TypeError, ValueError) as problem:
-            kind = TypeError if isinstance(problem, TypeError) else ValueError
-            raise kind(f"{owner}: {name} must be {self.expected}, got {value!r}") from None
-
-
-REQUIRED = object()
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError
-    return float(value)
-
-
-def _in_range(low: float, high: float, open_low: bool, open_high: bool, infinite: bool) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        x = _number(value)
-        above = x > low if open_low else x >= low
-        below = x < high if open_high else x <= high
-        if not (above and below and (infinite or math.isfinite(x))):  # a NaN fails both comparisons
-            raise ValueError
-        return x
-
-    return check
-
-
-def _bounds(low: float, high: float, open_low: bool, open_high: bool) -> str:
-    lower = "" if low == -math.inf else f"> {low:g}" if open_low else f">= {low:g}"
-    upper = "" if high == math.inf else f"< {high:g}" if open_high else f"<= {high:g}"
-    return " and ".join(part for part in (lower, upper) if part)
-
-
-def real(
-    default: Any,
-    low: float = 0.0,
-    high: float = math.inf,
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-    infinite: bool = False,
-    optional: bool = False,
-) -> Any:
-    """A number in a range; with optional=True also None, which is structural."""
-    check = _in_range(low, high, open_low, open_high, infinite)
-    bounds = _bounds(low, high, open_low, open_high)
-    expected = f"a {'' if infinite else 'finite '}number{' ' + bounds if bounds else ''}{' or None' if optional else ''}"
-    return Field(
-        default,
-        expected,
-        (lambda x: None if x is None else check(x)) if optional else check,
-        "float | None" if optional else "float",
-        structural=False,
-    )
-
-
-def reals(default: tuple[float, ...], low: float = 0.0, high: float = math.inf, *, open_high: bool = False) -> Any:
-    """A tuple of numbers, each in the same range. Lists are taken as tuples."""
-    one, n = _in_range(low, high, False, open_high, False), len(default)
-
-    def check(value: Any) -> tuple[float, ...]:
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-            raise TypeError
-        values = tuple(value)
-        if len(values) != n:
-            raise ValueError
-        return tuple(one(x) for x in values)
-
-    bounds = _bounds(low, high, False, open_high)
-    expected = f"{n} finite numbers{', each ' + bounds if bounds else ''}"
-    return Field(default, expected, check, f"tuple[{', '.join(['float'] * n)}]")
-
-
-def triples(default: Any, *names: str) -> Any:
-    """Three numbers, several such threes, or a name; None too where that is the default. Lists are taken as tuples."""
-    one = reals((0.0, 0.0, 0.0), -math.inf).check
-
-    def check(value: Any) -> Any:
-        if value in names if isinstance(value, str) else value is None and default is None:
-            return value
-        if isinstance(value, str):
-            raise ValueError
-        values = tuple(value)
-        return tuple(map(one, values)) if values and all(hasattr(each, "__iter__") for each in values) else one(values)
-
-    three, known = "tuple[float, float, float]", [*map(repr, names), *(["None"] if default is None else [])]
-    expected = f"3 finite numbers, several such, or one of {', '.join(known)}"
-    annotation = f"Literal[{', '.join(known)}] | {three} | Sequence[{three}]"
-    return Field(default, expected, check, annotation)
-
-
-def betas(first: float, second: float) -> Any:
-    return reals((first, second), 0.0, 1.0, open_high=True)
-
-
-def integer(default: int, low: int, *, fixed: bool = False) -> Any:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError
-        if value < low:
-            raise ValueError
-        return int(value)
-
-    return Field(default, f"an integer >= {low}", check, "int", structural=True, fixed=fixed)
-
-
-def flag(default: bool | None, *, fixed: bool = False, optional: bool = False) -> Any:
-    def check(value: Any) -> bool | None:
-        if value is None and optional:
-            return None
-        if not isinstance(value, bool) and type(value).__name__ != "bool":  # numpy's bool too
-            raise TypeError
-        return bool(value)
-
-    expected, annotation = ("True, False or None", "bool | None") if optional else ("True or False", "bool")
-    return Field(default, expected, check, annotation, structural=True, fixed=fixed)
-
-
-def choice(*options: str | None, fixed: bool = True) -> Any:
-    """One of a few names; the first is the default."""
-    names = ", ".join(repr(o) for o in options if o is not None)
-    annotation = f"Literal[{names}]" + (" | None" if None in options else "")
-
-    def check(value: Any) -> str | None:
-        if not isinstance(value, str | None) or value not in options:
-            raise ValueError
-        return value
-
-    expected = "one of " + ", ".join(repr(o) for o in options)
-    return Field(options[0], expected, check, annotation, structural=True, fixed=fixed)
-
-
-def function() -> Any:
-    """A callable that is itself the value (never a schedule), or None."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not callable(value):
-            raise TypeError
-        return value
-
-    return Field(None, "callable or None", check, "Callable[..., Any] | None", structural=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,8 +350,10 @@ class Spec(abc.ABC):
     ) -> dict[str, Any]:
         """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
         decided: what `decisions` gave already."""
-        decided = bound(type(self).decisions)(self, t, counters) if decided is None else decided
-        found = {**bound(type(self).scalars)(self, t, counters), **decided}
+        found: dict[str, Any] = bound(type(self).scalars)(self, t, counters)
+        if decided is None and type(self).decisions is not Spec.decisions:
+            decided = bound(type(self).decisions)(self, t, counters)
+        found = {**found, **decided} if decided else found
         found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 

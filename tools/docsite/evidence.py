@@ -52,7 +52,6 @@ class Result(NamedTuple):
     settings: dict[str, Any]
     losses: dict[int, float]  # of the test text after a full run, by seed
     tried: list[dict[str, Any]]  # the short runs that searched
-    step: float  # seconds of a training step
     lead: leads.Lead | None  # against AdamW
     least: int | None  # steps of the shortest run that reached AdamW's loss
     asked: bool  # whether shorter ones were run at all
@@ -69,23 +68,20 @@ def result(name: str) -> Result | None:
     settings = search.winner()
     if settings is None:
         return None
-    full = [r for r in pool().of(name, STEPS) if r["settings"] == settings and "test_loss" in r]
     losses = search.losses(settings, STEPS)
     beside = plan.Search(pool(), "adamw", STEPS)
-    theirs = [r for r in pool().of("adamw", STEPS) if r["settings"] == beside.winner()]
     short = sorted({r["steps"] for r in pool().of(name) if r["settings"] == settings and search.tuning < r["steps"] < STEPS})
     ends = {length: found for length in [*short, STEPS] if (found := search.losses(settings, length))}
     least = leads.reached(ends, plan.goal_of(pool(), STEPS))
-    took = [r["seconds"] for r in pool().of(name, least) if r["settings"] == settings and r["seed"] != plan.TUNING_SEED]
+    own, theirs = cost(name), cost("adamw")
     return Result(
         dict(settings),
         losses,
         tried(name),
-        statistics.median(r["seconds"] / r["steps"] for r in full),
         None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
         least,
         bool(short) or name == "adamw",
-        statistics.median(took) / statistics.median(r["seconds"] for r in theirs) if least and took and theirs else None,
+        least * own.step / (STEPS * theirs.step) if least and own and theirs else None,
     )
 
 
@@ -97,9 +93,8 @@ class Cost(NamedTuple):
 
 @functools.cache
 def cost(name: str) -> Cost | None:
-    """Of full runs, else of the few steps that were run for it."""
-    runs = [r for length in (round(plan.COST * STEPS), STEPS) for r in pool().of(name, length) if r["diverged_at"] is None]
-    runs = [r for r in runs if r["steps"] == runs[-1]["steps"]]
+    """Of full runs, else of the few steps that were run for it; each with the device to itself."""
+    runs = pool().timed(name, STEPS) or pool().timed(name, round(plan.COST * STEPS))
     if not runs:
         return None
     peaks = [r["peak_bytes"] for r in runs if r["peak_bytes"]]

@@ -19,7 +19,7 @@ from rlx_optim.race.digits import MLP
 from rlx_optim.race.rates import settings_of
 from rlx_optim.registry import spec_class
 
-from . import bench, evidence
+from . import bench, evidence, races
 
 ROOT = Path(__file__).parents[2]
 BESIDE = "adamw"  # what each is shown beside
@@ -171,8 +171,9 @@ def told(of: str, theme: str) -> bytes:
                 continue
             losses = np.array(evidence.curve(name))
             steps = evidence.plan.EVERY * np.arange(1, len(losses) + 1)
-            for one, x in zip(axes, (steps, found[name].step * steps), strict=True):
-                one.plot(x[LATE:], losses[LATE:], **look)
+            spent = evidence.cost(name)
+            for one, pace in zip(axes, (1, spent.step if spent else np.nan), strict=True):  # what is no number is not drawn
+                one.plot(pace * steps[LATE:], losses[LATE:], **look)
         if of == "rates":
             axes.set(xscale="log", xlabel="learning rate, times where its search began", ylabel="loss of the text that chooses")
         else:
@@ -184,6 +185,26 @@ def told(of: str, theme: str) -> bytes:
     return out.getvalue()
 
 
+def raced(model: str, theme: str) -> bytes:
+    """A small race from its committed curves: the best at the end in colour, the others behind them."""
+    colours, out = THEMES[theme], io.BytesIO()
+    entries = races.found(model)["optimizers"]
+    order = sorted(entries, key=lambda name: entries[name]["curve"]["loss"][-1])
+    front = [*order[:SHOWN], *([BESIDE] if BESIDE not in order[:SHOWN] else [])]
+    with drawing(colours, out, 1, 9, 4.2) as axes:
+        for name in reversed(order):
+            curve = entries[name]["curve"]
+            if name not in front:
+                axes.semilogy(curve["step"], curve["loss"], color=colours["faint"], lw=0.9, zorder=1)
+        for place, name in enumerate(front):
+            curve, wide = entries[name]["curve"], 2.2 if name == BESIDE else 1.4
+            axes.semilogy(curve["step"], curve["loss"], color=f"C{place % 10}", lw=wide, label=spec_class(name).title)
+        axes.set(xlabel="step", ylabel="training loss")
+        axes.grid(color=colours["faint"], lw=0.4)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return out.getvalue()
+
+
 SHOWN, LATE = 9, 10  # curves of a figure; points at the start of each that are left out
 
 #: every figure: its path on the site, what draws it, and of what
@@ -192,6 +213,7 @@ FIGURES: dict[str, tuple[Callable[[str, str], bytes], str, str]] = {
     for draw, of, file in [
         *((at_work, name, name) for name in list_optimizers()),
         (speed, "two-blocks", "speed"),
+        *((raced, model, f"race-{model}") for model in ("digits-mlp", "char-gpt")),
         *((told, of, f"evidence-{of}") for of in ("curves", "rates") if evidence.drawn()),
     ]
     for theme in THEMES

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def found(model: str) -> dict[str, Any]:
-    """What `results.json` has, the curves left out."""
+    """What `results.json` has, the curves thinned (`tools/race.py`)."""
     read: dict[str, Any] = json.loads((ROOT / "benchmarks" / "race" / f"{model}.json").read_text())
     return read
 
@@ -29,7 +29,8 @@ def by_optimizer(model: str) -> str:
     entries = sorted(found(model)["optimizers"].items(), key=lambda item: sign * item[1][metric]["mean"])
 
     def cell(end: dict[str, Any], show: Callable[[float], str]) -> str:
-        return show(end["mean"]) + (f" ± {show(end['sd'])}" if end["sd"] is not None else "")
+        told = show(end["mean"]) + (f" ± {show(end['sd'])}" if end["sd"] is not None else "")
+        return told.replace(" ", "\u00a0").replace("-", "\u2011")  # not to be folded
 
     rows = [
         [
@@ -40,6 +41,11 @@ def by_optimizer(model: str) -> str:
         for name, e in entries
     ]  # fmt: skip
     return table(["optimizer", "lr", "test accuracy", "test loss", "training loss", "state, kB"], rows, right=(1, 2, 3, 4, 5))
+
+
+def figure(model: str) -> str:
+    words = f"Training loss by step, {found(model)['model']['title']}; the best at the end in colour, and AdamW"
+    return "\n".join(f"![{words}](assets/plots/race-{model}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
 
 
 def source(model: str) -> str:

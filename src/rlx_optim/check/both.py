@@ -60,7 +60,9 @@ def _moves(s: Subject, name: str, context: dict[str, Any], want: Arrays, tried: 
 def _beside(s: Subject, name: str, other: str, lively: dict[str, Any]) -> float:
     """The same beside another that is changed too."""
     switched = {k: v for k, v in lively.items() if k in s.keywords and k not in (name, other) and not s.given(k)}
-    for value in s.alternatives(other)[:2] if switched or not lively else []:
+    values = s.alternatives(other)
+    values = values if isinstance(s.given(other), str) else values[:2]  # a word may be what it hangs on: each of them
+    for value in values if switched or not lively else []:
         context = {**switched, other: value}
         want = s.trial(**context)
         if want is not None and (moved := _moves(s, name, context, want, 4)):
@@ -82,8 +84,7 @@ def deterministic(s: Subject) -> Any:
 
 @check("order", "which parameter comes first must not matter")
 def order(s: Subject) -> Any:
-    if s.draws:
-        raise Skip("it draws random numbers, one parameter after the other")
+    s.placeless()
     start, plain = drawn(s.shapes), replayed(s.shapes)
     back = dict(reversed(start.items()))
     return s.near(s.walk(back, plain, 6), s.walk(start, plain, 6), start, "parameters in another order end elsewhere")
@@ -94,7 +95,7 @@ def order(s: Subject) -> Any:
 )
 def independence(s: Subject) -> Any:
     if s.entangled > s.bar:
-        raise Wrong(f"tensors stepped alone end elsewhere: {s.entangled:.1e} of the distance travelled", s.entangled)
+        raise Wrong(f"beside gradients of zero a tensor ends elsewhere: {s.entangled:.1e} of the distance travelled", s.entangled)
     return s.entangled
 
 

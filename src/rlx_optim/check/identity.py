@@ -58,10 +58,15 @@ def claim(s: Subject) -> str:
 def shared(s: Subject, rule: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings for it and for ours that mean the same: the probe's where both have the keyword, its own otherwise."""
     fields = known()[rule].fields
+    foreign = {"torch": known()[rule].torch.settings, "optax": known()[rule].optax.settings}[s.kind]
     theirs: dict[str, Any] = {}
     ours: dict[str, Any] = {}
     for keyword in s.keywords:
-        field, place = NAMES.get(keyword, (keyword, None))
+        if keyword in foreign:
+            if s.given(keyword) is not None:
+                ours[foreign[keyword].field] = foreign[keyword].read(s.given(keyword))
+            continue
+        field, place = (keyword, None) if keyword in fields else NAMES.get(keyword, (keyword, None))
         if field not in fields or (keyword in s.settings and keyword != s.rate):
             value = s.settings.get(keyword)
         elif field not in PROBE:

@@ -148,15 +148,21 @@ def inject(s: OptaxSubject) -> Any:
     numeric = {name for name in s.keywords if isinstance(s.given(name), float)}
     others = [name for name in s.keywords if name not in numeric]
     tx = optax.inject_hyperparams(s.made, static_args=tuple(others))(**{**s.settings, str(s.rate): rate})
-    state = tx.init(params)
-    got, _ = s.run(tx, params, state, 0, 6)  # numbers that were float64 on the host are float32 now: more than a rounding
+    got, _ = s.run(
+        tx, params, tx.init(params), 0, 6
+    )  # numbers that were float64 on the host are float32 now: more than a rounding
     seen = s.near(arrays(got), arrays(s.plain), arrays(params), "under inject_hyperparams it ends elsewhere", max(s.bar, 1e-3))
-    state.hyperparams[s.rate] = jnp.asarray(0.0)
-    for name in s.without_decay():
-        if name in state.hyperparams:
-            state.hyperparams[name] = jnp.asarray(0.0)
-    rest, _ = s.run(tx, params, state, 0, 1)
-    far = max(float(jnp.abs(rest[n] - params[n]).max()) for n in params)
+
+    def begun(rate: float) -> Any:
+        state = tx.init(params)
+        for name in (str(s.rate), *s.without_decay()):
+            if name in state.hyperparams:
+                state.hyperparams[name] = jnp.asarray(rate if name == s.rate else 0.0)
+        return s.run(tx, params, state, 0, 2)[0]
+
+    still, going = begun(0.0), begun(rate)
+    led = [n for n in params if not jnp.array_equal(still[n], going[n])]  # the others are left to a rule with a rate of its own
+    far = max((float(jnp.abs(still[n] - params[n]).max()) for n in led), default=rate)
     if far > 1e-12:
         raise Wrong(f"parameters moved by {far:.1e} with an injected learning rate of 0", far)
     return seen

@@ -45,7 +45,7 @@ class OptaxSubject(Subject):
 
     def update(self, tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """(parameters, state) after one step."""
-        more = {"obj_fn": lambda p: sum((x**4).sum() for x in jax.tree.leaves(p))} if self.extra else {}
+        more = {"obj_fn": lambda p: sum(((x**4).sum() for x in jax.tree.leaves(p)), jnp.zeros(()))} if self.extra else {}
         updates, state = tx.update(grads, state, params, **more)
         return optax.apply_updates(params, updates), state
 

@@ -138,13 +138,30 @@ class Subject(abc.ABC):
 
     @functools.cached_property
     def entangled(self) -> float:
-        """How much a tensor's step depends on those beside it, in units of its own."""
+        """How much a tensor's step depends on the gradients beside its own, in units of its own."""
         start, plain = drawn(self.shapes), replayed(self.shapes)
-        together = self.walk(start, plain, 6)
-        alone: Arrays = {}
-        for name, shape in self.shapes.items():
-            alone |= self.walk({name: start[name]}, replayed({name: shape}), 6)
-        return gap(alone, together, start)
+        want, worst = self.walk(start, plain, 6), 0.0
+        for name in self.shapes:
+
+            def alone(t: int, p: Arrays, name: str = name) -> Arrays:
+                return {n: g if n == name else 0 * g for n, g in plain(t, p).items()}
+
+            got = self.walk(start, alone, 6)
+            worst = max(worst, gap({name: got[name]}, {name: want[name]}, start))
+        return worst
+
+    @functools.cached_property
+    def random(self) -> bool:
+        """Whether a step draws: from the library's generator, or by a seed of its own."""
+        if self.draws or "seed" not in self.keywords:
+            return self.draws
+        ends = [self.trial(seed=seed) for seed in (1, 2)]
+        return None not in ends and any(not np.array_equal(ends[0][n], ends[1][n]) for n in self.small)  # type: ignore[index]
+
+    def placeless(self) -> None:
+        """Skip where what is drawn depends on a parameter's place."""
+        if self.random:
+            raise Skip("it draws random numbers, for each parameter by its place")
 
     def independent(self) -> None:
         """Skip where tensors are measured together."""
@@ -205,7 +222,7 @@ class Subject(abc.ABC):
         elif isinstance(now, float):
             tried = (now * 0.5, now * 2.0, *NUMBERS)
         elif now is None:
-            tried = (*NUMBERS, True, 1, 2, (0.5, 0.6), *self._words(name))
+            tried = (*NUMBERS, True, False, 1, 2, (0.5, 0.6), *self._words(name))
         return [value for value in tried if type(value) is not type(now) or value != now]
 
     def _words(self, name: str) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as base
 
 from .table import Skip, Wrong, check
-from .torch_subject import Params, TorchSubject, accepts, bitwise, copies, different, moved, numbers, state_of
+from .torch_subject import Params, TorchSubject, accepts, bitwise, copies, different, moved, numbers, seed, state_of
 
 FAR = 2**24  # float32 counts no further
 
@@ -159,7 +159,7 @@ def dcp(s: TorchSubject) -> Any:
 
 
 def net(s: TorchSubject) -> nn.Module:
-    torch.manual_seed(0)
+    seed(0)
     bias = len(s.small) > 1
     return nn.Sequential(nn.Linear(6, 8, bias=bias), nn.Tanh(), nn.Linear(8, 4, bias=bias))
 
@@ -211,7 +211,7 @@ def closure(s: TorchSubject) -> Any:
         raise Wrong(f"the closure ran {len(calls)} times, with gradients {'on' if all(calls) else 'off'}", len(calls))
     if given is None or float(given) != 1.5:
         raise Wrong(f"step(closure) gave {given!r}, not the loss", str(given))
-    torch.manual_seed(1000)
+    seed(1000)
     want = s.params()
     plain = s.make(want)
     s.grads(want, 0)
@@ -296,7 +296,7 @@ def grad_scaler(s: TorchSubject) -> Any:
     opt = s.make(params)
     scaler.scale(torch.ones(()))
     for t in range(4):
-        torch.manual_seed(1000 + t)
+        seed(1000 + t)
         s.grads(params, t)
         for p in params:
             p.grad *= 8
@@ -305,7 +305,7 @@ def grad_scaler(s: TorchSubject) -> Any:
     want = s.params()
     plain = s.make(want)
     for t in range(4):
-        torch.manual_seed(1000 + t)
+        seed(1000 + t)
         s.grads(want, t)
         plain.step()
     seen = s.close(params, want, "scaled and unscaled again it ends elsewhere")
@@ -364,7 +364,7 @@ def compiled(s: TorchSubject) -> Any:
     step: Any = torch.compile(opt.step, backend="eager")
     for t in range(4):
         s.grads(params, t)
-        torch.manual_seed(1000 + t)
+        seed(1000 + t)
         step()
     torch.compiler.reset()
     return s.close(params, s.after(4), "compiled, it ends elsewhere")
@@ -388,7 +388,7 @@ def fed(s: TorchSubject, params: Any, t: int) -> None:
 @check("cuda", "on CUDA it ends where it ends on the CPU", "torch")
 def cuda(s: TorchSubject) -> Any:
     params, opt = on_cuda(s)
-    if s.draws or hasattr(opt, "update_hessian"):
+    if s.random or hasattr(opt, "update_hessian"):
         raise Skip("it draws random numbers, and those of CUDA are others")
     for t in range(6):
         fed(s, params, t)

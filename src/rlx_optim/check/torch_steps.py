@@ -111,6 +111,7 @@ def bad_parameters(s: TorchSubject) -> Any:
 def groups(s: TorchSubject) -> Any:
     if not s.takes_groups:
         raise Skip("it takes one group alone")
+    s.placeless()
     params = s.params()
     s.run(s.make([{"params": [p]} for p in params]), params, 0, 6)
     return s.close(params, s.after(), "one group a parameter ends elsewhere than one group of all")
@@ -121,6 +122,7 @@ def group_settings(s: TorchSubject) -> Any:
     lr = s.lr()
     if not s.takes_groups:
         raise Skip("it takes one group alone")
+    s.placeless()
     s.independent()
     together, apart = s.params(), s.params()
     half = len(together) // 2
@@ -360,6 +362,7 @@ def join(s: TorchSubject) -> Any:
     s.run(opt, params, 6, 8)
     s.run(again, with_all, 6, 8)
     bitwise(with_all, params, "resumed after a group was added it goes on elsewhere")
+    s.placeless()
     s.independent()
     return s.close(params[:2], s_after(s, 2, 8), "older parameters end elsewhere because others joined", s.params()[:2])
 

@@ -128,7 +128,14 @@ def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     def one(slot: str) -> Tensor:
         return dataclasses.replace(p.tensors[slot], dtype=np.dtype(np.float32), read=lambda: p.values(slots, slot))
 
-    low = {LOW: p.tensors[LOW]} if LOW in p.tensors else {}
+    def halves() -> Any:
+        return np.ascontiguousarray(p.tensors[LOW].read()).view("<u2").reshape(p.shape)
+
+    low = (
+        {LOW: dataclasses.replace(p.tensors[LOW], shape=p.shape, dtype=np.dtype(np.uint16), read=halves)}
+        if LOW in p.tensors
+        else {}
+    )
     return low | {slot: one(slot) if each[0].storage else p.tensors[slot] for slot, each in slots.items()}
 
 
@@ -141,5 +148,6 @@ def _distance(one: Tensor, other: Tensor) -> str | None:
     if not unequal:
         return None if one.dtype == other.dtype else f"{one.dtype} and {other.dtype}, equal in value"
     with np.errstate(invalid="ignore"):
-        gap = np.nanmax(np.abs(left - right), initial=0.0)
+        apart = left - right if wide.kind == "f" else left.astype(np.float64) - right  # integers would wrap around
+        gap = np.nanmax(np.abs(apart), initial=0.0)
     return f"{unequal:,} of {left.size:,} numbers differ, by at most {gap:.3g}"

@@ -67,17 +67,19 @@ def _gpt2() -> Shapes:
     return ends | _blocks(12)
 
 
-def _llama() -> Shapes:
-    """TinyLlama: 22 layers of 2048, grouped queries."""
-    linear: Shapes = {"q": (2048, 2048), "k": (256, 2048), "v": (256, 2048), "o": (2048, 2048)}
-    linear |= {"gate": (5632, 2048), "up": (5632, 2048), "down": (2048, 5632), "norm_1": (2048,), "norm_2": (2048,)}
-    layers: Shapes = {f"layers.{i}.{layer}": shape for i in range(22) for layer, shape in linear.items()}
-    return {"embed": (32000, 2048), "head": (32000, 2048), "norm": (2048,)} | layers
+def _llama(count: int, width: int, inner: int, keys: int) -> Shapes:
+    """So many layers; TinyLlama has grouped queries."""
+    linear: Shapes = {"q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width)}
+    linear |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner), "norm_1": (width,), "norm_2": (width,)}
+    layers: Shapes = {f"layers.{i}.{layer}": shape for i in range(count) for layer, shape in linear.items()}
+    return {"embed": (32000, width), "head": (32000, width), "norm": (width,)} | layers
 
 
 MODELS: dict[str, Callable[[], Shapes]] = {
     "gpt2-124m": _gpt2,
-    "llama-1.1b": _llama,
+    "llama-1.1b": lambda: _llama(22, 2048, 5632, 256),
+    "llama-7b": lambda: _llama(32, 4096, 11008, 4096),
+    "llama-13b": lambda: _llama(40, 5120, 13824, 5120),
     "two-blocks": lambda: _blocks(2),
     "many-small": lambda: _vectors(1_000, 64_000),
     "many-tiny": lambda: _vectors(64, 4_096),
@@ -167,6 +169,18 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def measure_offload(model: str, chosen: list[str], rounds: int, as_json: bool, file: Path | None) -> None:
+    """`--offload`: a table of its own, written after every row."""
+    from . import offload
+
+    with progress(len(chosen) * len(offload.KINDS) + 1) as tick:
+        report = offload.run(model, shapes_of(model), chosen, rounds, tick)
+    if not as_json or file not in (None, Path("-")):
+        offload.show(report)
+    if as_json:
+        write_json(dataclasses.asdict(report), file)
+
+
 # ---- the command ------------------------------------------------------------------------------------------------------
 def command(
     model: Annotated[
@@ -180,6 +194,9 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     front: Annotated[str, typer.Option(help="On cuda, how ours is run: torch, or jax, beside optax.")] = "torch",
     state_dtype: Annotated[str, typer.Option(help="Ours also with its state in bfloat16, int8 or both, comma-separated.")] = "",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="On a CUDA device, with state on the host, and what a step is made of.")
+    ] = False,
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -194,6 +211,9 @@ def command(
     check_place("--plot", plot_file, PLOTS)
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
+    if offload:
+        measure_offload(model, chosen, rounds, as_json, file)
+        return
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
     if front not in FRONTS:

@@ -4,7 +4,7 @@
     rlx-optim check mypackage:Lion --kwargs '{"lr": 1e-4}' --quick --html lion.html
     rlx-optim check optax:adamw --only jit,scan
     rlx-optim check adamw
-    rlx-optim check mypackage.rules:AdaBelief --json
+    rlx-optim check mypackage.rules:AdaBelief --only "schedule*" --json
     rlx-optim check --language
 
 A torch class or an optax factory runs through the conformance suite (`rlx_optim.check`). A rule (by its name here, or a Spec
@@ -23,7 +23,8 @@ import typer
 
 from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
 from ..check.page import page, summary
-from ..check.table import Report
+from ..check.table import Report, Result
+from ..checking import Report as RuleReport
 from ..checking import check_rule
 from ..conformance import BAR, ENGINES, conformance, present
 from ..constructs import BROKE, CONSTRUCTS
@@ -101,6 +102,12 @@ def show(report: Report) -> None:
     print(f"{report.target}: {summary(report)}")
 
 
+def tabled(target: str, settings: dict[str, Any], rule: RuleReport) -> Report:
+    """What was found of a rule, as the suite's report."""
+    rows = [Result(row.check, "passed" if row.ok else "failed", row.seen, row.note, row.engine, False, 0.0) for row in rule.rows]
+    return Report(target, settings, tuple(rows))
+
+
 def settings_of(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
@@ -130,18 +137,23 @@ def command(
         raise Problem("give an optimizer (torch.optim:AdamW, optax:adamw, adamw), or --list, or --language")
     check_place("--html", as_html, (".html",))
     settings = settings_of(kwargs)
+    words = [word.strip() for word in only.split(",") if word.strip()]
     if listing:
         return list_all(as_json)
     if target is None:
         raise typer.Exit(int(not language(as_json)))
     thing = target_of(target)
     if isinstance(thing, type) and issubclass(thing, Spec):
-        if only or claimed or ranks or as_html:
-            raise Problem(f"{target} is a rule: --only, --as, --ranks and --html are for torch classes and optax factories")
-        rule = check_rule(thing, engines=["cpu"] if quick else None, **settings)
+        if claimed or ranks:
+            raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
+        try:
+            rule = check_rule(thing, engines=["cpu"] if quick else None, only=words, **settings)
+        except (TypeError, ValueError) as problem:
+            raise Problem(str(problem)) from None
+        if as_html is not None:
+            as_html.write_text(page(tabled(target, settings, rule)), encoding="utf-8")
         write_json(rule.as_dict()) if as_json else print(rule)
         raise typer.Exit(int(not rule.ok))
-    words = [word.strip() for word in only.split(",") if word.strip()]
     try:
         with progress(len(CHECKS) or 1) as tick:
             report = check_optimizer(target, settings, quick=quick, only=words, claimed=claimed or None, ranks=ranks, tick=tick)

@@ -17,7 +17,7 @@ import typer
 from rich.markup import escape
 
 from ..engines import list_engines
-from . import machine, say, show_table, size, write_json
+from . import machine, offload, say, show_table, size, write_json
 from .walks import ENGINES, bar_of, distance, problem, settings_of, walk
 
 CHECKED = ("adamw", "lamb", "muon")  # an elementwise rule, one that reduces, one that multiplies matrices
@@ -84,15 +84,18 @@ def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
     engines = [check(engine) for engine in ENGINES]
-    kept = cache()
+    kept, away = cache(), offload.check()
     known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
-        "healthy": all(e["status"] in ("live", "not here") for e in engines) and kept["status"] != "not writable",
+        "healthy": all(e["status"] in ("live", "not here") for e in engines)
+        and kept["status"] != "not writable"
+        and away["status"] != "wrong",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],
         "threading_layer": threading() if compiled else None,
         "more_threads_from_bytes": more_threads_from() if compiled else None,
         "cache": kept,
+        "offload": away,
         "machine": machine(),
         "seconds": time.perf_counter() - start,
     }
@@ -115,6 +118,8 @@ def show(found: dict[str, Any]) -> None:
         say(f"more than one thread: for passes that move {size(least)} or more")
     where = f"{kept['folder']} ({kept['files']:,} files, {size(kept['bytes'])})" if "folder" in kept else ""
     say(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
+    away = found["offload"]
+    say(f"offload: {away['status']}, {away['why']}")
     say(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")
     say("versions: " + ", ".join(f"{name} {version}" for name, version in m["versions"].items()))
     say(f"{'healthy' if found['healthy'] else 'something is broken'} ({found['seconds']:.1f} s)")

@@ -4,9 +4,12 @@
     rlx-optim memory --shapes shapes.json --optimizer all
     rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8 --set rounding=exact
 
+    rlx-optim memory --shapes llama-7b --optimizer adamw --weights bfloat16 --offload
+
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
 the compiled engines allocate: float32 buffers, or what state_dtype says; with rounding=exact also the low halves that bfloat16
-parameters have. Counters are a few numbers on the host (torch keeps them as 4-byte tensors).
+parameters have. Counters are a few numbers on the host (torch keeps them as 4-byte tensors). --offload says what `offload="cpu"`
+of the torch classes leaves on the device, and what it takes on the host; page-locked memory comes in powers of two.
 """
 
 from __future__ import annotations
@@ -20,16 +23,20 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import buckets
 from ..named import create, list_optimizers
 from ..optimizer import NamedOptimizer
+from ..program import gathers, measures
 from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import bytes_of
-from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, write_json
+from . import NAMES, OPTIMIZERS, Problem, choose, one, say, show_table, size, write_json
 from .bench import MODELS, shapes_of
 from .results import Shapes, parameters, settings_of
 
 ITEM = 4  # bytes of a float32
+ENGINES = ("auto", "cpu", "torch", "triton")
+WEIGHTS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass
@@ -56,6 +63,39 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
             row = found.setdefault((rule, LOW), SlotBytes(rule, LOW))
             row.tensors, row.bytes = row.tensors + 1, row.bytes + 2 * math.prod(shape)
     return list(found.values())
+
+
+# ---- where it is -----------------------------------------------------------------------------------------------------------
+def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, engine: str = "auto") -> dict[str, dict[str, int]]:
+    """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state. engine: of offloaded
+    rules, which says where they are computed."""
+    each = item * parameters(shapes)
+    device = {"parameters": each, "gradients": each}
+    if not offload:
+        return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": {}}
+    state, lanes, together = 0, dict[tuple[bool, bool], list[int]](), False  # what goes where it is computed, by where and who
+    for name, shape in shapes.items():
+        member, record, _ = optimizer._lookup(name, shape)
+        spec, rows = member._specs()[record.group], (shape or (1,))[0]
+        kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
+        above = engine == "triton" or (spec.matrix and engine != "cpu")
+        row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
+        kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
+        state += sum(map(locked, kept)) if above else sum(kept)
+        together = together or gathers(spec, shape)
+        whole = spec.matrix or measures(spec, shape) or not shape
+        for run in [slice(0, rows)] if whole else buckets.runs(rows, row):
+            moved = kept if above else [item * math.prod(shape)] * 2
+            size = sum(buckets.aligned(n * (run.stop - run.start) // max(rows, 1)) for n in moved)
+            lanes.setdefault((above, spec.matrix), []).append(size)
+    device["buckets"] = sum(sum(buckets.rooms(sizes)) for (above, _), sizes in lanes.items() if above)
+    rooms = [room for (above, _), sizes in lanes.items() if not above for room in buckets.rooms(sizes, together)]
+    return {"device": device, "host": {"state": state, "buckets": sum(map(locked, rooms))}}
+
+
+def locked(size: int) -> int:
+    """What torch takes for so many bytes of page-locked memory."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------------
@@ -106,6 +146,11 @@ def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
         raise Problem(f"--set: {problem}") from None
 
 
+def described(sizes: Mapping[str, int]) -> str:
+    """In words: "8.80 GB (parameters 4.40 GB, gradients 4.40 GB)"."""
+    return f"{size(sum(sizes.values()))} ({', '.join(f'{what} {size(n)}' for what, n in sizes.items() if n)})"
+
+
 # ---- what is said -------------------------------------------------------------------------------------------------------
 def sizes(total: int, count: int) -> list[str]:
     return [f"{total:,}", size(total), f"{total / max(count, 1):.3f}"]
@@ -126,26 +171,35 @@ def command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; may be repeated.")
     ] = None,
+    weights: Annotated[str, typer.Option(help=f"What parameters and gradients are: {', '.join(WEIGHTS)}.")] = "float32",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="State on the host, as the torch classes' offload keeps it.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help=f"With --offload, as in the torch classes: {', '.join(ENGINES)}.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the bytes of state that an optimizer needs for a model."""
     chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
     tensors, settings = read_shapes(shapes), read_settings(set_ or [])
+    item = WEIGHTS[one("type", weights, list(WEIGHTS))]
     report: dict[str, Any] = {}
     for name in chosen:
         slots = slots_of(made(name, settings), tensors)
         report[name] = {"state_bytes": sum(slot.bytes for slot in slots), "slots": [dataclasses.asdict(slot) for slot in slots]}
+        report[name] |= homes(made(name, settings), tensors, item, offload, one("engine", engine, ENGINES))
     count = parameters(tensors)
     if as_json:
-        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": ITEM * count}
+        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}
         write_json({**about, "optimizers": report})
         return
-    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(ITEM * count)} of float32 parameters")
+    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(item * count)} of {weights} parameters")
     lines = list(rows(report, count))
     show_table(
         ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),
         [line for line, _ in lines],
         [strong for _, strong in lines],
     )
+    for name, entry in report.items() if offload else ():
+        say(f"{name}: " + "; ".join(f"{place}: {described(entry[place])}" for place in ("device", "host")))
     if "sgd" in chosen and "momentum" not in settings:
         print("SGD here has momentum=0.9; --set momentum=0 for none")

@@ -120,10 +120,10 @@ def known_runs(given: list[Path]) -> list[Path]:
     return [file for path in given for file in ([path] if path.is_file() else sorted(path.rglob("*.jsonl")))]
 
 
-def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline) -> int:
+def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline, shared: bool) -> int:
     """Run what is missing of a plan, a line for each finished run; the exit code."""
     where = machine()
-    pool = planned.Pool(race.model, race.engine, folder / planned.RUNS, known)
+    pool = planned.Pool(race.model, race.engine, folder / planned.RUNS, known, shared)
     began, code, race.interrupted = len(pool.records), 0, True
     print(f"{began} runs known", flush=True)
     try:
@@ -158,6 +158,9 @@ def command(
     known: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="Of a plan: earlier runs, a file or a folder of *.jsonl.")
     ] = None,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Of a plan: others use the device too; losses count, seconds do not.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; for gpt cuda by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
 ) -> None:
@@ -173,13 +176,13 @@ def command(
         raise Problem(f"model {name} is for a GPU, and torch finds none; --device cpu runs it all the same, slowly")
     where = one("engine", engine, raced.engines)
     followed = one("plan", plan, list(planned.PLANS)) if plan is not None else "race" if tune and name == "gpt" else None
-    if followed is None and (minutes is not None or known):
-        raise Problem(f"--minutes and --known are for a plan: add --plan, one of {', '.join(planned.PLANS)}")
+    if followed is None and (minutes is not None or known or shared):
+        raise Problem(f"--minutes, --known and --shared are for a plan: add --plan, one of {', '.join(planned.PLANS)}")
     race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune or followed is not None, followed)
     files = known_runs(known or [])
     folder, code = new_folder(out, followed is not None), 130
     if followed is not None:
-        code = pursue(race, folder, files, stop)
+        code = pursue(race, folder, files, stop, shared)
     else:
         with live(race.total) as (begin, tick):
             run(race, begin, tick)

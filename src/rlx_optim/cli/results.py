@@ -7,7 +7,6 @@ import math
 import os
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from .. import storage
@@ -110,9 +109,14 @@ def bytes_of(spec: Spec, shape: Shape) -> float | None:
     """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else."""
     if spec.matrix:
         return None
-    coded = [slot for slot in spec.stored_slots(shape).values() if slot.storage]  # read and written once
-    less = sum(storage.bytes_of(replace(slot, storage="")) - storage.bytes_of(slot) for slot in coded)
-    return 4 * trace(spec, spec.slots(shape)).traffic() - 2 * less / max(math.prod(shape), 1)
+    slots = spec.stored_slots(shape)
+    program, size = trace(spec, slots), max(math.prod(shape), 1)
+    less = {
+        name: 4 - storage.bytes_of(slot) / size for name, slot in slots.items() if slot.storage
+    }  # than float32 has, each time
+    moved = [program.place(n) for step in program.passes for n in step.arrays]
+    moved += [place for step in program.passes for _, place in step.stores if isinstance(place, str)]
+    return 4 * program.traffic() - sum(less.get(name or "", 0.0) for name in moved)
 
 
 def traffic(name: str, shapes: Shapes, kept: str = "float32") -> float | None:

@@ -4,7 +4,8 @@
 
 Every finished run is a line of `runs.jsonl`, written at once; what is there is not run again. What comes next follows from what
 is there (`Search`), so a plan that is broken off goes on where it was, and files of several sessions add up (`--known`). Lines
-count only where the model, its text, the device and the schedule are the same (`conditions`).
+count only where the model, its text, the device and the schedule are the same (`conditions`). Several processes may share a
+device, each with its own optimizers (`--shared`): losses are what they would be alone, the time of such runs does not count.
 """
 
 from __future__ import annotations
@@ -104,8 +105,11 @@ def read(files: Iterable[Path]) -> list[Record]:
 class Pool:
     """All runs that count: those of other files, and those of one that grows."""
 
-    def __init__(self, model: Model, engine: str = "auto", file: Path | None = None, beside: Iterable[Path] = ()):
+    def __init__(
+        self, model: Model, engine: str = "auto", file: Path | None = None, beside: Iterable[Path] = (), shared: bool = False
+    ):
         self.model, self.engine, self.file, self.same = model, engine, file, plain(conditions(model, engine))
+        self.shared = shared  # the device, with other processes
         self.records: list[Record] = []
         self.taken: dict[str, Record] = {}
         self.whose: dict[str, list[Record]] = {}
@@ -132,7 +136,7 @@ class Pool:
             "training_ms": late_ms(run.seconds),
             "state_bytes": run.state_bytes, "peak_bytes": run.peak_bytes or None, "engine": run.engine,
             "loss": [digits(mean(run.losses[i : i + EVERY])) for i in range(0, len(run.losses), EVERY)],
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **machine,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "shared": self.shared, **machine,
         }  # fmt: skip
         if self.file is not None:
             torn = self.file.exists() and not self.file.read_bytes().endswith(b"\n")  # a line that was cut off in writing
@@ -149,6 +153,10 @@ class Pool:
             record for record in self.whose.get(optimizer, ())
             if not STORED & record["settings"].keys() and steps in (None, record["steps"]) and seed in (None, record["seed"])
         ]  # fmt: skip
+
+    def timed(self, optimizer: str, steps: int) -> list[Record]:
+        """Those that had the device to themselves, to the end."""
+        return [r for r in self.of(optimizer, steps) if not r.get("shared") and r["diverged_at"] is None]
 
     def pace(self, optimizer: str) -> float:
         """Seconds a step, as far as is known: of this optimizer, of any, 0."""
@@ -279,22 +287,24 @@ class Search:
 
     def cost(self) -> Iterator[Job]:
         """A few steps where a search would begin: their time and memory."""
-        yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
+        if not self.pool.shared:
+            yield Job(self.optimizer, plain(self.start), max(1, round(COST * self.steps)), 0)
 
     def stepped(self) -> Iterator[Job]:
         """What a training step costs with it: a few dozen, for each of STEPS."""
-        for more in STEPS[self.optimizer]:
+        for more in () if self.pool.shared else STEPS[self.optimizer]:
             yield Job(self.optimizer, plain({**self.start, **more}), max(1, round(STEPPED * self.steps)), 0)
 
-    def storage(self) -> Iterator[Job]:
-        """State in each format, then bfloat16 weights rounded in each way, at half length, at the winner's settings or where a
-        search would begin."""
-        settings = self.winner() or self.start
-        rounded = self.pool.model.halves and "rounding" in spec_class(self.optimizer).fields
-        for forms in (FORMATS, HALVES if rounded else {}):
-            for seed in range(3):
-                for more in forms.values():
-                    yield Job(self.optimizer, plain({**settings, **more}), max(1, self.steps // 2), seed)
+    def formats(self, forms: Mapping[str, Settings] = FORMATS) -> Iterator[Job]:
+        """State in each format, at half length, where a search would begin."""
+        for seed in range(3):
+            for more in forms.values():
+                yield Job(self.optimizer, plain({**self.start, **more}), max(1, self.steps // 2), seed)
+
+    def halves(self) -> Iterator[Job]:
+        """Likewise bfloat16 weights, rounded in each way."""
+        if self.pool.model.halves and "rounding" in spec_class(self.optimizer).fields:
+            yield from self.formats(HALVES)
 
 
 def goal_of(pool: Pool, steps: int) -> dict[int, float]:
@@ -319,7 +329,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
         (ALL, ("three", "seeds", "lengths", "again")),
     ),
     "cost": ((ALL, ("cost",)),),
-    "storage": ((STORAGE, ("storage",)),),
+    "storage": ((STORAGE, ("formats",)), (STORAGE, ("halves",))),
     "steps": ((tuple(STEPS), ("stepped",)),),
 }
 

@@ -30,7 +30,7 @@ __all__ = ["Graphed", "RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] 
 
 COMMON = {
     "maximize": False, "engine": "auto", "nonfinite": "propagate", "skip_above": None, "capturable": False, "amp_scaling": False,
-    "fused": None, "foreach": None, "differentiable": False,
+    "fused": None, "foreach": None, "differentiable": False, "offload": None,
 }  # fmt: skip
 
 

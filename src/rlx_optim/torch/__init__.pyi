@@ -40,6 +40,7 @@ class SGD(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class Adam(RuleOptimizer):
@@ -65,6 +66,7 @@ class Adam(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class AdamW(RuleOptimizer):
@@ -90,6 +92,7 @@ class AdamW(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class NAdamW(RuleOptimizer):
@@ -116,6 +119,7 @@ class NAdamW(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class RAdam(RuleOptimizer):
@@ -142,6 +146,7 @@ class RAdam(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class QHAdamW(RuleOptimizer):
@@ -167,6 +172,7 @@ class QHAdamW(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class StableAdamW(RuleOptimizer):
@@ -193,6 +199,7 @@ class StableAdamW(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class AdEMAMix(RuleOptimizer):
@@ -220,6 +227,7 @@ class AdEMAMix(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class Adan(RuleOptimizer):
@@ -246,6 +254,7 @@ class Adan(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class ADOPT(RuleOptimizer):
@@ -272,6 +281,7 @@ class ADOPT(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class LaProp(RuleOptimizer):
@@ -297,6 +307,7 @@ class LaProp(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class Lamb(RuleOptimizer):
@@ -323,6 +334,7 @@ class Lamb(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class LARS(RuleOptimizer):
@@ -350,6 +362,7 @@ class LARS(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class Adafactor(RuleOptimizer):
@@ -378,6 +391,7 @@ class Adafactor(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class Lion(RuleOptimizer):
@@ -401,6 +415,7 @@ class Lion(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class SOAP(RuleOptimizer):
@@ -430,6 +445,7 @@ class SOAP(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -468,6 +484,7 @@ class KronPSGD(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -501,6 +518,7 @@ class Muon(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -532,6 +550,7 @@ class Sophia(CurvatureOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         hessian_seed: int = 0,
     ) -> None: ...
 
@@ -560,6 +579,7 @@ class MARS(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -594,6 +614,7 @@ class Prodigy(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class NorMuon(RuleOptimizer):
@@ -622,6 +643,7 @@ class NorMuon(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = ...,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -658,6 +680,7 @@ class Scion(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
         otherwise: NamedOptimizer | None = None,
         route: Route = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
@@ -690,6 +713,7 @@ class ScheduleFreeAdamW(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...
 
 class ScheduleFreeSGD(RuleOptimizer):
@@ -716,4 +740,5 @@ class ScheduleFreeSGD(RuleOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
         differentiable: bool = False,
+        offload: Literal['cpu'] | Mapping[str, Literal['cpu'] | None] | None = None,
     ) -> None: ...

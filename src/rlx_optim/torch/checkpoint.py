@@ -26,7 +26,7 @@ from . import halves
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
+from .state import counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
 from .stepping import plain
 
 COUNTABLE = 2**53  # "step" is a float64
@@ -334,16 +334,17 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, para
     home = opt._home(None, param, spec, p.way)
     used = p.used(spec) if home is None else home.kept(p.used(spec), p.way)
     slots = {name: each * (p.pieces // len(each)) for name, each in used.items()}
+    device = device_of(param, home)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
     state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.way} if p.pieces > 1 else {})
     for key, (name, end) in part_names(spec, slots).items():
         each = slots[name]
         old, shape = before.get(key), shape_in_state(part(each, end), param, p.way)
-        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), param.device)
+        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), device)
         fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    halves.furnish(state, spec, param)
+    halves.furnish(state, spec, param, device)
     others, counters = possible(earlier, p)
     ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own

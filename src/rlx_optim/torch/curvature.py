@@ -10,7 +10,6 @@ import torch
 
 from .. import random
 from ..routing import bare
-from ..stepping import observe
 from .evaluating import named
 from .halves import is_spread
 from .optimizer import RuleOptimizer
@@ -150,8 +149,8 @@ class CurvatureOptimizer(RuleOptimizer):
         ((lane, (place,)),) = self._ready(param)
         seat = lane.seats[place]
         self._check_seat(lane, seat)
-        record = seat.records[0]
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
-        observe(record, spec_of[record.group], lane.engine, lane.view(given))
+        record = seat.records[0]
+        lane.observe(seat, spec_of[record.group], given)
         seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
         lane.version = lane.versions()

@@ -73,8 +73,11 @@ class Evaluating(torch.optim.Optimizer):
                 state = self.state[param]
                 key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
                 if TRAINED not in state and key in state:
-                    state[TRAINED], self._evaluating = param.detach().clone(), True
-                    local(param).add_(local(state[key]))
+                    here, there = local(param), local(state[key])
+                    away = there.device != here.device  # on the host
+                    state[TRAINED] = param.detach().to(there.device) if away else param.detach().clone()
+                    here.add_(there.to(here.device))
+                    self._evaluating = True
 
     @eager
     @torch.no_grad()

@@ -20,7 +20,7 @@ from ..stepping import Part, Record, count, run_bundle
 from .lanes import Seat, TritonLane, written
 
 #: what of state in fewer bits can be captured
-ALONE = "with capturable=True codes are for rules that read and write them in one pass; use capturable=False, or float32 state"
+ALONE = "with capturable=True codes are for tensors that keep all of a slot in them; use capturable=False, or float32 state"
 
 
 def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
@@ -31,8 +31,6 @@ def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
     if called := [name for name, value in spec.values().items() if callable(value)]:
         return f"{type(spec).__name__} cannot be captured with {called[0]}=…, which the host would have to call at every replay"
-    if spec.state_dtype != "float32" and spec.matrix:
-        return f"state_dtype={spec.state_dtype!r}: {ALONE}"
     if nonfinite == "raise":
         return "nonfinite='raise' needs the host to look at every gradient; with capturable=True use 'skip' or 'propagate'"
     return None

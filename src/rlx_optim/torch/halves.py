@@ -38,14 +38,14 @@ def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
     return spec.rounding == EXACT and param.dtype is torch.bfloat16
 
 
-def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor) -> None:
+def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: torch.device) -> None:
     """The low half, where there is to be one: two bytes for each element, in a last dimension (no backend of torch.distributed
     sends integers of 16 bits), spread over ranks as the parameter is."""
     if not keeps_low(spec, param):
         state.pop(LOW, None)
     elif LOW not in state:
         here = local(param)
-        low = torch.zeros((*here.shape, 2), dtype=torch.uint8, device=here.device)
+        low = torch.zeros((*here.shape, 2), dtype=torch.uint8, device=device)
         state[LOW] = low if here is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
 
 
@@ -55,10 +55,12 @@ def _layout(tensor: Any) -> Any:
     return Layout(tensor)
 
 
-def taken_over(owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str) -> dict[str, Any]:
+def taken_over(
+    owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str, device: torch.device
+) -> dict[str, Any]:
     """The low half of a checkpoint, by value; from zero where it has none."""
     value, state = given.pop(LOW, None), dict[str, Any]()
-    furnish(state, spec, param)
+    furnish(state, spec, param, device)
     if value is None or not state:
         return state
     shape = (*param.shape, 2)
@@ -83,16 +85,18 @@ def put(low: Any, value: torch.Tensor) -> None:
     Shards(_layout(low)).put(low, value)
 
 
-def checked(owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str) -> torch.Tensor | None:
+def checked(
+    owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str, device: torch.device
+) -> torch.Tensor | None:
     """The low half of what is here, as integers of 16 bits, if there is to be one."""
     if not keeps_low(spec, param):
         return None
     kept, here, shape = state[LOW], local(param), (*param.shape, 2)
     low = local(kept)
     same = tuple(kept.shape) == shape and tuple(low.shape) == (*here.shape, 2) and is_spread(kept) == is_spread(param)
-    if not same or low.dtype is not torch.uint8 or low.device != here.device or not low.is_contiguous():
+    if not same or low.dtype is not torch.uint8 or low.device != device or not low.is_contiguous():
         raise RuntimeError(
-            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and where the parameter is; it is "
+            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and on {device}; it is "
             f"{low.dtype}, of shape {tuple(kept.shape)} and on {low.device}"
         )
     found: torch.Tensor = low.view(torch.int16).view(here.shape)
@@ -145,6 +149,15 @@ def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
     else:
         places = seat.places() if half.first is None else None
         p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places))
+
+
+def tell(lane: Any, seat: Any) -> None:
+    """Tell the records of a seat how they are rounded, as the engine of their lane wants it."""
+    if lane.separates:
+        for record in seat.records:
+            record.kind = KINDS.get(seat.param.dtype, "")
+    if lane.rounds:
+        deal_out(lane, seat)
 
 
 def deal_out(lane: Any, seat: Any) -> None:

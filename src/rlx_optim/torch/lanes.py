@@ -22,7 +22,7 @@ from ..engine import Engine
 from ..pieces import WHOLE, Split
 from ..rounding import Half
 from ..spec import Spec
-from ..stepping import Part, Record, bundle_up, run_part
+from ..stepping import Part, Record, bundle_up, observe, run_part
 from . import halves
 from .headers import described
 
@@ -127,6 +127,7 @@ class Addresses:
         self.halves: list[str] = []  # of each: the type of 16 bits that parameter and gradient are, where the cpu engine takes it
         self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
         self.pool: Any = None  # where an engine's graphs of these arrays have their memory
+        self.recorded = True  # whether it may keep such
 
 
 class Lane(abc.ABC):
@@ -135,9 +136,13 @@ class Lane(abc.ABC):
     spread = ""  # in words: how parameters that are spread over ranks are stepped
     rounds = False  # whether its engine takes parameters of 16 bits as they are, and rounds them as they want it
     separates = False  # whether it steps such apart from others
+    recorded = True  # whether its engine may keep graphs of its steps, with memory of their own
+    hosted = False  # whether state is on the host and parameters are not (`offload`)
+    words = ""  # what is to be said of where state is
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
+        self.kept = device  # where state is
         self.sign = sign  # -1 where groups maximize
         self.seats: list[Seat] = []
         self.present: tuple[int, ...] = ()
@@ -206,6 +211,10 @@ class Lane(abc.ABC):
         parts = tensor.reshape(-1).split([record.size for record in seat.records])
         return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
 
+    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
+        """Take over an estimate of the curvature of a parameter, which is whole."""
+        observe(seat.records[0], spec, self.engine, self.view(estimate))
+
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
         """Step the chosen seats, whose gradients these are."""
         key = tuple(chosen)
@@ -226,6 +235,10 @@ class Lane(abc.ABC):
     @abc.abstractmethod
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         """Run the parts on these seats' memory."""
+
+    def admit(self, seat: Seat, spec: Spec) -> None:
+        """Take a seat in."""
+        self.seats.append(seat)
 
     @staticmethod
     @abc.abstractmethod
@@ -267,6 +280,7 @@ class AddressLane(Lane):
 
     def fresh_watch(self, n: int) -> Addresses:
         self.watch = Addresses(n)
+        self.watch.recorded = self.recorded
         return self.watch
 
     @property
@@ -433,3 +447,7 @@ class TritonLane(AddressLane):
 
     def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
         return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
+
+
+#: by the name of the engine; all others take tensors
+LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}

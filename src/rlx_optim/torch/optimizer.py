@@ -61,6 +61,7 @@ class RuleOptimizer(Stepper):
         route: Any = None,
         split: Mapping[str, int | Sequence[int]] | None = None,
         heads: bool | Mapping[str, int] = False,
+        offload: str | Mapping[str, str | None] | None = None,
         process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
@@ -82,6 +83,11 @@ class RuleOptimizer(Stepper):
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self.skip_above, self._guard = guard.checked(self._owner, skip_above), None
         self._split, self._split_used = self._patterns(split, heads), set[str]()
+        self._offload, self._hosted, self._offload_used = self._hosts(offload), set[torch.Tensor](), set[str]()
+        if self._offload and capturable:
+            raise ValueError(
+                f"{self._owner}: offload={offload!r} has state on the host, where no CUDA graph reaches; not with capturable=True"
+            )
         read = self.spec.matrix and (split is None or heads is True)
         self._known_split = splits_of(params, heads is True) if read else {}
         if heads is True and not self._known_split:
@@ -95,7 +101,7 @@ class RuleOptimizer(Stepper):
         other = None if otherwise is None else self._choice(otherwise, "otherwise")
         self._router = Router(self._owner, other, route, self._choice)
         self._kinds = kinds_of(params) if isinstance(params, nn.Module) else {}
-        if process_group is None and isinstance(params, nn.parallel.DistributedDataParallel):
+        if process_group is None and not self._offload and isinstance(params, nn.parallel.DistributedDataParallel):
             process_group = params.process_group
         self._process_group = process_group
         self._consolidated: tuple[Any, Any] = (None, None)
@@ -113,6 +119,27 @@ class RuleOptimizer(Stepper):
         self._router.check_used()
         if unused := set(self._split) - self._split_used:
             raise ValueError(f"{self._owner}: split pattern {listed(unused)} matches no parameter name")
+        if isinstance(offload, Mapping) and (unused := set(self._offload) - self._offload_used):
+            raise ValueError(f"{self._owner}: offload pattern {listed(unused)} matches no parameter name")
+
+    def _hosts(self, offload: Any) -> dict[str, str | None]:
+        """Whose state is on the host, by pattern."""
+        if offload is None:
+            return {}
+        given = offload if isinstance(offload, Mapping) else {"*": offload}
+        if any(value not in ("cpu", None) for value in given.values()):
+            raise ValueError(
+                f'{self._owner}: offload must be "cpu", or a dict such as {{"*embed*": "cpu"}} (None: beside the parameter), got '
+                f"{offload!r}"
+            )
+        return dict(given)
+
+    def _choose_home(self, name: str | None, param: torch.Tensor) -> None:
+        """Whether the state of a parameter is on the host: as the first pattern says that matches."""
+        pattern, where = first_match(self._offload, name or "") or ("", None)
+        self._offload_used.add(pattern)
+        if where is not None:
+            self._hosted.add(param)
 
     def _patterns(self, split: Any, heads: Any) -> dict[str, Split]:
         """Splits by pattern, as the user says: of `split`, and of `heads`, which are equal parts."""
@@ -231,6 +258,7 @@ class RuleOptimizer(Stepper):
         spec = self._spec_of(added)
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
+            self._choose_home(name, param)
             self._check_param(name, param, added)
         if (homes := self._all_homes(added["params"], spec)) is not None:
             homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
@@ -444,7 +472,8 @@ class RuleOptimizer(Stepper):
             spec = self._spec_of(self._views()[first.records[0].group])
             key = (
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
-            ) + (lane.spread and f", {lane.spread}")
+            )
+            key += (lane.spread and f", {lane.spread}") + lane.words
             out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked})"
         return out
 

@@ -45,13 +45,44 @@ def shape_in_state(slots: Slots, param: torch.Tensor, split: Split) -> Shape:
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
-def fresh(slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-    """A slot as it starts, or a part of one in fewer bits."""
-    shape = shape_in_state(slots, param, split)
+def fresh(
+    slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """A slot as it starts, or a part of one in fewer bits; beside the parameter, if nothing else is said."""
+    shape, device = shape_in_state(slots, param, split), device or param.device
     if slots[0].eye:
-        each = [torch.eye(slot.shape[0], dtype=dtype, device=param.device).mul_(slot.fill).reshape(-1) for slot in slots]
+        each = [torch.eye(slot.shape[0], dtype=dtype, device=device).mul_(slot.fill).reshape(-1) for slot in slots]
         return torch.cat(each).reshape(shape)
-    return torch.full(shape, slots[0].fill, dtype=dtype, device=param.device)
+    return torch.full(shape, slots[0].fill, dtype=dtype, device=device)
+
+
+class Host:
+    """The home of state that is kept in the host's memory (`offload`)."""
+
+    device = torch.device("cpu")
+
+    def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
+        return slots
+
+    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+        return fresh(slots, param, split, dtype, self.device)
+
+    def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        buffer.copy_(value.reshape(buffer.shape))
+
+    def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
+        return buffer
+
+    def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
+        return tuple(buffer.shape) == shape
+
+
+HOST = Host()
+
+
+def device_of(param: torch.Tensor, home: Any) -> torch.device:
+    """Where the state of a parameter is."""
+    return HOST.device if home is HOST else halves.local(param).device
 
 
 def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
@@ -60,7 +91,7 @@ def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
 
 
 def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> dict[str, Slots]:
-    """The slots of a parameter's pieces, with what they are kept in at its home (`sharded.homes`; None: beside it)."""
+    """The slots of a parameter's pieces, with what they are kept in at its home (`sharded.homes`, `HOST`; None: beside it)."""
     slots = slots_of(spec, tuple(param.shape), split)
     return slots if home is None else home.kept(slots, split)
 
@@ -98,7 +129,7 @@ def count_of(value: Any) -> float:
 
 def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
-    (`sharded.homes`), else None."""
+    (`sharded.homes`) or `HOST`, else None."""
     make = fresh if home is None else home.room
     buffer: torch.Tensor = make(part(slots, end), param, split, dtype_of(slots, param, end))
     return buffer
@@ -115,7 +146,7 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split
             state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
-    halves.furnish(state, spec, param)
+    halves.furnish(state, spec, param, device_of(param, home))
 
 
 def settle(state: dict[str, Any], spec: Spec) -> None:
@@ -156,7 +187,7 @@ def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any, home: Any = 
     first = buffers[""]
     if kind and not isinstance(given, Mapping):
         value = whole(torch.as_tensor(given)).to(first.device)
-        given = storage.encode(words(first.device), kind, value if home is not None else value.reshape(first.shape), 0)
+        given = storage.encode(words(first.device), kind, value.reshape(first.shape) if home in (None, HOST) else value, 0)
     for end, found in (given if isinstance(given, Mapping) else {"": given}).items():
         buffer, value = buffers[end], torch.as_tensor(found)
         value = value.view(torch.bfloat16) if value.dtype is torch.uint16 else value  # as NumPy has it
@@ -196,7 +227,7 @@ def taken_over(
     given = dict(saved)
     given.pop("batch", None)
     state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
-    state |= halves.taken_over(owner, spec, param, given, name)
+    state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
         state["batch"] = split
     begins = "started" in spec.counters()  # and has no buffers before

@@ -7,6 +7,8 @@ are replaced.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..admission import listed
-from ..guard import Guard
 from ..pieces import WHOLE, Split, part, slots_of
 from ..program import trace
 from ..routing import bare
@@ -26,51 +26,38 @@ from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
 from .again import Again
-from .clip import Clip, clip_of, grad_norm, release, scaled, waits
+from .clip import release
+from .deciding import Deciding
 from .engines import choose
-from .evaluating import Evaluating, eager, named
-from .graphs import GraphLane, not_finite, refusal
+from .evaluating import eager, named
+from .graphs import GraphLane, refusal
 from .halves import is_spread
 from .headers import in_bounds, is_fake
-from .lanes import ARITHMETIC, CpuLane, Lane, Seat, TorchLane, TritonLane, packed
+from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
 from .names import in_dtype
+from .offload import LINKS, HostLane, undisturbed
 from .overlap import Work, rounds
-from .state import count_of, dtype_of, furnish, in_pieces, names_of, settle, shape_in_state, split_in
+from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_names, settle, shape_in_state, split_in
 
-LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
 
 
-class Stepper(Evaluating):
+class Stepper(Deciding):
     """What is derived from groups and state, and the step."""
 
     rule: ClassVar[str]
     engine: str
-    nonfinite: str
-    skip_above: float | None  # standard deviations
-    _guard: Guard | None
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
-    _clip: Clip | None = None  # what gradients may be under: see `clip`
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
+    _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
     _asked = False  # whether the next step is to say what it does
     _rows: Sequence[Row] = ()  # what the last did that was asked
 
     capturable: bool
-    _skipped: int
-    _skips: torch.Tensor | None  # steps skipped by a decision on the device
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were left out by nonfinite="skip" or skip_above."""
-        return self._skipped + (0 if self._skips is None else int(self._skips))
-
-    @skipped.setter
-    def skipped(self, count: int) -> None:
-        self._skipped, self._skips = count, None
 
     def stats(self, next: bool = False) -> Stats:
         """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
@@ -86,10 +73,6 @@ class Stepper(Evaluating):
             for name, size, each in found
         ]
         return summed_up(there)
-
-    @property
-    def _owner(self) -> str:
-        return type(self).__name__
 
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
@@ -112,9 +95,22 @@ class Stepper(Evaluating):
         return self._homes
 
     def _home(self, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:
-        """Where the state of a parameter that is spread over ranks is kept; None for all others."""
+        """Where the state of a parameter is kept that is spread over ranks, or offloaded; None for all others."""
         homes = self._all_homes([param], spec)
-        return None if homes is None else homes.of(name or "", param, spec, split)
+        home = None if homes is None else homes.of(name or "", param, spec, split)
+        if param not in self._hosted:
+            return home
+        if home is not None:
+            raise ValueError(
+                f"{self._owner}: {name or tuple(param.shape)!r} is spread over ranks, and offload='cpu' is for parameters that "
+                "are not; give fully_shard offload_policy=CPUOffloadPolicy() (and no offload here), or leave out process_group"
+            )
+        return HOST
+
+    def _reached(self, param: torch.Tensor, kind: type[Spec]) -> torch.device:
+        """Where the arithmetic of a parameter is."""
+        down = self.engine != "triton" if not kind.matrix else self.engine == "cpu"
+        return HOST.device if down and param in self._hosted else param.device
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -151,7 +147,13 @@ class Stepper(Evaluating):
         if param.dtype not in ARITHMETIC:
             hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
             raise ValueError(f"{what} has dtype {param.dtype}; float32, float64, bfloat16 and float16 can be stepped{hint}")
-        choose(self.engine, param.device, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
+        if param in self._hosted and param.device.type not in LINKS:
+            raise ValueError(
+                f"{what} is on {param.device}, and offload='cpu' is for parameters on a CUDA device: move the model there before "
+                "the optimizer is made, or leave offload out, or name others: offload={'*pattern*': 'cpu'}"
+            )
+        where = self._reached(param, self._rules[group["rule"]])
+        choose(self.engine, where, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
 
     # ---- stepping ------------------------------------------------------------------------------------------------------
     @eager
@@ -212,11 +214,12 @@ class Stepper(Evaluating):
         asked, taken = self._asked and only is None, []
         for lane, _, _ in work:
             lane.asked = asked
-        for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
-            for lane, chosen, grads in round_:
-                lane.step(chosen, specs, structures, grads, lane.sign * factor)
-                lane.count(chosen)
-            taken += round_
+        with undisturbed() if any(lane.hosted for lane, _, _ in work) else contextlib.nullcontext():
+            for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
+                for lane, chosen, grads in round_:
+                    lane.step(chosen, specs, structures, grads, lane.sign * factor)
+                    lane.count(chosen)
+                taken += round_
         if asked:
             self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
@@ -239,75 +242,6 @@ class Stepper(Evaluating):
             if self._homes is None:
                 raise
             return [spec for _, spec in self._specs if spec is not None], problem
-
-    # ---- what waits on gradients ---------------------------------------------------------------------------------------
-    def _under_one_clip(self, work: Work) -> bool:
-        """Whether one factor goes for every gradient of this step."""
-        return self._clip is None or waits(self._clip, (lane.seats[i].param for lane, chosen, _ in work for i in chosen))
-
-    def _applied(self, work: Work, folded: bool) -> float:
-        """The factor of all gradients; where they differ (some came after the clip), each is multiplied by its own here."""
-        if self._clip is None or folded:
-            return 1.0 if self._clip is None else self._clip.factor
-        waiting = False
-        for lane, chosen, grads in work:
-            for k, i in enumerate(chosen):
-                grad = lane.seats[i].param.grad
-                if grad is not None and (clip := clip_of(grad)) is not None:
-                    grads[k], waiting = scaled(grads[k], clip), True
-        self._clip = self._clip if waiting else None
-        return 1.0
-
-    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
-        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
-        if self._council is not None:
-            norm = grad_norm([param for group in self.param_groups for param in group["params"]])
-            device = norm.device
-        else:
-            device = work[0][0].device
-            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
-            norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
-        norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
-        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
-        if self._guard is None or self._guard.places.device != device:
-            before, self._guard = self._guard, Guard(torch, device=device)
-            self._guard.take({} if before is None else before.values())
-        assert self.skip_above is not None
-        bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
-        return bad
-
-    def _resume_guard(self, window: Mapping[str, Sequence[float]]) -> None:
-        """Go on with the windows of a checkpoint; without any, begin anew."""
-        self._guard = None
-        if window:
-            self._guard = Guard(torch, device="cpu")
-            self._guard.take(window)
-
-    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
-        """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
-        losses may differ."""
-        if self.skip_above is None or (not work and self._council is None):
-            return False
-        bad = bool(self._outlier(work, scale, loss))
-        if self._council is not None:
-            (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
-        self._skipped += bad
-        return bad
-
-    def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
-        """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
-        flags, ours = [] if found is None else [found], []
-        if self.nonfinite == "skip" and work:
-            ours += [not_finite(grads) for _, _, grads in work]
-        if self.skip_above is not None and work:
-            ours.append(self._outlier(work, scale, loss).to(torch.int32))
-        if ours:
-            flags += ours
-            bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
-            self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
-        for lane, _, _ in work:
-            lane.groups = self._views()
-            lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None
 
     def _graph_lanes(self) -> list[GraphLane]:
         """Those there are, with the settings as they are now."""
@@ -375,20 +309,6 @@ class Stepper(Evaluating):
         if not in_bounds(grad):
             raise RuntimeError(f"{self._owner}: the storage of the gradient of {seat.records[0].name} has been resized")
         return grad.resolve_neg()  # autograd may leave the sign of a gradient for later
-
-    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
-        """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
-        if self.nonfinite == "propagate" or verdict is False:
-            return True
-        bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
-        if not bad and not verdict:
-            return True
-        if self.nonfinite == "raise":
-            names = {param: name for group in self.param_groups for name, param in named(group)}
-            which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
-            raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
-        self._skipped += 1
-        return False
 
     def _current_specs(self) -> list[Spec]:
         """The spec of every group as it is now; made anew where a value changed, which checks it."""
@@ -501,12 +421,17 @@ class Stepper(Evaluating):
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, split)
                 furnish(self.state[param], spec, param, split, home)
-                engine, why = choose(self.engine, param.device, dtype, is_fake(param))
+                where = self._reached(param, type(spec))
+                engine, why = choose(self.engine, where, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
                 key: Any = (param.device, dtype, group["maximize"])
                 if not spec.matrix and (program := trace(spec, spec.slots(tuple(param.shape)))).gathers is not None:
                     gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
-                if home is not None:
+                if home is HOST:
+                    key = (*key, where, spec.matrix)
+                    above = self.engine == "triton" or (spec.matrix and self.engine != "cpu")
+                    make = functools.partial(HostLane, where=where, above=above)
+                elif home is not None:
                     if self.capturable:
                         raise ValueError(
                             f"{self._owner}: capturable=True is for parameters that are not spread over ranks; {name} is"
@@ -520,7 +445,7 @@ class Stepper(Evaluating):
                     lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
-                lanes[key].seats.append(self._seat(lanes[key], spec, param, name, place))
+                lanes[key].admit(self._seat(lanes[key], spec, param, name, place), spec)
                 self._round(lanes[key], spec, bare(name))
         check_together(list(gathering.values()))
         self._again, self._gathering = None, bool(gathering)
@@ -538,13 +463,9 @@ class Stepper(Evaluating):
     def _round(self, lane: Lane, spec: Spec, name: str) -> None:
         """Tell the last seat of a lane how its parameter is rounded. name: by which chance is keyed."""
         seat = lane.seats[-1]
-        low = halves.checked(self._owner, seat.state, spec, seat.param, name)
+        low = halves.checked(self._owner, seat.state, spec, seat.param, name, lane.kept)
         seat.half = halves.half_of(spec, seat.param, name, low)
-        if lane.separates:
-            for record in seat.records:
-                record.kind = halves.KINDS.get(seat.param.dtype, "")
-        if lane.rounds:
-            halves.deal_out(lane, seat)
+        halves.tell(lane, seat)
 
     def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
         state = self.state[param]
@@ -557,16 +478,18 @@ class Stepper(Evaluating):
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
         slots = slots_of(spec, tuple(param.shape), split)
+        if isinstance(lane, HostLane):
+            lane.settle(state, part_names(spec, slots))
         for slot, key in names_of(spec, slots).items():
             kind, views = slots[slot][0].storage, []
             for end in PARTS[kind]:
                 parts = part(slots[slot], end)
                 buffer, shape, dtype = state[key + end], shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
                 where = (buffer.shape, buffer.dtype, buffer.device)
-                if where != (shape, dtype, lane.device) or not buffer.is_contiguous():
+                if where != (shape, dtype, lane.kept) or not buffer.is_contiguous():
                     raise RuntimeError(
                         f"{self._owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} "
-                        f"and on {lane.device}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                        f"and on {lane.kept}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
                     )
                 views.append([lane.view(each) for each in in_pieces(buffer, parts)])
             for record, each, *mine in zip(seat.records, slots[slot], *views, strict=True):

@@ -7,6 +7,7 @@ A bundle's arrays are known by address (`Placed`), so a step of a whole model co
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,13 +27,9 @@ from .kernels import (
     FREE,
     FULL,
     FUSED,
-    HALF,
     HIGH,
-    PLAIN,
-    POSITIVE,
     ROW,
     ROWS,
-    SIGNED,
     STRIPS,
     TENSOR,
     WARPS,
@@ -40,26 +37,20 @@ from .kernels import (
 )  # fmt: skip
 from .matrices import Matrices
 from .pile import Pile, Ragged
-from .tables import Placed, Plan, Sender, Table
+from .tables import Laid, Placed, Plan, Sender, Table
 from .words import TYPES, bound
 
-CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
 SCALE, TICK = -1, -2  # among the numbers of a program, by number: the scale of gradients, the step
 
 
 class Ready(NamedTuple):
-    """What a launch of a pass is told, but for its numbers: their places among the values are in `numbers`."""
+    """A pass, and what its launch is told beside its numbers, whose places among the values are in `numbers`."""
 
-    arrays: list[Placed]
-    reads: int
+    laid: Laid
     numbers: list[int]
-    stores: tuple[tuple[int, int], ...]
     stored: dict[int, Placed]
     results: dict[int, int]
     tiled: bool
-    half: tuple[int, int, int]  # the parameter, how it is rounded, and its low half, which comes last
-    codes: tuple[int, ...] = ()  # how each array is kept, where one is kept in fewer bits; their scales come behind them
-    scales: tuple[int, ...] = ()  # which array has its scales
 
 
 def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
@@ -90,11 +81,11 @@ class Triton(Matrices):
 
     # bundles -----------------------------------------------------------------------------------------------------------
     def sweeps(self, bundle: Any) -> bool:
-        """Rows and columns of tensors that are not matrices are left to the torch engine, and state in fewer bits that a pass
-        cannot code as it goes."""
+        """Rows and columns of tensors that are not matrices are left to the torch engine, and state in fewer bits that passes
+        cannot code as they go."""
         if bundle.plan is not None:
             return True
-        if bundle.storages and (bundle.program is None or not bundle.coded_in_passes):
+        if not bundle.coded_in_passes:
             return False
         drops = [slot.drop for slot in bundle.slots.values()]
         lines = any(drops if bundle.program is None else bundle.program.drops.values())
@@ -125,7 +116,7 @@ class Triton(Matrices):
 
     def values(self, bundle: Any, numbers: Mapping[str, Any] | None = None) -> Values:
         """numbers: in place of the bundle's own, with the scale of gradients as _scale."""
-        if bundle.plan is None:  # state in fewer bits has no address to be used at
+        if bundle.plan is None:
             return super().values(bundle)
         plan, n = bundle.plan, len(bundle.shapes)
         arrays: dict[str, Any] = {**self.placed(bundle)}
@@ -139,6 +130,8 @@ class Triton(Matrices):
                 scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
                 halves = bundle.halves if name == "p" and where.low is not None else ()
                 arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, halves)
+                if where.storage:
+                    arrays[name].opener = functools.partial(self._opened, plan, name, arrays[name])
             else:
                 each = bundle.buffers[name]
                 arrays[name] = each[0][None] if n == 1 else torch.stack(list(each))
@@ -192,12 +185,12 @@ class Triton(Matrices):
 
     def _standing_still(self, bundle: Any) -> bool:
         """Whether all that differs from step to step are addresses that a watch knows, and numbers of the host."""
-        watched = bundle.watch is not None and getattr(bundle.watch, "flag", None) is None
+        watched = bundle.watch is not None and bundle.plan.recorded and getattr(bundle.watch, "flag", None) is None
         return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
 
     def _tables(self, plan: Plan, steps: Any) -> list[tuple[Table, list[Placed]]]:
         """The tables of addresses that passes read, and the arrays of each."""
-        arrays = {position: plan.made["pass", position].arrays for position, step in steps if isinstance(step, Pass)}
+        arrays = {position: plan.made["pass", position].laid.arrays for position, step in steps if isinstance(step, Pass)}
         return [(self._pass(plan, position, each, len(plan.shapes)), each) for position, each in arrays.items()]
 
     def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
@@ -223,8 +216,6 @@ class Triton(Matrices):
         ready = plan.cached(("pass", position), lambda: self._ready(plan, step, where, found))
         found |= ready.stored
         numbers = [found[n] for n in ready.numbers]
-        if ready.codes:
-            return self._strips(plan, position, step, ready, numbers, found, scale, flag)
         launch = self._tiles if ready.tiled else self._sweep
         launch(plan, position, step, ready, numbers, found, scale, flag)
 
@@ -245,24 +236,8 @@ class Triton(Matrices):
             stored[n] = target
         lines = any(how.axis is not None for _, _, how in step.reduces)
         tiled = len({array.drop for array in arrays}) > 1 or (not step.domain and lines)
-        scaled = [array for array in arrays if array.scale is not None]
-        every, half = self._halved([*arrays, *[array.scale for array in scaled]])
-        if not any(array.storage for array in arrays):
-            numbers = [*numbers, TICK] if half[1] == 1 else numbers
-            return Ready(every, reads, numbers, tuple(stores), stored, results, tiled, half)
-        more = len(every) - len(arrays)
-        codes = tuple([CODES[array.storage] for array in arrays]) + (PLAIN,) * more
-        places = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * more
-        return Ready(every, reads, [*numbers, TICK], tuple(stores), stored, results, False, half, codes, places)
-
-    @staticmethod
-    def _halved(arrays: list[Placed]) -> tuple[list[Placed], tuple[int, int, int]]:
-        """The arrays of a launch with the low half of its parameter behind them, and `HALF` of the kernels."""
-        p = next((j for j, array in enumerate(arrays) if array.rounding), -1)
-        if p < 0:
-            return arrays, (-1, 0, 0)
-        low = arrays[p].low
-        return arrays if low is None else [*arrays, low], (p, arrays[p].rounding, len(arrays))
+        laid = Laid.of(arrays, reads, tuple(stores))
+        return Ready(laid, [*numbers, TICK] if laid.ticks else numbers, stored, results, tiled and not laid.codes)
 
     def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
         """(result, over what, squared, largest) of each reduction."""
@@ -270,20 +245,17 @@ class Triton(Matrices):
         return tuple([(results[n], scope[how.axis] if lines else TENSOR, how.squared, how.largest) for _, n, how in step.reduces])
 
     def _sweep(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
-        sums = self._sums(step, ready.results, lines=False)
-        kinds = [how for _, _, how in step.reduces]
-        given = self._launch(
-            plan, key, step.rule, ready.arrays, ready.reads, numbers, step.domain, ready.stores, sums, kinds, len(step.gives),
-            scale, flag, ready.half,
-        )  # fmt: skip
+        sums, kinds = self._sums(step, ready.results, lines=False), [how for _, _, how in step.reduces]
+        given = self._launch(plan, key, step.rule, ready.laid, numbers, step.domain, sums, kinds, len(step.gives), scale, flag)
         found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
 
     def _launch(
-        self, plan: Plan, key: Any, rule: Rule, arrays: Any, reads: int, numbers: Any, drop: Any, stores: Any, sums: Any,
-        kinds: Any, results: int, scale: Any, flag: Any, half: tuple[int, int, int],
+        self, plan: Plan, key: Any, rule: Rule, laid: Laid, numbers: Any, drop: Any, sums: Any, kinds: Any, results: int,
+        scale: Any, flag: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Sweep, and fold the sums that the pass leaves: one number per tensor each, or one for all."""
-        n = len(plan.shapes)
+        """Sweep, by strips where some arrays are codes, and fold the sums that the pass leaves: one number per tensor each, or
+        one for all."""
+        n, arrays, half = len(plan.shapes), laid.arrays, laid.half
         this = self._pass(plan, key, arrays, n)
         table, shared = self._numbers(plan, key, [*numbers, scale], n)
         gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
@@ -291,48 +263,30 @@ class Triton(Matrices):
         even = not any(base % 16 for base in bases)
         made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
-            told = address if flag is None else flag
-            blocks = plan.blocks(drop, indices)
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
+            blocks = plan.strips(indices) if laid.codes else plan.blocks(drop, indices)
             partial = torch.empty((blocks.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             keys = plan.keys(self.sender, indices) if half[1] == 1 else address
-            kernels.sweep[(blocks.n,)](
-                address, bases, blocks.sizes, blocks.tensor, blocks.index, mine, shared, keys, partial, told, address.shape[1],
-                bound(rule), tuple([TYPES[t] for t in kind]), len(numbers), gradient, half, reads, stores, sums, results == 1,
-                aligned and even, flag is not None, table is None, TYPES[self.dtype], BLOCK, num_warps=4,
-                enable_fp_fusion=FUSED,
-            )  # fmt: skip
+            behind = (mine, shared, keys, partial, address if flag is None else flag, address.shape[1], bound(rule))
+            types, rest = (
+                tuple([TYPES[t] for t in kind]),
+                (len(numbers), gradient, half, laid.reads, laid.stores, sums, results == 1),
+            )
+            last = (flag is not None, table is None, TYPES[self.dtype])
+            if laid.codes:
+                kernels.strips[(blocks.n,)](
+                    address, bases, blocks.rows, blocks.columns, blocks.across, blocks.firsts, blocks.tensor, blocks.index,
+                    *behind, types, laid.codes, laid.scales, *rest, aligned and even, blocks.even, *last, STRIPS, storage.BLOCK,
+                    storage.TINY, num_warps=WARPS if any(laid.scales) else FREE, enable_fp_fusion=FUSED,
+                )  # fmt: skip
+            else:
+                kernels.sweep[(blocks.n,)](
+                    address, bases, blocks.sizes, blocks.tensor, blocks.index, *behind, types, *rest, aligned and even, *last,
+                    BLOCK, num_warps=4, enable_fp_fusion=FUSED,
+                )  # fmt: skip
             if sums:
                 self._fold(plan, partial, blocks.first, plan.lengths(drop), kinds, indices, made)
         return [] if made is None else [self._of_all(row, how, plan.lengths(drop)) for row, how in zip(made, kinds, strict=True)]
-
-    def _strips(
-        self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any
-    ) -> None:  # fmt: skip
-        """As `_sweep`, where some arrays are codes: decoded and encoded in the same launch."""
-        sums, kinds, n = self._sums(step, ready.results, lines=False), [how for _, _, how in step.reduces], len(plan.shapes)
-        this = self._pass(plan, key, ready.arrays, n)
-        table, shared = self._numbers(plan, key, [*numbers, scale], n)
-        gradient = next((j for j, array in enumerate(ready.arrays) if array.gradient), -1)
-        made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
-        bases = tuple([array.base for array in ready.arrays])
-        for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(ready.arrays, self.sender), strict=True):
-            rows = plan.strips(indices)
-            mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
-            partial = torch.empty((rows.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
-            keys = plan.keys(self.sender, indices) if ready.half[1] == 1 else address
-            kernels.strips[(rows.n,)](
-                address, bases, rows.rows, rows.columns, rows.across, rows.firsts, rows.tensor, rows.index, mine, shared, keys,
-                partial, address if flag is None else flag, address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]),
-                ready.codes, ready.scales, len(numbers), gradient, ready.half, ready.reads, ready.stores, sums,
-                len(step.gives) == 1, aligned, rows.even, flag is not None, table is None, TYPES[self.dtype], STRIPS,
-                storage.BLOCK, storage.TINY, num_warps=WARPS if any(ready.scales) else FREE,
-                enable_fp_fusion=FUSED,
-            )  # fmt: skip
-            if sums:
-                self._fold(plan, partial, rows.first, plan.sizes, kinds, indices, made)
-        for (result, _, how), row in zip(step.reduces, made if sums else (), strict=True):
-            found[result] = self._of_all(row, how, plan.sizes)
 
     def _of_all(self, row: torch.Tensor, how: Reduction, lengths: list[int]) -> torch.Tensor:
         if not how.everything:
@@ -340,7 +294,7 @@ class Triton(Matrices):
         return self.rooted(row.max() if how.largest else row.sum(), how, sum(lengths))
 
     def _tiles(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
-        n, arrays = len(plan.shapes), ready.arrays
+        n, arrays, laid = len(plan.shapes), ready.laid.arrays, ready.laid
         this = self._pass(plan, key, arrays, n)
         sums = self._sums(step, ready.results, lines=True)
         whole = [(result, how) for result, _, how in step.reduces if how.axis is None]
@@ -363,12 +317,12 @@ class Triton(Matrices):
                 result: torch.empty(grid.lengths[0 if how.axis == -1 else 1], dtype=self.dtype, device=self.device)
                 for result, (_, how) in strips.items()
             }
-            keys = plan.keys(self.sender, indices) if ready.half[1] == 1 else address
+            keys = plan.keys(self.sender, indices) if laid.half[1] == 1 else address
             kernels.tiles[(grid.n,)](
                 address, bases, grid.height, grid.width, grid.tensor, grid.down, grid.across, grid.row_first, grid.column_first,
                 mine, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
-                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, ready.half,
-                ready.reads, ready.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
+                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, laid.half,
+                laid.reads, laid.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
                 table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4, enable_fp_fusion=FUSED,
             )  # fmt: skip
             if whole:

@@ -78,25 +78,65 @@ def numbers_of(NUMBERS, SHARED, t, NUMS: tl.constexpr, ALIKE: tl.constexpr, F: t
 
 
 @triton.jit
+def loaded(at, live, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=live, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def stored(at, value, live, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(at, value, mask=live)
+    else:
+        tl.store(at, value)
+
+
+@triton.jit
+def read(where, flat, live, j: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, HALF: tl.constexpr, F: tl.constexpr):
+    """Numbers of an array, of a parameter with its low half."""
+    value = loaded(where[j] + flat, live, MASKED)
+    if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
+        return joined_halves(value, loaded(where[HALF[2]] + flat, live, MASKED))
+    else:
+        return value.to(F)
+
+
+@triton.jit
+def write(
+    where, flat, live, result, place, word, j: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Leave numbers in an array, rounded as it is, and the low half of a parameter beside."""
+    if j == HALF[0]:
+        if HALF[1] == 2 and ELEMENTS[j] == tl.bfloat16:
+            stored(where[HALF[2]] + flat, lower_half(result), live, MASKED)
+        stored(where[j] + flat, halved(result, place, word, ELEMENTS[j], HALF[1]), live, MASKED)
+    else:
+        stored(where[j] + flat, result.to(ELEMENTS[j]), live, MASKED)
+
+
+@triton.jit
+def summed(value, live, MASKED: tl.constexpr, SQUARED: tl.constexpr, LARGEST: tl.constexpr):
+    """What of a result goes into its sum, or its largest."""
+    value = tl.broadcast_to(value, live.shape)
+    if SQUARED:
+        value = value * value
+    if MASKED:
+        value = tl.where(live, value, nothing(LARGEST))
+    return value
+
+
+@triton.jit
 def one_block(
-    where, s, scale, live, place, word, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr,
+    where, s, scale, at, live, place, word, out, rule: tl.constexpr, MASKED: tl.constexpr, ELEMENTS: tl.constexpr,
     GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
     SINGLE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Load, apply the rule, store; sums go to `out`."""
     x = ()
     for j in tl.static_range(READS):
-        if MASKED:
-            value = tl.load(where[j], mask=live, other=0.0)
-        else:
-            value = tl.load(where[j])
-        if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
-            if MASKED:
-                value = joined_halves(value, tl.load(where[HALF[2]], mask=live, other=0))
-            else:
-                value = joined_halves(value, tl.load(where[HALF[2]]))
-        else:
-            value = value.to(F)
+        value = read(where, at, live, j, MASKED, ELEMENTS, HALF, F)
         if j == GRADIENT:
             value = value * scale
         x = x + (value,)
@@ -104,28 +144,10 @@ def one_block(
     if SINGLE:
         y = (y,)
     for k in tl.static_range(len(STORES)):
-        result = y[STORES[k][0]]
-        if STORES[k][1] == HALF[0]:
-            result = tl.broadcast_to(result, live.shape)
-            if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                if MASKED:
-                    tl.store(where[HALF[2]], lower_half(result), mask=live)
-                else:
-                    tl.store(where[HALF[2]], lower_half(result))
-            result = halved(result, place, word, ELEMENTS[HALF[0]], HALF[1])
-        else:
-            result = result.to(ELEMENTS[STORES[k][1]])
-        if MASKED:
-            tl.store(where[STORES[k][1]], result, mask=live)
-        else:
-            tl.store(where[STORES[k][1]], result)
+        result = tl.broadcast_to(y[STORES[k][0]], live.shape)
+        write(where, at, live, result, place, word, STORES[k][1], MASKED, ELEMENTS, HALF)
     for k in tl.static_range(len(SUMS)):
-        value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
-        if SUMS[k][2]:
-            value = value * value
-        if MASKED:
-            value = tl.where(live, value, nothing(SUMS[k][3]))
-        tl.store(out + k, together(value, 0, SUMS[k][3]))
+        tl.store(out + k, together(summed(y[SUMS[k][0]], live, MASKED, SUMS[k][2], SUMS[k][3]), 0, SUMS[k][3]))
 
 
 @triton.jit
@@ -153,16 +175,20 @@ def sweep(
         base = (tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j])) + start
         if ALIGNED:
             base = tl.multiple_of(base, 16)  # a hint before the sum is lost: a pointer made of an integer has none
-        where = where + (base + at,)
+        where = where + (base,)
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     word, first = word_of(KEYS, s, t, HALF[1])
     s = own_numbers(s, HALF[1] == 1)
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
     place = start + first + at
     if n - start >= BLOCK:
-        one_block(where, s, scale, live, place, word, out, rule, False, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F)
+        one_block(
+            where, s, scale, at, live, place, word, out, rule, False, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F
+        )
     else:
-        one_block(where, s, scale, live, place, word, out, rule, True, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F)
+        one_block(
+            where, s, scale, at, live, place, word, out, rule, True, ELEMENTS, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F
+        )
 
 
 @triton.jit
@@ -239,17 +265,7 @@ def one_strip(
     """Load, decode, apply the rule, encode, store."""
     x = ()
     for j in tl.static_range(READS):
-        if MASKED:
-            value = tl.load(where[j] + flat, mask=live, other=0.0)
-        else:
-            value = tl.load(where[j] + flat)
-        if HALF[1] == 2 and j == HALF[0] and ELEMENTS[j] == tl.bfloat16:
-            if MASKED:
-                value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
-            else:
-                value = joined_halves(value, tl.load(where[HALF[2]] + flat))
-        else:
-            value = value.to(F)
+        value = read(where, flat, live, j, MASKED, ELEMENTS, HALF, F)
         if CODES[j] == 1:
             value = value * tl.abs(value) * (1.0 / 16129.0) * tl.load(scales[j], mask=some, other=0.0)[:, None]
         elif CODES[j] == 2:
@@ -263,20 +279,14 @@ def one_strip(
         y = (y,)
     for k in tl.static_range(len(STORES)):
         result = tl.broadcast_to(y[STORES[k][0]], live.shape)
-        if CODES[STORES[k][1]] == 3:
+        if CODES[STORES[k][1]] == 0:
+            place = origin.to(tl.uint32) + flat.to(tl.uint32)
+            write(where, flat, live, result, place, word, STORES[k][1], MASKED, ELEMENTS, HALF)
+        elif CODES[STORES[k][1]] == 3:
             bits = result.to(tl.uint32, bitcast=True)
             noise = chance(begin.to(tl.uint32) + flat.to(tl.uint32), spun(tick))
             bits = tl.where(result == result, bits + noise, bits) >> 16
-            result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        elif STORES[k][1] == HALF[0]:
-            if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                if MASKED:
-                    tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
-                else:
-                    tl.store(where[HALF[2]] + flat, lower_half(result))
-            result = halved(result, origin.to(tl.uint32) + flat.to(tl.uint32), word, ELEMENTS[HALF[0]], HALF[1])
-        elif CODES[STORES[k][1]] == 0:
-            result = result.to(ELEMENTS[STORES[k][1]])
+            stored(where[STORES[k][1]] + flat, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), live, MASKED)
         else:
             if CODES[STORES[k][1]] == 2:
                 result = tl.sqrt(result)
@@ -293,16 +303,9 @@ def one_strip(
                 code = tl.sqrt(tl.abs(result) * (16129.0 / tl.maximum(most, TINY))[:, None])
                 code = (code + 12582912.0) - 12582912.0
                 result = tl.where(result < 0, -code, code).to(tl.int32).to(tl.int8)
-        if MASKED:
-            tl.store(where[STORES[k][1]] + flat, result, mask=live)
-        else:
-            tl.store(where[STORES[k][1]] + flat, result)
+            stored(where[STORES[k][1]] + flat, result, live, MASKED)
     for k in tl.static_range(len(SUMS)):
-        value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
-        if SUMS[k][2]:
-            value = value * value
-        if MASKED:
-            value = tl.where(live, value, nothing(SUMS[k][3]))
+        value = summed(y[SUMS[k][0]], live, MASKED, SUMS[k][2], SUMS[k][3])
         tl.store(out + k, together(together(value, 1, SUMS[k][3]), 0, SUMS[k][3]))
 
 
@@ -380,22 +383,11 @@ def one_tile(
         totals = totals + (tl.full((WIDE,), nothing(SUMS[k][3]), F),)
     for step in range(DEEP):
         r = rows + step * HIGH + tl.arange(0, HIGH)
-        live = (r < R)[:, None] & (c < C)[None, :]
+        live, flat = (r < R)[:, None] & (c < C)[None, :], r[:, None] * C + c[None, :]
         x = ()
         for a in tl.static_range(READS):
             if KINDS[a] == 0:
-                flat = r[:, None] * C + c[None, :]
-                if MASKED:
-                    value = tl.load(where[a] + flat, mask=live, other=0.0)
-                else:
-                    value = tl.load(where[a] + flat)
-                if HALF[1] == 2 and a == HALF[0] and ELEMENTS[a] == tl.bfloat16:
-                    if MASKED:
-                        value = joined_halves(value, tl.load(where[HALF[2]] + flat, mask=live, other=0))
-                    else:
-                        value = joined_halves(value, tl.load(where[HALF[2]] + flat))
-                else:
-                    value = value.to(F)
+                value = read(where, flat, live, a, MASKED, ELEMENTS, HALF, F)
             elif KINDS[a] == 1:
                 value = tl.load(where[a] + r, mask=r < R, other=0.0).to(F)[:, None]
             else:
@@ -407,29 +399,11 @@ def one_tile(
         if SINGLE:
             y = (y,)
         for k in tl.static_range(len(STORES)):
-            flat = r[:, None] * C + c[None, :]
-            result = y[STORES[k][0]]
-            if STORES[k][1] == HALF[0]:
-                result = tl.broadcast_to(result, live.shape)
-                if HALF[1] == 2 and ELEMENTS[HALF[0]] == tl.bfloat16:
-                    if MASKED:
-                        tl.store(where[HALF[2]] + flat, lower_half(result), mask=live)
-                    else:
-                        tl.store(where[HALF[2]] + flat, lower_half(result))
-                result = halved(result, flat + begin, word, ELEMENTS[HALF[0]], HALF[1])
-            else:
-                result = result.to(ELEMENTS[STORES[k][1]])
-            if MASKED:
-                tl.store(where[STORES[k][1]] + flat, result, mask=live)
-            else:
-                tl.store(where[STORES[k][1]] + flat, result)
+            result = tl.broadcast_to(y[STORES[k][0]], live.shape)
+            write(where, flat, live, result, flat + begin, word, STORES[k][1], MASKED, ELEMENTS, HALF)
         new = ()
         for k in tl.static_range(len(SUMS)):
-            value = tl.broadcast_to(y[SUMS[k][0]], live.shape)
-            if SUMS[k][2]:
-                value = value * value
-            if MASKED:
-                value = tl.where(live, value, nothing(SUMS[k][3]))
+            value = summed(y[SUMS[k][0]], live, MASKED, SUMS[k][2], SUMS[k][3])
             if SUMS[k][1] == 1:
                 tl.store(SUMS_OUT[k] + first + j * R + r, together(value, 1, SUMS[k][3]), mask=r < R)
                 new = new + (totals[k],)
@@ -468,10 +442,10 @@ def tiles(
         C = tl.multiple_of(C, 8)
     where = ()
     for a in tl.static_range(len(ELEMENTS)):
-        base = tl.load(ADDRESS + a * T + t) + BASES[a]
+        base = (tl.load(ADDRESS + a * T + t) + BASES[a]).to(tl.pointer_type(ELEMENTS[a]))
         if ALIGNED and KINDS[a] != 1:
-            base = tl.multiple_of(base, 16)
-        where = where + (base.to(tl.pointer_type(ELEMENTS[a])),)
+            base = tl.multiple_of(base, 16)  # as in `sweep`
+        where = where + (base,)
     s, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     word, begin = word_of(KEYS, s, t, HALF[1])
     s = own_numbers(s, HALF[1] == 1)

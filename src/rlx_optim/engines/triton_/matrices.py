@@ -25,12 +25,17 @@ from . import noise, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .soon import Soon
-from .tables import Placed, Plan, Table, placed
+from .tables import Laid, Placed, Plan, Table, placed
 
 
 def left(u):
     p = u
     return p
+
+
+def copied(there):
+    here = there
+    return here
 
 
 def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
@@ -74,11 +79,27 @@ class Matrices(Torch):
         self.now = None  # its stacks go
         for name in bundle.written():
             if not same(x[name], start[name]):  # what is not by address has been computed apart
+                if (where := bundle.plan.where[name]).storage:
+                    made = dense(x[name]).to(self.dtype).contiguous()
+                    self._copy(bundle.plan, ("close", name, self.phase), placed(made), where, start["_tick"], flag)
+                    continue
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
                 if flag is not None:
                     apart = torch.where(flag.reshape(()) == 0, apart, torch.stack(list(bundle.buffers[name])).to(apart.dtype))
                 torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
+
+    def _copy(self, plan: Plan, key: Any, source: Placed, target: Placed, tick: Any, flag: Any = None) -> None:
+        """From codes or into them."""
+        laid = Laid.of([source, target], 1, ((0, 1),))
+        plan.mapped[key] = laid.arrays
+        self._launch(plan, key, copied, laid, [tick], (), (), [], 1, 1.0, flag)
+
+    def _opened(self, plan: Plan, name: str, pile: Pile) -> torch.Tensor:
+        """The stack of a pile of codes."""
+        stack = torch.empty(pile.shape, dtype=self.dtype, device=self.device)
+        self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
+        return stack
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
@@ -139,8 +160,11 @@ class Matrices(Torch):
             names.append(name)
         out: dict[str, Any] = {}
         apart: dict[str, Placed] = {}
+        exact: dict[str, torch.Tensor] = {}
         for name in gives:
             if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
+                if plan.exact and x[name].placed.storage:
+                    exact[name] = torch.empty(x[name].shape, dtype=self.dtype, device=self.device)
                 continue
             if ragged:
                 out[name], apart[name] = plan.room(self.dtype)
@@ -148,23 +172,22 @@ class Matrices(Torch):
                 out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
                 apart[name] = placed(out[name])
         only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
-        reads, every = len(arrays), [*arrays, *only.values()]
+        reads, every = len(arrays), [*arrays, *only.values(), *[placed(stack) for stack in exact.values()]]
         where = {name: j for j, name in enumerate([*names, *only])}
-        stores = tuple([(k, where[name]) for k, name in enumerate(gives)])
+        behind = {name: len(where) + j for j, name in enumerate(exact)}
+        stores = [(k, where[name]) for k, name in enumerate(gives)] + [(k, behind[n]) for k, n in enumerate(gives) if n in exact]
         sums = (
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
-        every, half = self._halved(every)
-        numbers = [*numbers, x["_tick"]] if half[1] == 1 else numbers
-        plan.mapped[key] = every
-        found = self._launch(
-            plan, key, ordered, every, reads, numbers, (), stores, sums, kinds, len(gives), x["_scale"], x["_flag"], half
-        )  # fmt: skip
+        laid = Laid.of(every, reads, tuple(stores))
+        numbers = [*numbers, x["_tick"]] if laid.ticks else numbers
+        plan.mapped[key] = laid.arrays
+        found = self._launch(plan, key, ordered, laid, numbers, (), sums, kinds, len(gives), x["_scale"], x["_flag"])
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:
             if name not in out:
-                x[name].written()
+                x[name].written(exact.get(name))
         if ragged:
             return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
         return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
@@ -216,7 +239,9 @@ class Matrices(Torch):
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
-        alone = plan is not None and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
+        alone = (
+            plan is not None and plan.recorded and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
+        )
         if not alone:  # or in a graph already
             return products.orthogonalize(X, norm, steps, coefficients, eps).reshape(whole.shape)
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))

@@ -15,16 +15,17 @@ from .replay import recording
 
 class Pile:
     """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
-    moves: they may be elsewhere at the next step; halves: what parameters of 16 bits have beside."""
+    moves: they may be elsewhere at the next step; halves: what parameters of 16 bits have beside; opener: what decodes them, if
+    they are codes."""
 
-    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "placed", "plan", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "opener", "placed", "plan", "scale", "shape")
 
     def __init__(
         self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False,
         halves: Any = (),
     ):  # fmt: skip
         self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
-        self.moves, self.halves = moves, halves
+        self.moves, self.halves, self.opener = moves, halves, None
         self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
@@ -42,6 +43,8 @@ class Pile:
 
     @property
     def stack(self) -> torch.Tensor:
+        if self._stack is None and self.opener is not None:
+            self._stack = self.opener().reshape(self.shape)
         if self._stack is None:
             if self.moves and recording():
                 raise RuntimeError("a stack of parameters or gradients cannot be replayed")
@@ -53,9 +56,9 @@ class Pile:
             self._stack = stack if isinstance(self.scale, float) and self.scale == 1.0 else stack * self.scale
         return self._stack
 
-    def written(self) -> None:
-        """Its tensors have changed: a stack of them is no longer true."""
-        self._stack = None
+    def written(self, exact: torch.Tensor | None = None) -> None:
+        """Its tensors have changed: a stack of them is no longer true; of codes, one of what they were made of is."""
+        self._stack = exact
 
     def reshape(self, *shape: Any) -> Any:
         """Another view; still a pile if the first axis stays."""
@@ -66,7 +69,7 @@ class Pile:
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
         view = Pile(self.each, (), self.placed, self.dtype, self.scale, self.moves, self.halves)
-        view.shape, view.norm, view.plan = shape, self.norm, self.plan
+        view.shape, view.norm, view.plan, view.opener = shape, self.norm, self.plan, self.opener
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view
 
@@ -98,7 +101,7 @@ class Ragged:
     def __init__(self, each: Any, placed: Any, room: torch.Tensor | None, plan: Any):
         self.each, self.placed, self.room, self.plan = each, placed, room, plan
 
-    def written(self) -> None:
+    def written(self, exact: None = None) -> None:
         """Nothing was stacked."""
 
 

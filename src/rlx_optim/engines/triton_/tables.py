@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ import torch
 from ... import storage
 from .. import padding
 from . import replay
-from .kernels import BLOCK, DEEP, HIGH, STRIPS, WIDE
+from .kernels import BLOCK, DEEP, HALF, HIGH, PLAIN, POSITIVE, SIGNED, STRIPS, WIDE
 
 #: how parameters are rounded, as kernels know it
 ROUNDING = {"nearest": 0, "stochastic": 1, "exact": 2}
+#: how arrays are kept, likewise
+CODES = {storage.EXACT: PLAIN, storage.SIGNED: SIGNED, storage.POSITIVE: POSITIVE, storage.HALF: HALF}
 ARENA = 1 << 22  # bytes of page-locked memory for tables that captured graphs read at every replay
 
 
@@ -153,6 +155,43 @@ def placed(stack: torch.Tensor) -> Placed:
     return Placed(address, dtypes, base=stack.data_ptr())
 
 
+class Laid(NamedTuple):
+    """The arrays of a launch: those that are read, those only written, scales of codes, and the low half of a parameter.
+
+    stores: (result, array) pairs. half: which array is a parameter that may be of 16 bits, how it is rounded, and which has its
+    low half. codes: how each array is kept, where one is kept in fewer bits; scales: which array has its scales.
+    """
+
+    arrays: list[Placed]
+    reads: int
+    stores: tuple[tuple[int, int], ...]
+    half: tuple[int, int, int]
+    codes: tuple[int, ...] = ()
+    scales: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, arrays: list[Placed], reads: int, stores: tuple[tuple[int, int], ...]) -> Laid:
+        """Of those that are read, then those only written."""
+        scaled = [array for array in arrays if array.scale is not None]
+        every = [*arrays, *[array.scale for array in scaled]]
+        half = (-1, 0, 0)
+        p = next((j for j, array in enumerate(arrays) if array.rounding), -1)
+        if p >= 0:
+            half = (p, arrays[p].rounding, len(every))
+            every += [] if arrays[p].low is None else [arrays[p].low]
+        if not any(array.storage for array in arrays):
+            return cls(every, reads, stores, half)
+        more = len(every) - len(arrays)
+        codes = tuple([CODES[array.storage] for array in arrays]) + (PLAIN,) * more
+        scales = tuple([len(arrays) + scaled.index(array) if array in scaled else 0 for array in arrays]) + (0,) * more
+        return cls(every, reads, stores, half, codes, scales)
+
+    @property
+    def ticks(self) -> bool:
+        """Whether the last of the numbers is the step."""
+        return bool(self.codes) or self.half[1] == ROUNDING["stochastic"]
+
+
 class Plan:
     """What is kept for a bundle."""
 
@@ -168,7 +207,9 @@ class Plan:
         self.version: Any = None  # of the watch, when they were told where they are
         self.halves = bundle.halves
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
+        self.exact = not bundle.spec.ragged()  # whether a matrix rule may read what it wrote, and not only as codes
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
+        self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""

@@ -27,9 +27,8 @@ from ...stepping import Part as Bundled
 from ...stepping import Record, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded
 from .. import halves
-from ..lanes import Addresses, Lane, Seat, TorchLane, packed, unpacked, written
+from ..lanes import LANES, Addresses, Lane, Seat, TorchLane, packed, unpacked, written
 from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
-from ..stepping import LANES
 from .council import Council
 from .exchange import Item, collect, spread
 from .homes import Home, Owned, Shards

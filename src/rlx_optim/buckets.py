@@ -1,0 +1,38 @@
+"""Tensors dealt out into buckets that are brought to where they are computed with, and taken back (`torch.offload`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BUCKET = 64 << 20  # bytes that a bucket brings along; one tensor, or one row, at the least
+SLOTS = 3  # buckets at once: one is computed, one comes, one goes
+ALIGNED = 256  # bytes: what a tensor in a bucket takes is a multiple
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def runs(rows: int, row: int) -> list[slice]:
+    """Rows of so many bytes each, in runs that are for a bucket each."""
+    many = max(1, BUCKET // max(row, 1))
+    return [slice(first, min(first + many, rows)) for first in range(0, rows, many)] or [slice(0, 0)]
+
+
+def dealt(sizes: Sequence[int], together: bool) -> list[list[int]]:
+    """The places of what is of these sizes, bucket by bucket; in one, where all must be together."""
+    found: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(sizes):
+        if not found or (filled + size > BUCKET and not together):
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += size
+    return found
+
+
+def rooms(sizes: Sequence[int], together: bool = False) -> list[int]:
+    """The bytes of the rooms that such buckets use in turn."""
+    filled = [sum(sizes[place] for place in places) for places in dealt(sizes, together)]
+    return [max(filled[slot::SLOTS]) for slot in range(min(SLOTS, len(filled)))]

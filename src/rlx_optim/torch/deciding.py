@@ -1,0 +1,123 @@
+"""Whether a step is taken, and what its gradients are multiplied by: clips, `nonfinite`, `skip_above`, GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..admission import listed
+from ..guard import Guard
+from .clip import Clip, clip_of, grad_norm, scaled, waits
+from .evaluating import Evaluating, named
+from .graphs import not_finite
+from .overlap import Work
+
+
+class Deciding(Evaluating):
+    """What decides about a step when its gradients are there."""
+
+    nonfinite: str
+    skip_above: float | None  # standard deviations
+    _guard: Guard | None
+    _clip: Clip | None = None  # what gradients may be under: see `clip`
+    _council: Any  # of the ranks that must agree before a step (`sharded.council`)
+    _views: Callable[[], list[dict[str, Any]]]  # the groups, as lanes have them
+    _skipped: int
+    _skips: torch.Tensor | None  # steps skipped by a decision on the device
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out by nonfinite="skip" or skip_above."""
+        return self._skipped + (0 if self._skips is None else int(self._skips))
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped, self._skips = count, None
+
+    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
+        """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
+        if self.nonfinite == "propagate" or verdict is False:
+            return True
+        bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
+        if not bad and not verdict:
+            return True
+        if self.nonfinite == "raise":
+            names = {param: name for group in self.param_groups for name, param in named(group)}
+            which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
+            raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
+        self._skipped += 1
+        return False
+
+    def _under_one_clip(self, work: Work) -> bool:
+        """Whether one factor goes for every gradient of this step."""
+        return self._clip is None or waits(self._clip, (lane.seats[i].param for lane, chosen, _ in work for i in chosen))
+
+    def _applied(self, work: Work, folded: bool) -> float:
+        """The factor of all gradients; where they differ (some came after the clip), each is multiplied by its own here."""
+        if self._clip is None or folded:
+            return 1.0 if self._clip is None else self._clip.factor
+        waiting = False
+        for lane, chosen, grads in work:
+            for k, i in enumerate(chosen):
+                grad = lane.seats[i].param.grad
+                if grad is not None and (clip := clip_of(grad)) is not None:
+                    grads[k], waiting = scaled(grads[k], clip), True
+        self._clip = self._clip if waiting else None
+        return 1.0
+
+    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
+        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
+        if self._council is not None:
+            norm = grad_norm([param for group in self.param_groups for param in group["params"]])
+            device = norm.device
+        else:
+            device = work[0][0].device
+            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+            norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
+        norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
+        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
+        if self._guard is None or self._guard.places.device != device:
+            before, self._guard = self._guard, Guard(torch, device=device)
+            self._guard.take({} if before is None else before.values())
+        assert self.skip_above is not None
+        bad: torch.Tensor = self._guard.bad(self.skip_above, norm, given)
+        return bad
+
+    def _resume_guard(self, window: Mapping[str, Sequence[float]]) -> None:
+        """Go on with the windows of a checkpoint; without any, begin anew."""
+        self._guard = None
+        if window:
+            self._guard = Guard(torch, device="cpu")
+            self._guard.take(window)
+
+    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
+        """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
+        losses may differ."""
+        if self.skip_above is None or (not work and self._council is None):
+            return False
+        bad = bool(self._outlier(work, scale, loss))
+        if self._council is not None:
+            (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
+        self._skipped += bad
+        return bad
+
+    def _decide(self, work: list[Any], found: torch.Tensor | None, scale: Any, loss: Any) -> None:
+        """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
+        flags, ours = [] if found is None else [found], []
+        if self.nonfinite == "skip" and work:
+            ours += [not_finite(grads) for _, _, grads in work]
+        if self.skip_above is not None and work:
+            ours.append(self._outlier(work, scale, loss).to(torch.int32))
+        if ours:
+            flags += ours
+            bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
+            self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
+        for lane, _, _ in work:
+            lane.groups = self._views()
+            lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None

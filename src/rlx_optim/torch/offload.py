@@ -1,0 +1,398 @@
+"""State on the host: `offload="cpu"`, for parameters on a CUDA device.
+
+Who steps what stays as it is; where the arrays are is what changes. `HostLane` deals its seats out into buckets. A bucket is an
+ordinary lane whose seats (`Chunk`) are stand-ins over arrays that are brought to where the arithmetic is. For most rules that is
+the host: gradients and parameters come down, the parameters go up again, the state never moves. For matrix rules, and for all
+with engine="triton", it is the device: state goes up and comes down again. Where a rule looks at single coordinates, a large
+tensor goes in runs of rows.
+While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
+
+Nothing is under way when a step has ended, and no copy of a parameter outlives it: what the owner does with p between steps
+counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from .. import buckets
+from ..buckets import SLOTS, aligned
+from ..engine import Engine
+from ..pieces import WHOLE
+from ..program import gathers, measures
+from ..rounding import LOW
+from ..spec import Spec
+from ..stepping import Record, observe
+from ..storage import Coded
+from . import halves
+from .lanes import LANES, AddressLane, Lane, Seat, TorchLane
+from .state import HOST
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
+
+
+class Room:
+    """Memory that buckets use in turn."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.come: Any = None  # when what was brought last is here
+        self.gone: Any = None  # when what was taken away last is there
+
+    def views(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of these shapes and types, one behind the other."""
+        sizes = [aligned(t.numel() * t.element_size()) for t in like]
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        return [
+            self.memory[start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for start, t in zip(starts, like, strict=True)
+        ]
+
+
+def bytes_of(like: Sequence[torch.Tensor]) -> int:
+    return sum(aligned(t.numel() * t.element_size()) for t in like)
+
+
+class Link:
+    """Copies between a CUDA device and the host, on streams of their own. below: whether the host computes."""
+
+    def __init__(self, device: torch.device, below: bool):
+        self.device, self.below = device, below
+        self.there, self.back = self.stream(), self.stream()
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        """The stream that the device computes on."""
+        return torch.cuda.current_stream(self.device)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Bytes where the arithmetic is; page-locked on the host."""
+        where: Any = {"pin_memory": True} if self.below else {"device": self.device}
+        return torch.empty(size, dtype=torch.uint8, **where)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host in page-locked memory, from which copies do not wait."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def copied(self, stream: Any, pairs: Pairs) -> Any:
+        """The event that ends these copies."""
+        with torch.cuda.stream(stream):
+            if pairs:  # a rule may have no state
+                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+        return event
+
+    def enlarge(self, room: Room, size: int) -> None:
+        """Have at least so many bytes in a room."""
+        if room.memory.numel() < size:
+            with torch.inference_mode(False):  # it is written to in every mode
+                room.memory = self.memory(size)
+
+    def begin(self) -> None:
+        """What is copied comes after what the device computes now."""
+        for stream in (self.there, self.back):
+            stream.wait_stream(self.current())
+
+    def bring(self, room: Room, pairs: Pairs) -> None:
+        """To where the arithmetic is, as soon as what was in the room before is gone."""
+        if room.gone is not None:
+            self.there.wait_event(room.gone)
+        room.come = self.copied(self.there, pairs)
+
+    def arrive(self, room: Room) -> None:
+        """Let the arithmetic wait for what was brought."""
+        if self.below:
+            room.come.synchronize()
+        else:
+            self.current().wait_event(room.come)
+
+    def take(self, room: Room, pairs: Pairs) -> None:
+        """Back to where it came from, once it is computed."""
+        if not self.below:
+            self.back.wait_stream(self.current())
+        room.gone = self.copied(self.back, pairs)
+
+    def end(self) -> None:
+        """What the device computes next comes after the copies; what was written to the host is there."""
+        for stream in (self.there, self.back):
+            self.current().wait_stream(stream)
+            if not self.below:
+                stream.synchronize()
+
+
+#: by the type of device that parameters are offloaded from
+LINKS: dict[str, type[Link]] = {"cuda": Link}
+
+
+class Chunk:
+    """A seat in a bucket: a parameter, or a run of its rows."""
+
+    def __init__(self, seat: Seat, records: list[Record], half: Any, rows: slice | None):
+        self.param, self.whole, self.records, self.half, self.rows = seat.param, seat.param, records, half, rows
+        self.split, self.columns = (seat.split, seat.columns) if rows is None else (WHOLE, False)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.rows is None else tensor[self.rows]
+
+    @property
+    def like(self) -> torch.Tensor:
+        """What it is of the parameter; the memory may be moved by its owner from step to step."""
+        return self.cut(self.whole.detach())
+
+
+@dataclasses.dataclass
+class Bucket:
+    """A lane of chunks; of each its seat's place, and what must be copied of its state."""
+
+    lane: Lane
+    places: list[int]
+    state: list[Pairs] = dataclasses.field(default_factory=list)
+    room: Room | None = None  # where that is bound to one
+    here: list[torch.Tensor] = dataclasses.field(
+        default_factory=list
+    )  # else: what parameters and gradients were brought to last,
+    shape: Any = None  # in which memory, of which chunks, and of which types
+
+
+class HostLane(Lane):
+    """Seats whose state is on the host, and who computes where."""
+
+    hosted = True
+
+    def __init__(
+        self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float, where: torch.device, above: bool
+    ):
+        """device: of the parameters; where: the arithmetic is; above: that is the device."""
+        super().__init__(engine, why, device, dtype, sign)
+        self.kept, self.where, self.above = HOST.device, where, above
+        self.inner = LANES.get(engine.name, TorchLane)
+        self.together = False  # whether a rule reduces over all tensors
+        self.link = LINKS[device.type](device, not above)
+        self.rooms = [Room() for _ in range(SLOTS)]
+        self.buckets: list[Bucket] = []
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return ", state on the host, stepped " + (f"on {self.where}" if self.above else "there")
+
+    def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
+        return buffer if self.above else self.inner.view(buffer)
+
+    def settle(self, state: dict[str, Any], names: Iterable[str]) -> None:
+        """Have state that is sent to and fro in page-locked memory."""
+        for name in (*names, LOW) if self.above else ():
+            if name in state:
+                state[name] = self.link.pinned(state[name])
+
+    def admit(self, seat: Seat, spec: Spec) -> None:
+        """Take a seat in, cut into runs of rows where that makes no difference to its rule."""
+        self.seats.append(seat)
+        shape = tuple(seat.shape)
+        self.together = self.together or gathers(spec, shape)
+        if self.together and self.above:
+            raise spec.refuse(
+                "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
+            )
+        if spec.matrix or seat.split != WHOLE or not math.prod(shape) or not shape or measures(spec, shape):
+            return
+        (whole,) = seat.records
+        moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * seat.param.nbytes
+        runs = buckets.runs(shape[0], moved // shape[0])
+        if len(runs) > 1:
+            seat.records = [run_of(whole, rows) for rows in runs]
+
+    def share_counts(self) -> None:
+        super().share_counts()
+        chunks = [(place, chunk) for place, seat in enumerate(self.seats) for chunk in self.chunks(seat)]
+        moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
+        sizes = list(map(bytes_of, moved))
+        self.buckets = []
+        for places in buckets.dealt(sizes, self.together):
+            self.buckets.append(self.bucket([chunks[place] for place in places]))
+        if self.above:
+            for room, size in zip(self.rooms, buckets.rooms(sizes, self.together), strict=False):
+                self.link.enlarge(room, size)
+            for n, bucket in enumerate(self.buckets):
+                self.bind(bucket, self.rooms[n % SLOTS])
+
+    def chunks(self, seat: Seat) -> Iterator[Chunk]:
+        """Of a seat."""
+        if seat.split != WHOLE or len(seat.records) == 1:
+            yield Chunk(seat, seat.records, seat.half, None)
+            return
+        first = 0
+        for record in seat.records:
+            rows, half = slice(first, first := first + record.shape[0]), seat.half
+            if half is not None:
+                place = rows.start * math.prod(record.shape[1:])
+                half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
+            yield Chunk(seat, [record], half, rows)
+
+    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> Bucket:
+        """Of these chunks, each with its seat's place."""
+        lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
+        lane.recorded = False  # graphs would keep memory of their own
+        lane.seats = [cast(Any, chunk) for _, chunk in chunks]
+        if not self.above:
+            for _, chunk in chunks:
+                halves.tell(lane, chunk)
+        return Bucket(lane, [place for place, _ in chunks])
+
+    def bind(self, bucket: Bucket, room: Room) -> None:
+        """Give chunks state in a room on the device, and keep what it is copied from."""
+        bucket.room, chunks = room, cast(Any, bucket.lane.seats)
+        views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
+        for chunk in chunks:
+            pairs = [(next(views), tensor) for tensor in stored(chunk)]
+            bucket.state.append(pairs)
+            here = iter(pairs)
+            for record in chunk.records:
+                for slot, kept in record.state.items():
+                    if isinstance(kept, Coded):
+                        moved = [self.inner.view(next(here)[0]) for _ in kept.parts]
+                        record.state[slot] = Coded(kept.storage, *moved, first=kept.first)
+                    else:
+                        record.state[slot] = self.inner.view(next(here)[0])
+            if chunk.half is not None and chunk.half.low is not None:
+                chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
+            halves.tell(bucket.lane, chunk)
+
+    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
+        def take(record: Record, part: torch.Tensor) -> None:
+            observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
+
+        if self.above:
+            turns = self.turns([self.seats.index(seat)], [estimate])
+            self.carry(turns, lambda turn: take(turn.chunks[0].records[0], turn.grads[0]))
+            return
+        parts = estimate.to(self.where).reshape(-1).split([record.size for record in seat.records])
+        for record, part in zip(seat.records, parts, strict=True):
+            take(record, part)
+
+    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
+        """Bucket by bucket."""
+        turns = self.turns(chosen, grads)
+
+        def compute(turn: Turn) -> None:
+            lane = turn.bucket.lane
+            lane.asked = self.asked
+            again = turn.again and isinstance(lane, AddressLane) and lane.prepared(tuple(turn.mine), structures)
+            if again and lane.stepped_whole:  # type: ignore[attr-defined]
+                lane.numbers.clear()
+                lane.launch(lane.seats, [chunk.param for chunk in turn.chunks], turn.grads, specs, scale)  # type: ignore[attr-defined]
+            else:
+                lane.step(turn.mine, specs, structures, turn.grads, scale)
+
+        self.carry(turns, compute)
+        self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
+
+    def turns(self, chosen: Sequence[int], grads: Sequence[torch.Tensor]) -> list[Turn]:
+        """The buckets that these seats are in, with what is theirs."""
+        given = dict(zip(chosen, grads, strict=True))
+        work = [(bucket, [k for k, i in enumerate(bucket.places) if i in given]) for bucket in self.buckets]
+        return [Turn(self, bucket, mine, given, n) for n, (bucket, mine) in enumerate((b, m) for b, m in work if m)]
+
+    def carry(self, turns: Sequence[Turn], compute: Callable[[Turn], None]) -> None:
+        """Each is brought as soon as its room is free, computed, and taken back."""
+        waiting, busy = list(reversed(turns)), set[Room]()
+        self.link.begin()
+        try:
+            for turn in turns:
+                while waiting and waiting[-1].room not in busy:
+                    coming = waiting.pop()
+                    busy.add(coming.room)
+                    coming.bring()
+                self.link.arrive(turn.room)
+                compute(turn)
+                self.link.take(turn.room, turn.back)
+                busy.discard(turn.room)
+        finally:
+            self.link.end()
+
+    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+        raise AssertionError("a host lane does everything in `step`")
+
+
+class Turn:
+    """A bucket in a step: which of its chunks, their gradients, what is copied to where."""
+
+    def __init__(self, lane: HostLane, bucket: Bucket, mine: list[int], given: dict[int, torch.Tensor], number: int):
+        self.lane, self.bucket, self.mine = lane, bucket, mine
+        self.room = bucket.room or lane.rooms[number % SLOTS]
+        self.chunks: Any = [bucket.lane.seats[k] for k in mine]
+        self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
+        self.back: Pairs = ()
+        self.again = False  # whether parameters and gradients are brought to where they were the last time
+
+    def bring(self) -> None:
+        if self.lane.above:
+            pairs = [pair for k in self.mine for pair in self.bucket.state[k]]
+            self.back = [(kept, here) for here, kept in pairs]
+            for chunk in self.chunks:
+                chunk.param = chunk.like if chunk.rows else chunk.whole
+        else:
+            wholes = [chunk.like for chunk in self.chunks]
+            there, bucket = [*wholes, *self.grads], self.bucket
+            self.lane.link.enlarge(self.room, bytes_of(there))
+            shape = self.room.memory.data_ptr(), self.mine, [t.dtype for t in there]
+            self.again = shape == bucket.shape
+            if not self.again:
+                bucket.here, bucket.shape = self.room.views(there), shape
+            here = bucket.here
+            pairs = list(zip(here, there, strict=True))
+            self.back = list(zip(wholes, here, strict=False))
+            self.grads = here[len(wholes) :]
+            for chunk, param in zip(self.chunks, here, strict=False):
+                chunk.param = param
+        self.lane.link.bring(self.room, pairs)
+
+
+def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
+    """All tensors of a chunk's state."""
+    for record in chunk.records:
+        for kept in record.state.values():
+            yield from kept.parts.values() if isinstance(kept, Coded) else (kept,)
+    if chunk.half is not None and chunk.half.low is not None:
+        yield chunk.half.low
+
+
+def run_of(whole: Record, rows: slice) -> Record:
+    """A run of rows of a parameter as a record of its own, over the same state."""
+    made = Record(whole.name, (rows.stop - rows.start, *whole.shape[1:]), whole.group)
+    made.t, made.counters = whole.t, dict(whole.counters)
+    made.slots = {name: dataclasses.replace(slot, shape=made.shape) for name, slot in whole.slots.items()}
+    first = rows.start * math.prod(whole.shape[1:])
+    for name, kept in whole.state.items():
+        coded = isinstance(kept, Coded)
+        parts = [part[rows] for part in (kept.parts.values() if coded else (kept,))]
+        made.state[name] = Coded(kept.storage, *parts, first=kept.first + first) if coded else parts[0]
+    return made
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Answer Ctrl-C after this block: a step that has begun is taken whole."""
+    before: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    caught: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *told: caught.append(told))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            before(*caught[-1])
