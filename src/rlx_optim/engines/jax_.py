@@ -113,14 +113,15 @@ def _halves(X: Array) -> tuple[Array, Array]:
 def _product(A: Array, B: Array) -> Array:
     """In TF32. By itself and laid out as always: XLA tries dozens of kernels for every product that differs from others, be it by
     what was fused into it or by the order of its axes."""
-    A, B = jax.lax.optimization_barrier((_laid_out(A), _laid_out(B)))  # type: ignore[no-untyped-call]
-    return _laid_out(jnp.matmul(A, B, precision=jax.lax.Precision.HIGH))
+    A, B = _apart(A, B)
+    return _apart(jnp.matmul(A, B, precision=jax.lax.Precision.HIGH))[0]
 
 
-def _laid_out(X: Array) -> Array:
-    if not isinstance(X, jax.core.Tracer):
-        return X
-    return with_layout_constraint(X, Layout(tuple(range(X.ndim))))  # type: ignore[no-untyped-call]
+def _apart(*arrays: Array) -> Any:
+    if not any(isinstance(X, jax.core.Tracer) for X in arrays):
+        return arrays
+    rows = [with_layout_constraint(X, Layout(tuple(range(X.ndim)))) for X in arrays]  # type: ignore[no-untyped-call]
+    return jax.lax.optimization_barrier(rows)  # type: ignore[no-untyped-call]
 
 
 class Asked(NamedTuple):
