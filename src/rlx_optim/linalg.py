@@ -80,7 +80,7 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     def units() -> Any:
         return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
-    return settled(E, Q, Q, minor(E, (Q * (L @ Q)).sum(-2)), units, order)
+    return settled(E, Q, Q, minor(E, (Q * E.precise(L, Q)).sum(-2)), units, order)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
@@ -126,7 +126,7 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     def examine(free: Any) -> Any:
         places = E.counter(free.shape[-1])
         eye = 0 * Q + (places[:, None] == places)
-        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(Q.mT @ X))
+        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
         inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
         return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
 
