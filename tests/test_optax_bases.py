@@ -61,9 +61,13 @@ def test_an_order_with_nan_and_infinity():
     np.testing.assert_array_equal(engine_in(jnp.float32).argsort(jnp.asarray(keys)), [[2, 6, 4, 0, 1, 3, 5]])
 
 
-def test_products_by_halves(monkeypatch):
-    """What a GPU multiplies in TF32: the halves add up to the number, the first fits, and the products are as good as float32's."""
+@pytest.fixture
+def gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_products_by_halves(monkeypatch, gpu):
+    """What a GPU multiplies in TF32: the halves add up to the number, the first fits, and the products are as good as float32's."""
     monkeypatch.setattr("rlx_optim.engines.jax_._product", lambda A, B: tf32(A) @ tf32(B))
     E = Jax(jnp.float32, free=True)
     A, B = np.random.default_rng(0).normal(size=(2, 3, 64, 64)).astype(np.float32) * np.float32(1e-3)
@@ -77,9 +81,18 @@ def tf32(X):
     return (jnp.asarray(X).view(jnp.uint32) & jnp.uint32(0xFFFFE000)).view(jnp.float32)
 
 
+@pytest.mark.parametrize(
+    "shapes", [((2, 4, 4), (2, 4, 6)), ((2, 6, 4), (2, 4, 4)), ((2, 4, 4), (2, 4, 4)), ((1, 3, 5), (1, 5, 2))]
+)
+def test_products_from_the_right_are_the_same(gpu, shapes):
+    A, B = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes))
+    np.testing.assert_allclose(Jax(jnp.float32, free=True).product(A, B), A @ B, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(Jax(jnp.float32, free=True).precise)(A, B), A @ B, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("asked", [None, "highest", "tensorfloat32"])
-def test_a_precision_that_is_asked_for_holds(asked):
-    """Without one SOAP's steps take the fast products, its bases the exact ones; else all take what was asked."""
+def test_a_precision_that_is_asked_for_holds(gpu, asked):
+    """Without one SOAP's steps take the fast products, its bases exact ones; else all take what was asked."""
     params = {"w": jnp.ones((4, 4))}
     tx = soap(1e-2)
     with jax.default_matmul_precision(asked):

@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
-from rlx_optim.torch import Muon, qk_clip_  # noqa: E402
+from rlx_optim.torch import AdamW, Muon, qk_clip_  # noqa: E402
 
 SIZE, WIDTH = 4, 12
 
@@ -72,6 +73,59 @@ def test_rounded_once():
     assert torch.equal(query, want)
 
 
+def exact(*shapes):
+    """bfloat16 parameters after a few steps, beside the float32 ones that they are the upper halves of."""
+    pairs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype)) for shape in shapes]
+        opt = AdamW(params, lr=1e-3, rounding="exact")
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(dtype)
+            opt.step()
+        pairs.append((params, opt))
+    return pairs
+
+
+def low_bits(p):
+    return (p.detach().view(torch.int32) & 0xFFFF).to(torch.int16)
+
+
+def test_low_halves_are_scaled_with_their_weights():
+    """Bit for bit what float32 would be, then and after the next step."""
+    ((query, key), opt), ((query32, key32), opt32) = exact((4 * SIZE, WIDTH), (2 * SIZE, WIDTH))
+    largest = [120.0, 50.0, 300.0, 101.0]
+    qk_clip_(query, key, largest, optimizer=opt)
+    qk_clip_(query32, key32, largest, optimizer=opt32)
+    for half, full in ((query, query32), (key, key32)):
+        assert torch.equal(half.float(), (full.detach().view(torch.int32) & -65536).view(torch.float32))
+        assert torch.equal(opt.state[half]["low"].view(torch.int16).view(half.shape), low_bits(full))
+        half.grad, full.grad = torch.ones_like(half), torch.ones_like(full)
+    opt.step()
+    opt32.step()
+    assert torch.equal(query.float(), (query32.detach().view(torch.int32) & -65536).view(torch.float32))
+
+
+def test_low_halves_of_slices():
+    ((fused,), opt), ((fused32,), opt32) = exact((6 * SIZE, WIDTH))
+    for each, its in ((fused, opt), (fused32, opt32)):
+        for part in (each, each.data):
+            qk_clip_(part[: 4 * SIZE], part[4 * SIZE : 5 * SIZE], [10.0, 200.0, 10.0, 10.0], optimizer=its)
+    assert torch.equal(fused.float(), (fused32.detach().view(torch.int32) & -65536).view(torch.float32))
+    assert torch.equal(opt.state[fused]["low"].view(torch.int16).view(fused.shape), low_bits(fused32))
+
+
+def test_an_optimizer_that_has_no_part_in_it():
+    query, key = layer(2, 2)
+    before = query.detach().clone()
+    with pytest.raises(ValueError, match=r"the key of shape \(8, 12\) is no parameter of the optimizer"):
+        qk_clip_(query, key, [200.0, 200.0], optimizer=AdamW([query], lr=1e-3))
+    assert torch.equal(query, before)
+    qk_clip_(query, key, [200.0, 200.0], optimizer=AdamW([query, key], lr=1e-3))  # it keeps no low halves
+    assert torch.allclose(query, before * 0.5**0.5)
+
+
 def test_what_is_not_finite_is_left_alone():
     query, key = layer(3, 3)
     q = query.detach().clone()
@@ -95,3 +149,21 @@ def test_refused(arguments, message):
         qk_clip_(*layer(4, 2), [1.0] * 4, alpha=2)
     with pytest.raises(ValueError, match=r"keys of \(12, 12\)"):
         qk_clip_(*layer(4, 3), [1.0] * 4)
+
+
+# ---- on ranks: see test_stages.py -------------------------------------------------------------------------------------------
+def clipped(world):
+    """Queries cut by rows and keys by columns ("side"), float32 and bfloat16 with low halves: what each ends as, and its low half."""
+    place, out = ranks.plain if world is None else world.place, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = {"w": (3 * SIZE, WIDTH), "side": (3 * SIZE, WIDTH)}
+        params = ranks.parameters(place, shapes, dtype)
+        opt = ranks.make("AdamW", params, rounding="exact")
+        for t in range(2):
+            for k, g in ranks.tensors(t, shapes, dtype).items():
+                params[k].grad = place(k, g)
+            opt.step()
+            qk_clip_(params["w"], params["side"], [120.0, 50.0, 300.0], optimizer=opt)
+        lows = [ranks.whole(opt.state[p]["low"]) for p in params.values() if dtype is torch.bfloat16]
+        out[str(dtype)] = [*ranks.wholes(params).values(), *lows]
+    return out

@@ -130,7 +130,7 @@ def test_training_steps_are_compared_at_more_than_one_setting():
     model = Valley()
     pool = plan.Pool(model)
     assert gone(pool, "steps", rlx_optim.list_optimizers())
-    assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 40) for n, more in plan.STEPS.items() for _ in more]
+    assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 120) for n, more in plan.STEPS.items() for _ in more]
     assert [r["settings"]["precondition_frequency"] for r in pool.of("soap")] == [10, 1]
     assert all(r["training_ms"] == pytest.approx(10.0) for r in pool.records)
     assert plan.late_ms([5.0]) == 5000.0

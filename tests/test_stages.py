@@ -7,6 +7,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import CUT, MATRIX, counting, make, parameters, plain, train, wholes
+from test_qk_clip import clipped
 
 from rlx_optim import sharing
 from rlx_optim.registry import spec_class
@@ -30,7 +31,7 @@ def in_stages(world):
     return out
 
 
-SCENARIOS = {size: [in_stages] for size in WORLDS}
+SCENARIOS = {size: [in_stages, clipped] for size in WORLDS}
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -48,7 +49,7 @@ def world(request, tmp_path_factory):
         process.join(150)
         if process.is_alive():
             process.kill()
-    return size, torch.load(folder / f"results{size}.0.pt", weights_only=False)["in_stages"]
+    return size, torch.load(folder / f"results{size}.0.pt", weights_only=False)
 
 
 def alone(name):
@@ -60,18 +61,28 @@ def alone(name):
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_exchange_in_stages_gives_the_same_bits(world, name, monkeypatch):
-    size, everyone = world
+    size, results = world
     monkeypatch.setattr(sharing, "STAGE", 1)
     params, specs = alone(name)
     for ddp in (False, True):
         wanted = traffic(specs, size, dim=None if ddp else 0)
-        given = [each[name, ddp] for each in everyone]
+        given = [each[name, ddp] for each in results["in_stages"]]
         assert wanted.stages > 1
         assert [log["sent"] for _, log in given] == [STEPS * sent for sent in wanted.sent]
         assert all(log["all_to_alls"] == STEPS * wanted.stages * (1 if ddp else 2) for _, log in given)
         for moved, _ in given:
             for k, p in wholes(params).items():
                 assert torch.equal(moved[k], p), (k, ddp)
+
+
+def test_qk_clip_on_ranks(world):
+    """Of DTensors, with and without low halves: the bits of one process."""
+    alone = clipped(None)
+    for given in world[1]["clipped"]:
+        for dtype, tensors in alone.items():
+            assert len(tensors) == (4 if "bfloat" in dtype else 2)
+            for one, other in zip(given[dtype], tensors, strict=True):
+                assert torch.equal(one, other)
 
 
 def test_stages_share_out_each_owners_work():

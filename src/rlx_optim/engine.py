@@ -513,6 +513,8 @@ class ArrayEngine(storage.Words):
         Unless surely, it may then be no basis at all."""
         return self.xp.linalg.qr(X)[0]
 
+    sure: bool = True  # whether that is always a basis
+
     # what `linalg.gram_schmidt` asks
     panel: ClassVar[int] = 128  # columns that are taken at once
 

@@ -80,15 +80,25 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     def units() -> Any:
         return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
-    return settled(E, Q, Q, minor(E, (Q * (L @ Q)).sum(-2)), units, order)
+    return settled(E, Q, Q, minor(E, (Q * E.precise(L, Q)).sum(-2)), units, order)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
     others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
 
-    Ordinarily one decomposition tells that it was enough; an engine that does not wait for it keeps `near` where it was not."""
+    One decomposition tells which others do; where there are any, a second one settles them. An engine that does not wait to be
+    told keeps `near` where it went on without, or where what it has for a decomposition (`E.sure`) gave no basis."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
+    Q = E.qr(E.where(free[:, None, :], near, X))
+    every = dependent(E, Q, X, free)
+    more = (every & ~free).any(-1)
+
+    def enough(Q: Any) -> Any:
+        return Q, ~more
+
+    def once_more(Q: Any) -> Any:
+        return settle(E, X, every, near, order), more | ~more
 
     def surely(Q: Any) -> Any:
         Q = E.qr(X, surely=True)
@@ -97,21 +107,27 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     def kept(Q: Any) -> Any:
         return E.where(sound[:, None, None], Q, near)
 
-    Q = E.qr(E.where(free[:, None, :], near, X))
-    sound = ~(dependent(E, Q, X, free) & ~free).any(-1) & (skew(E, Q) < SKEW)
+    Q, sound = E.soon(more.any(), once_more, enough, Q)
+    if E.sure:
+        return kept(Q)
+    sound = sound & (skew(E, Q) < SKEW)
     return E.soon(~sound.all(), surely, kept, Q)
 
 
 def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
     """Q, or the Q of X where columns are `free`: those of `near` instead, after all others."""
 
-    def settle(Q: Any) -> Any:
-        other, behind = near(), last(E, free, order)
-        chosen = permute(E, E.where(free[:, None, :], other, X), behind, 2)
-        found = permute(E, E.qr(chosen, surely=True), E.inverse(behind), 2)
-        return E.where(free.any(-1)[:, None, None], found, Q)
+    def changed(Q: Any) -> Any:
+        return E.where(free.any(-1)[:, None, None], settle(E, X, free, near(), order, surely=True), Q)
 
-    return E.cond(free.any(), settle, lambda Q: Q, Q)
+    return E.cond(free.any(), changed, lambda Q: Q, Q)
+
+
+def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = False) -> Any:
+    """The Q of X, whose `free` columns are those of `near`, and come after all others."""
+    behind = last(E, free, order)
+    chosen = permute(E, E.where(free[:, None, :], near, X), behind, 2)
+    return permute(E, E.qr(chosen, surely), E.inverse(behind), 2)
 
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
@@ -126,7 +142,7 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     def examine(free: Any) -> Any:
         places = E.counter(free.shape[-1])
         eye = 0 * Q + (places[:, None] == places)
-        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(Q.mT @ X))
+        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
         inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
         return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule
@@ -60,12 +61,16 @@ def traceable(function: Rule) -> Rule:
 # outside jit a map is compiled anew in every call.
 @jax.jit
 def _eigenvectors(L: Array) -> Array:
-    return jax.lax.map(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
+    return _one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
 
 
 @jax.jit
 def _orthonormal(X: Array) -> Array:
-    return jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], X)
+    return _one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0], X)
+
+
+def _one_by_one(function: Callable[[Array], Array], X: Array) -> Array:
+    return function(X[0])[None] if X.shape[0] == 1 else jax.lax.map(function, X)
 
 
 LEAST = 128  # the smaller side from which half precision pays
@@ -105,7 +110,18 @@ def _halves(X: Array) -> tuple[Array, Array]:
     return top, X - top
 
 
-_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH)  # TF32 on a GPU, float32 on a CPU
+def _product(A: Array, B: Array) -> Array:
+    """In TF32. By itself and laid out as always: XLA tries dozens of kernels for every product that differs from others, be it by
+    what was fused into it or by the order of its axes."""
+    A, B = _apart(A, B)
+    return _apart(jnp.matmul(A, B, precision=jax.lax.Precision.HIGH))[0]
+
+
+def _apart(*arrays: Array) -> Any:
+    if not any(isinstance(X, jax.core.Tracer) for X in arrays):
+        return arrays
+    rows = [with_layout_constraint(X, Layout(tuple(range(X.ndim)))) for X in arrays]  # type: ignore[no-untyped-call]
+    return jax.lax.optimization_barrier(rows)  # type: ignore[no-untyped-call]
 
 
 class Asked(NamedTuple):
@@ -212,13 +228,16 @@ class Jax(ArrayEngine):
         return self.free and jax.default_backend() == "gpu"
 
     def product(self, A: Array, B: Array) -> Array:
-        return _product(A, B) if self.free else A @ B
+        if not self.half:
+            return A @ B
+        square = A.shape[-2] == A.shape[-1]  # those are factors and bases: from the right, as others are multiplied with them
+        return _product(B.mT, A.mT).mT if square else _product(A, B)
 
     def precise(self, A: Array, B: Array, bounded: bool = False) -> Array:
         if not self.half:
             return A @ B
         (a, b), (c, d) = _halves(A), _halves(B)
-        return _product(a, c) + (_product(a, d) + _product(b, c))
+        return self.product(a, c) + (self.product(a, d) + self.product(b, c))
 
     def square(self, X: Array, bounded: bool = False) -> Array:
         if not self.half:
@@ -236,7 +255,8 @@ class Jax(ArrayEngine):
         return Asked(function, given, then, precision())
 
     def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
-        """One text for each size, whatever the shapes of the tensors are: XLA takes seconds for a basis."""
+        """One text for each size, whatever the shapes of the tensors are: XLA takes seconds for a basis. One matrix at a time, as
+        it tries kernels on all that it compiles for."""
         out: list[dict[int, Any]] = [{} for _ in stacks]
         sizes: dict[Any, list[tuple[int, int]]] = {}
         for k, stack in enumerate(stacks):
@@ -244,13 +264,23 @@ class Jax(ArrayEngine):
                 sizes.setdefault((Q.shape[1:], Q.dtype), []).append((k, axis))
         for chosen in sizes.values():
             parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
-            whole = function(*jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts))
+            whole = self.one_by_one(function, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts))
             first = 0
             for (k, axis), part in zip(chosen, parts, strict=True):
                 last = first + part[0].shape[0]
                 out[k][axis] = jax.tree.map(operator.itemgetter(slice(first, last)), whole)
                 first = last
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
+
+    @staticmethod
+    def one_by_one(function: Callable[..., Any], stacks: Any) -> Any:
+        if not isinstance(jax.tree.leaves(stacks)[0], jax.core.Tracer):
+            return function(*stacks)  # a map would be compiled anew in every call
+
+        def one(stack: Any) -> Any:
+            return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], stack)))
+
+        return jax.lax.map(one, stacks)
 
     def narrow(self, X: Array) -> Array:
         return X

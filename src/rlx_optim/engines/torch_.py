@@ -273,6 +273,7 @@ class Torch(ArrayEngine):
 
     def __init__(self, device: Any = "cpu", dtype: torch.dtype = torch.float32):
         self.device, self.dtype = torch.device(device), dtype
+        self.sure = self.device.type == "cpu"
         self._lists: dict[Rule, Rule] = {}
 
     def live(self, spec: Spec) -> str:

@@ -37,7 +37,7 @@ FARTHEST = 28.0  # from where it began, if the best rate is ever at an edge
 DECAYS = 5.0  # times the decay a search begins with
 SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
 COST = 0.06  # of a full run: enough for a few refreshes
-STEPPED = 0.04  # of a full run: its second half has two refreshes of SOAP's
+STEPPED = 0.12  # of a full run: in the second half graphs are captured, and there are six refreshes of SOAP's
 #: whose training steps are compared, and with what settings beside those that a search begins at
 STEPS: dict[str, Sequence[Settings]] = {
     "adamw": ({},),

@@ -13,18 +13,27 @@ from typing import Any
 
 import torch
 
-from .halves import is_spread, local
+from ..engines.torch_ import joined, part
+from ..rounding import LOW
+from .halves import extent, is_spread, local
 
 
 @torch.no_grad()
 def qk_clip_(
-    query: torch.Tensor, key: torch.Tensor, max_logits: Any, threshold: float = 100.0, *, alpha: float = 0.5
+    query: torch.Tensor,
+    key: torch.Tensor,
+    max_logits: Any,
+    threshold: float = 100.0,
+    *,
+    alpha: float = 0.5,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.Tensor:
     """Scale the weights of queries and keys in place, so that no head's largest logit is above the threshold.
 
     query, key: of shapes (heads·size, n) and (groups·size, n): parameters, slices of a fused one, biases, or DTensors.
     max_logits: the largest logit of each head since the last step, after the scaling by 1/√size; of all ranks, where they see
-    other data. The factors of the heads are given back. Nothing waits for the device.
+    other data. optimizer: whose state has the low halves of bfloat16 weights (`rounding="exact"`), which are scaled with them.
+    The factors of the heads are given back. Nothing waits for the device.
     """
     largest = torch.as_tensor(max_logits, dtype=torch.float32, device=local(query).device).detach().reshape(-1)
     heads = largest.numel()
@@ -38,21 +47,52 @@ def qk_clip_(
     for name, value, fits in (("threshold", threshold, threshold > 0), ("alpha", alpha, 0 <= alpha <= 1)):
         if not fits:
             raise ValueError(f"qk_clip_: {name} must be {'> 0' if name == 'threshold' else 'from 0 to 1'}, got {value!r}")
+    lows = [_low(weight, name, optimizer) for name, weight in (("query", query), ("key", key))]  # or refused: nothing is scaled
     over = largest.isfinite() & (largest > threshold)  # what is not finite says nothing of the weights
     factors = torch.where(over, threshold / largest, 1.0)
     shared = factors.reshape(groups, -1).amin(1).pow(1 - alpha)
     own = factors / shared.repeat_interleave(heads // groups)
-    for weight, each in ((query, own), (key, shared)):
-        _scale(weight, each.repeat_interleave(size))
+    for weight, each, low in ((query, own, lows[0]), (key, shared, lows[1])):
+        _scale(weight, each.repeat_interleave(size), low)
     return factors
 
 
-def _scale(weight: torch.Tensor, rows: torch.Tensor) -> None:
-    """Row by row: in float32 and rounded once, where the weight has fewer bits."""
-    rows = rows.reshape(-1, *[1] * (weight.ndim - 1))
-    if is_spread(weight):
-        from torch.distributed.tensor import DTensor, Replicate
+def _low(weight: torch.Tensor, name: str, optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
+    """The low half of what is here of a weight, as the state of an optimizer has it."""
+    params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    param = next((p for p in params if p is weight or _over(weight, p)), None)
+    if optimizer is not None and param is None:
+        raise ValueError(
+            f"qk_clip_: the {name} of shape {tuple(weight.shape)} is no parameter of the optimizer, nor a part of one"
+        )
+    if optimizer is None or param is None or LOW not in optimizer.state.get(param, {}):
+        return None
+    low = local(optimizer.state[param][LOW]).view(torch.int16).view(local(param).shape)
+    if weight is param:
+        return low
+    if not param.is_contiguous():
+        raise ValueError(
+            f"qk_clip_: the {name} is a part of a parameter that is not contiguous; give the parameter, or make it so"
+        )
+    return low.as_strided(weight.shape, weight.stride(), weight.storage_offset() - param.storage_offset())
 
-        mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
-        rows = DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    weight.mul_(rows)
+
+def _over(weight: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether they are over one memory."""
+    if is_spread(weight) or is_spread(param):
+        return False
+    return weight.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+
+
+def _scale(weight: torch.Tensor, rows: torch.Tensor, low: torch.Tensor | None) -> None:
+    """Row by row: in float32 and rounded once, where the weight has fewer bits; with its low half, where it has one."""
+    if is_spread(weight) and weight.ndim:
+        offsets, here = extent(weight)
+        rows = rows[offsets[0] : offsets[0] + here[0]]
+    rows, mine = rows.reshape(-1, *[1] * (weight.ndim - 1)), local(weight)
+    if low is None:
+        mine.mul_(rows)
+    else:
+        part(joined(mine, low) * rows, mine, low)
+    if mine is not weight:
+        torch.autograd.graph.increment_version(weight)

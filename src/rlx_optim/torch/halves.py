@@ -109,13 +109,13 @@ def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None
         return None
     first: int | None = 0
     if is_spread(param):
-        offsets, here = _extent(param)
+        offsets, here = extent(param)
         rows = tuple(here[1:]) == tuple(param.shape[1:])
         first = None if not rows else offsets[0] * math.prod(here[1:]) if here else 0
     return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
 
 
-def _extent(param: Any) -> tuple[list[int], list[int]]:
+def extent(param: Any) -> tuple[list[int], list[int]]:
     """Where what is here of a parameter begins, along each axis, and how long it is."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -125,7 +125,7 @@ def _extent(param: Any) -> tuple[list[int], list[int]]:
 
 def places(param: Any) -> torch.Tensor:
     """The index in the whole parameter of each element that is here."""
-    offsets, here = _extent(param)
+    offsets, here = extent(param)
     device, found = local(param).device, torch.zeros((), dtype=torch.int64)
     for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
         found = found[..., None] + (torch.arange(n, dtype=torch.int64) + offset) * math.prod(param.shape[axis + 1 :])

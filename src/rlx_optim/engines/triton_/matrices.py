@@ -63,11 +63,13 @@ class Matrices(Torch):
             self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
-        phase = tuple(decided.values())
-        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        phase, asks = tuple(decided.values()), self._asks(bundle, numbers)
+        soon = plan.cached("soon", Soon)
+        answers = soon.answers if asks else ()
+        replayed = plan.cached(("replay", *phase, *answers), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
-        if self._asks(bundle, numbers) and replayed.graph is not None:
-            plan.cached("soon", Soon).replayed()
+        if asks and replayed.graph is not None:
+            soon.replayed()
         return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
@@ -107,10 +109,11 @@ class Matrices(Torch):
         can = can and not any(map(torch.is_tensor, numbers.values()))
         if not can or not self._asks(bundle, numbers):
             return can
-        made = bundle.plan.made.get(("replay", *decided_in(numbers).values()))  # computes with all of the state
+        answers = bundle.plan.cached("soon", Soon).ask()
+        made = bundle.plan.made.get(("replay", *decided_in(numbers).values(), *answers))  # computes with all of the state
         state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
         fits = (made is not None and made.graph is not None) or replay.spare(self.device, state)
-        return fits and bundle.plan.cached("soon", Soon).quiet()
+        return fits and bool(answers)
 
     @staticmethod
     def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:

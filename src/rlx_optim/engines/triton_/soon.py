@@ -14,13 +14,15 @@ from .replay import recording
 
 
 class Soon:
-    """The decisions of one bundle's updates, each known by its place among them. In a graph all of them are no."""
+    """The decisions of one bundle's updates, each known by its place among them. A graph has been recorded with some answers, and
+    tells what they would have been."""
 
     def __init__(self) -> None:
         self.last: dict[Any, tuple[torch.Tensor, torch.cuda.Event]] = {}
         self.taken: list[Any] = []  # in the update that runs
         self.before: list[Any] = []  # in the last one that took any
-        self.recorded: dict[Any, torch.Tensor] = {}  # those in a graph, with where it tells them
+        self.recorded: dict[Any, dict[Any, torch.Tensor]] = {}  # of graphs, by their answers: where each tells its decisions
+        self.answers: tuple[Any, ...] = ()  # of the last update that took decisions
         self.begin()
 
     def begin(self) -> None:
@@ -29,22 +31,23 @@ class Soon:
         self.counts: collections.Counter[Any] = collections.Counter()
         self.before, self.taken = self.taken or self.before, []
         if recording():
-            self.recorded = {}
+            self.recorded[self.answers] = {}
 
-    def quiet(self) -> bool:
-        """Whether the last update that took decisions would have them all no, so that a graph may take the next."""
+    def ask(self) -> tuple[Any, ...]:
+        """How the last update that took decisions would have them now, by which a graph may take the next; () if none did."""
         self.begin()
-        told = [self.last[key] for key in self.before]
-        for _, event in told[-1:]:
+        told = [(key, *self.last[key]) for key in self.before]
+        for _, _, event in told[-1:]:
             event.synchronize()  # the others were before
-        return bool(told) and not any(bool(host) for host, _ in told)
+        self.answers = tuple([(key, bool(host)) for key, host, _ in told])
+        return self.answers
 
     def replayed(self) -> None:
-        """A graph has told anew what its decisions would have been."""
-        event = torch.cuda.Event()
+        """The graph of these answers has told anew what they would have been."""
+        event, told = torch.cuda.Event(), self.recorded[self.answers]
         event.record()
-        self.last |= {key: (host, event) for key, host in self.recorded.items()}
-        self.taken = list(self.recorded)
+        self.last |= {key: (host, event) for key, host in told.items()}
+        self.taken = list(told)
 
     def decide(self, predicate: torch.Tensor, yes: Callable[..., Any], no: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """The first time it waits."""
@@ -62,8 +65,9 @@ class Soon:
         if recording():
             if key not in self.last:
                 raise RuntimeError("a decision that was never taken cannot be recorded")
-            self.recorded[key] = self.last[key][0].copy_(predicate, non_blocking=True)
-            return False
+            host = self.last[key][0]
+            answer, self.recorded[self.answers][key] = bool(host), host.copy_(predicate, non_blocking=True)
+            return answer
         now = self.tell(predicate)
         told, self.last[key] = self.last.get(key, now), now
         told[1].synchronize()
