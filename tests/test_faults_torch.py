@@ -46,7 +46,7 @@ def close(params, others, tolerance=1e-5):
 
 
 # ---- signatures -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("mine", "theirs"), PEERS.items())
+@pytest.mark.parametrize(("mine", "theirs"), [(m, t) for m, t in PEERS.items() if hasattr(torch.optim, t)])
 def test_a_positional_argument_means_what_it_means_in_torch_optim(mine, theirs):
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -114,12 +114,17 @@ def saved(kind, **settings):
     return params, opt
 
 
+told = pytest.mark.skipif(
+    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters, reason="this torch does not say which decay"
+)
+
+
 @pytest.mark.parametrize(
     ("theirs", "settings", "mine", "how"),
     [
-        ("Adam", {"decoupled_weight_decay": True}, "Adam", "decoupled weight decay .0.1.*AdamW"),
-        ("AdamW", {}, "Adam", "decoupled weight decay .0.1.*AdamW"),
-        ("Adam", {}, "AdamW", "coupled weight decay .0.1.*Adam"),
+        pytest.param("Adam", {"decoupled_weight_decay": True}, "Adam", "decoupled weight decay .0.1.*AdamW", marks=told),
+        pytest.param("AdamW", {}, "Adam", "decoupled weight decay .0.1.*AdamW", marks=told),
+        pytest.param("Adam", {}, "AdamW", "coupled weight decay .0.1.*Adam", marks=told),
         ("NAdam", {}, "NAdamW", "coupled weight decay"),
     ],
 )
@@ -138,7 +143,7 @@ TRAVELLERS = [
     ("Adam", "Adam", {"weight_decay": 0.1}),
     ("Adam", "Adam", {"weight_decay": 0.1, "amsgrad": True, "maximize": True}),
     ("AdamW", "AdamW", {"weight_decay": 0.1}),
-    ("AdamW", "Adam", {"weight_decay": 0.1}),  # torch.optim.Adam takes AdamW's word for it
+    pytest.param("AdamW", "Adam", {"weight_decay": 0.1}, marks=told),  # torch.optim.Adam takes AdamW's word for it
     ("NAdamW", "NAdam", {"weight_decay": 0.1, "convention": "torch"}),
     ("RAdam", "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     ("RAdam", "RAdam", {"weight_decay": 0.1}),

@@ -314,8 +314,8 @@ def test_by_pattern():
     assert {k for k, p in params.items() if p in opt._hosted} == {"w", "b"}
     told = list(opt.engine_report())
     assert told == [
-        "2 parameters on cpu, float32 arithmetic, state on the host, stepped there",
         "5 parameters on cpu, float32 arithmetic",
+        "2 parameters on cpu, float32 arithmetic, state on the host, stepped there",
     ]
     plain = parameters(shapes=SHAPES)
     run(ours.AdamW(list(plain.items()), lr=0.1), plain, 0, 2)
@@ -337,6 +337,22 @@ def test_refusals(monkeypatch):
     monkeypatch.delitem(offload.LINKS, "cpu")
     with pytest.raises(ValueError, match=r"AdamW: parameter 'w' is on cpu, and offload='cpu' is for parameters on a CUDA device"):
         ours.AdamW(named, lr=0.1, offload="cpu")
+
+
+def test_parameters_of_ranks_are_refused(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match="AdamW: 'w' is spread over ranks, and offload='cpu' is for parameters that are not"):
+            ours.AdamW([("w", torch.nn.Parameter(spread))], lr=0.1, offload="cpu")
+        with pytest.raises(ValueError, match=r"Muon: 'w' is spread over ranks, .* or leave out process_group"):
+            ours.Muon([("w", torch.nn.Parameter(torch.ones(4, 4)))], offload="cpu", process_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_state_that_was_moved_is_refused():

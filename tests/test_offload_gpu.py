@@ -98,7 +98,7 @@ def test_on_the_device(name, settings):
     assert all(lane.above for lane in opt._lanes)
     kept = [v for state in opt.state.values() for k, v in state.items() if k.startswith(("exp_avg", "m", "h"))]
     assert all(v.is_pinned() for v in kept)
-    assert len(opt._lanes[0].buckets) > 3
+    assert len(opt._lanes[0].buckets) > 1
 
 
 def test_resumed_bit_for_bit(tmp_path):

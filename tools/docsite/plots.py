@@ -213,7 +213,7 @@ FIGURES: dict[str, tuple[Callable[[str, str], bytes], str, str]] = {
     for draw, of, file in [
         *((at_work, name, name) for name in list_optimizers()),
         (speed, "two-blocks", "speed"),
-        *((raced, model, f"race-{model}") for model in ("digits-mlp", "char-gpt")),
+        *((raced, model, f"race-{model}") for model in races.drawn()),
         *((told, of, f"evidence-{of}") for of in ("curves", "rates") if evidence.drawn()),
     ]
     for theme in THEMES

@@ -43,7 +43,15 @@ def by_optimizer(model: str) -> str:
     return table(["optimizer", "lr", "test accuracy", "test loss", "training loss", "state, kB"], rows, right=(1, 2, 3, 4, 5))
 
 
+def drawn() -> list[str]:
+    """The models whose committed results have curves."""
+    models = sorted(path.stem for path in (ROOT / "benchmarks" / "race").glob("*.json"))
+    return [model for model in models if all("curve" in entry for entry in found(model)["optimizers"].values())]
+
+
 def figure(model: str) -> str:
+    if model not in drawn():
+        return "Its curves were not kept."
     words = f"Training loss by step, {found(model)['model']['title']}; the best at the end in colour, and AdamW"
     return "\n".join(f"![{words}](assets/plots/race-{model}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))
 

@@ -25,7 +25,7 @@ def keywords(s: Subject) -> Any:
         raise Wrong("with these settings twelve plain steps fail or end in NaN")
     idle, untried, acting = [], [], 0
     for name in s.keywords:
-        if name in UNASKED or name.endswith("dtype"):
+        if name in UNASKED or "dtype" in name:
             continue
         moved = _moves(s, name, {}, want)
         if moved == 0.0:

@@ -32,7 +32,7 @@ from .char_gpt import build, tensors
 from .digits import HESSIAN_EVERY, finished
 
 CHECK = 50  # steps between looks at the loss
-WARM = 12  # steps before the clock starts, once an optimizer: they compile, capture, and refresh a basis
+WARM = 36  # steps before the clock starts, once an optimizer: they compile, and record what comes in every tenth step too
 WARM_UP, COOL_DOWN = 0.05, 0.5  # shares of a run in which the rate rises from 0, and falls back to it, each along a line
 #: packages that distributions of Python leave out, and tables of numbers or words that are no source
 LEFT_OUT = {

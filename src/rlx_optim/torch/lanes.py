@@ -138,6 +138,7 @@ class Lane(abc.ABC):
     separates = False  # whether it steps such apart from others
     recorded = True  # whether its engine may keep graphs of its steps, with memory of their own
     hosted = False  # whether state is on the host and parameters are not (`offload`)
+    waits = False  # whether a step of it waits for the device: it comes after those that do not
     words = ""  # what is to be said of where state is
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):

@@ -125,11 +125,14 @@ class Link:
         room.gone = self.copied(self.back, pairs)
 
     def end(self) -> None:
-        """What the device computes next comes after the copies; what was written to the host is there."""
+        """What the device computes next comes after the copies."""
         for stream in (self.there, self.back):
             self.current().wait_stream(stream)
-            if not self.below:
-                stream.synchronize()
+
+    def rest(self) -> None:
+        """What was written to the host is there."""
+        if not self.below:
+            self.back.synchronize()
 
 
 #: by the type of device that parameters are offloaded from
@@ -176,7 +179,7 @@ class HostLane(Lane):
     ):
         """device: of the parameters; where: the arithmetic is; above: that is the device."""
         super().__init__(engine, why, device, dtype, sign)
-        self.kept, self.where, self.above = HOST.device, where, above
+        self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
         self.inner = LANES.get(engine.name, TorchLane)
         self.together = False  # whether a rule reduces over all tensors
         self.link = LINKS[device.type](device, not above)
@@ -276,7 +279,7 @@ class HostLane(Lane):
         if self.above:
             turns = self.turns([self.seats.index(seat)], [estimate])
             self.carry(turns, lambda turn: take(turn.chunks[0].records[0], turn.grads[0]))
-            return
+            return self.link.rest()
         parts = estimate.to(self.where).reshape(-1).split([record.size for record in seat.records])
         for record, part in zip(seat.records, parts, strict=True):
             take(record, part)
@@ -382,8 +385,20 @@ def run_of(whole: Record, rows: slice) -> Record:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Answer Ctrl-C after this block: a step that has begun is taken whole."""
+def whole(lanes: Iterable[Lane]) -> Iterator[None]:
+    """A step of these lanes, some of which are offloaded: nothing is under way to the host after it, and Ctrl-C is answered after
+    it, so that it is taken whole."""
+    with _undisturbed():
+        try:
+            yield
+        finally:
+            for lane in lanes:
+                if isinstance(lane, HostLane):
+                    lane.link.rest()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

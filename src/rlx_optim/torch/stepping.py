@@ -35,7 +35,7 @@ from .halves import is_spread
 from .headers import in_bounds, is_fake
 from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
 from .names import in_dtype
-from .offload import LINKS, HostLane, undisturbed
+from .offload import LINKS, HostLane, whole
 from .overlap import Work, rounds
 from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_names, settle, shape_in_state, split_in
 
@@ -214,7 +214,8 @@ class Stepper(Deciding):
         asked, taken = self._asked and only is None, []
         for lane, _, _ in work:
             lane.asked = asked
-        with undisturbed() if any(lane.hosted for lane, _, _ in work) else contextlib.nullcontext():
+        stepped = [lane for lane, _, _ in work]
+        with whole(stepped) if any(lane.hosted for lane in stepped) else contextlib.nullcontext():
             for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
                 for lane, chosen, grads in round_:
                     lane.step(chosen, specs, structures, grads, lane.sign * factor)
@@ -451,7 +452,7 @@ class Stepper(Deciding):
         self._again, self._gathering = None, bool(gathering)
         for lane in lanes.values():
             lane.share_counts()
-        self._lanes, self._layout = list(lanes.values()), self._laid_out()
+        self._lanes, self._layout = sorted(lanes.values(), key=lambda lane: lane.waits), self._laid_out()
         if self._homes is not None:
             from .sharded.lanes import council
 
