@@ -105,13 +105,11 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
         return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
 
     def kept(Q: Any) -> Any:
-        return E.where(sound[:, None, None], Q, near)
+        return E.where((done & basis)[:, None, None], Q, near)
 
-    Q, sound = E.soon(more.any(), once_more, enough, Q)
-    if E.sure:
-        return kept(Q)
-    sound = sound & (skew(E, Q) < SKEW)
-    return E.soon(~sound.all(), surely, kept, Q)
+    Q, done = E.soon(more.any(), once_more, enough, Q)
+    basis = done if E.sure else skew(E, Q) < SKEW
+    return kept(Q) if E.sure else E.soon(~basis.all(), surely, kept, Q)
 
 
 def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
