@@ -62,6 +62,7 @@ TABLES = {
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},
     "modifiers": modifiers.by_rule,
     "peak memory": peak.by_format,
+    "coded by rule": peak.by_rule,
     "offload fits": offload.fits,
     "offload speed": offload.speed,
     "offload source": offload.source,

@@ -66,7 +66,7 @@ class Result(NamedTuple):
 def result(name: str) -> Result | None:
     search = plan.Search(pool(), name, STEPS)
     settings = search.winner()
-    if settings is None:
+    if settings is None or not all(map(pool().has, search.decay())):  # a search that is not over is no result
         return None
     losses = search.losses(settings, STEPS)
     beside = plan.Search(pool(), "adamw", STEPS)
