@@ -34,7 +34,7 @@ def in_stages(world):
 SCENARIOS = {size: [in_stages, clipped] for size in WORLDS}
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def world(request, tmp_path_factory):
     """A size, and what each rank of a world gave."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
