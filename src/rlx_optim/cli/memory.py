@@ -78,7 +78,7 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
         member, record, _ = optimizer._lookup(name, shape)
         spec, rows = member._specs()[record.group], (shape or (1,))[0]
         kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
-        above = engine == "triton" or (spec.matrix and engine != "cpu")
+        above = buckets.on_the_device(spec.matrix, engine)
         row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
         state += sum(map(locked, kept)) if above else sum(kept)

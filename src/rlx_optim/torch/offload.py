@@ -163,10 +163,9 @@ class Bucket:
     places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
     room: Room | None = None  # where that is bound to one
-    here: list[torch.Tensor] = dataclasses.field(
-        default_factory=list
-    )  # else: what parameters and gradients were brought to last,
-    shape: Any = None  # in which memory, of which chunks, and of which types
+    #: else: what parameters and gradients were brought to last; in which memory, of which chunks, and of which types
+    here: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    shape: Any = None
 
 
 class HostLane(Lane):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..buckets import on_the_device
 from ..pieces import WHOLE, Split, part, slots_of
 from ..program import trace
 from ..routing import bare
@@ -109,8 +110,8 @@ class Stepper(Deciding):
 
     def _reached(self, param: torch.Tensor, kind: type[Spec]) -> torch.device:
         """Where the arithmetic of a parameter is."""
-        down = self.engine != "triton" if not kind.matrix else self.engine == "cpu"
-        return HOST.device if down and param in self._hosted else param.device
+        hosted = param in self._hosted and not on_the_device(kind.matrix, self.engine)
+        return HOST.device if hosted else param.device
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
@@ -430,7 +431,7 @@ class Stepper(Deciding):
                     gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
                 if home is HOST:
                     key = (*key, where, spec.matrix)
-                    above = self.engine == "triton" or (spec.matrix and self.engine != "cpu")
+                    above = on_the_device(spec.matrix, self.engine)
                     make = functools.partial(HostLane, where=where, above=above)
                 elif home is not None:
                     if self.capturable:
