@@ -10,7 +10,7 @@ ALIGNED = 256  # bytes: what a tensor in a bucket takes is a multiple
 
 
 def on_the_device(matrix: bool, engine: str) -> bool:
-    """Whether it computes what is offloaded, by the kind of rule and the engine that was asked for: then state goes up and down."""
+    """Whether it computes what is offloaded, by the kind of rule and the engine asked for: then state goes up and down."""
     return engine == "triton" or (matrix and engine != "cpu")
 
 
