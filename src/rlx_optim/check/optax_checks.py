@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .optax_subject import OptaxSubject, arrays, bitwise
+from .optax_subject import FAST, OptaxSubject, bitwise
 from .table import Skip, Wrong, check
+
+FUSED = 1e-4  # of the distance travelled: what is compiled whole is rounded otherwise
 
 
 def same_tree(a: Any, b: Any) -> bool:
@@ -20,29 +22,15 @@ def same_tree(a: Any, b: Any) -> bool:
 
 @check("jit", "compiled and not compiled it ends in the same place", "optax")
 def jit(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
-    state = tx.init(params)
-    for t in range(6):
-        params, state = s.update(tx, s.grads(t), state, params)
-    bar = max(s.bar, 1e-4)  # fused operations are rounded otherwise
-    return s.near(arrays(s.plain), arrays(params), arrays(s.start()), "jit ends elsewhere than no jit", bar)
+    return s.close(s.jitted[0], s.plain, "jit ends elsewhere than no jit", FUSED)
 
 
 @check("one-trace", "update is traced once: a second trace of a large model costs minutes", "optax")
 def one_trace(s: OptaxSubject) -> Any:
-    tx, params, traces = s.make(), s.start(), []
-    state = jax.jit(tx.init)(params)
-
-    @jax.jit
-    def step(g: Any, state: Any, p: Any) -> Any:
-        traces.append(1)
-        return s.update(tx, g, state, p)
-
-    for t in range(4):
-        params, state = step(s.grads(t), state, params)
-    if len(traces) > 1:
-        raise Wrong(f"four steps were traced {len(traces)} times: dtypes or shapes of the state change", len(traces))
-    return len(traces)
+    _, traces = s.jitted
+    if traces > 1:
+        raise Wrong(f"six steps were traced {traces} times: dtypes or shapes of the state change", traces)
+    return traces
 
 
 @check("scan", "a training loop inside jax.lax.scan ends where the loop outside does", "optax")
@@ -53,8 +41,8 @@ def scan(s: OptaxSubject) -> Any:
     def body(carry: Any, g: Any) -> Any:
         return s.update(tx, g, carry[1], carry[0]), None
 
-    (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g))(params, many)
-    return s.close(got, s.plain, "scan ends elsewhere than a loop")
+    (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g), compiler_options=FAST)(params, many)
+    return s.close(got, s.plain, "scan ends elsewhere than a loop", FUSED)
 
 
 @check("vmap", "over a stack of models at once it ends where each ends alone", "optax", quick=False)
@@ -62,10 +50,10 @@ def vmap(s: OptaxSubject) -> Any:
     tx, params = s.make(), s.start()
     two = jax.tree.map(lambda p: jnp.stack((p, p * 0.5)), params)
     state = jax.vmap(tx.init)(two)
-    step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)))
+    step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)), compiler_options=FAST)
     for t in range(6):
         two, state = step(jax.tree.map(lambda g: jnp.stack((g, g)), s.grads(t)), state, two)
-    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere")
+    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere", FUSED)
 
 
 @check("stable-state", "state keeps its structure, shapes and dtypes: scan and donated buffers need that", "optax")
@@ -89,8 +77,7 @@ def bfloat16(s: OptaxSubject) -> Any:
     tx, params = s.make(), jax.tree.map(jnp.zeros_like, s.start(jnp.bfloat16))  # from where any step shows
     with s.refusable("bfloat16"):
         state = tx.init(params)
-        step = jax.jit(lambda g, state, p: s.update(tx, g, state, p))
-        got = params
+        got, step = params, s.compiled(tx)
         for t in range(4):
             got, state = step(s.grads(t, jnp.bfloat16), state, got)
     for name, p in got.items():
@@ -104,7 +91,7 @@ def empty_tree(s: OptaxSubject) -> Any:
     tx = s.make()
     for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
         state = tx.init(tree)
-        got, _ = s.update(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
+        got, _ = s.eager(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
         if not same_tree(got, tree):
             raise Wrong(f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
     return "kept"
@@ -151,7 +138,7 @@ def inject(s: OptaxSubject) -> Any:
     got, _ = s.run(
         tx, params, tx.init(params), 0, 6
     )  # numbers that were float64 on the host are float32 now: more than a rounding
-    seen = s.near(arrays(got), arrays(s.plain), arrays(params), "under inject_hyperparams it ends elsewhere", max(s.bar, 1e-3))
+    seen = s.close(got, s.plain, "under inject_hyperparams it ends elsewhere", 1e-3)
 
     def begun(rate: float) -> Any:
         state = tx.init(params)
@@ -180,15 +167,9 @@ def schedule(s: OptaxSubject) -> Any:
 @check("multi-steps", "optax.MultiSteps over two halves of a gradient is one step on the whole", "optax")
 def multi_steps(s: OptaxSubject) -> Any:
     tx, params = optax.MultiSteps(s.make(), 2), s.start()
-    state = tx.init(params)
-
-    @jax.jit
-    def step(g: Any, state: Any, p: Any) -> Any:
-        return s.update(tx, g, state, p)
-
-    for t in range(12):
-        params, state = step(jax.tree.map(lambda g, t=t: g * (0.5, 1.5)[t % 2], s.grads(t // 2)), state, params)
-    return s.close(params, s.plain, "under MultiSteps it ends elsewhere")
+    halves = lambda t: jax.tree.map(lambda g: g * (0.5, 1.5)[t % 2], s.grads(t // 2))  # noqa: E731
+    got, _ = s.run(tx, params, tx.init(params), 0, 12, halves)
+    return s.close(got, s.plain, "under MultiSteps it ends elsewhere")
 
 
 @check("resume", "state that went through pickle goes on bit for bit", "optax")
@@ -207,7 +188,7 @@ def gradients_unwritten(s: OptaxSubject) -> Any:
     tx, params = s.make(), {n: np.asarray(p).copy() for n, p in s.start().items()}
     grads = {n: np.asarray(g).copy() for n, g in s.grads(0).items()}
     before = jax.tree.map(np.copy, (params, grads))
-    s.update(tx, grads, tx.init(params), params)
+    s.eager(tx, grads, tx.init(params), params)
     return bitwise((params, grads), before, "update wrote to what it was given")
 
 
@@ -220,7 +201,7 @@ def float64(s: OptaxSubject) -> Any:
             tx = s.make(**s.without_decay())
             state = tx.init(params)
             for t in range(3):
-                params, state = s.update(tx, s.grads(t, jnp.float64), state, params)
+                params, state = s.eager(tx, s.grads(t, jnp.float64), state, params)
             if any(p.dtype != jnp.float64 for p in params.values()):
                 raise Wrong("parameters changed their dtype", str(next(iter(params.values())).dtype))
             ends.append({name: np.asarray(p) for name, p in params.items()})

@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
 MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
 SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
-SMALL: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (7,), "conv": (2, 3, 2, 2)}
+SMALL = {name: SHAPES[name] for name in ("w", "v", "conv")}
 NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
 #: keywords that say how a step is computed, not what it gives
@@ -30,7 +30,7 @@ NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_sc
 UNASKED = (
     *NEUTRAL, "nonfinite", "skip_above", "process_group", "otherwise",
     "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
-    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs", "rounding",
+    "hessian_seed", "corrected_weight_decay", "verbose", "print_win_rate_every_n_step", "kwargs", "rounding",
 )  # fmt: skip
 BAR = 1e-5  # of the distance travelled: two orders of one computation
 
@@ -96,9 +96,6 @@ class Subject(abc.ABC):
         """Parameters after some steps."""
 
     draws = False  # whether a step draws from the library's generator
-
-    def renew(self) -> None:  # noqa: B027
-        """Forget what is kept from walk to walk."""
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
