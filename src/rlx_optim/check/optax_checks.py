@@ -13,6 +13,7 @@ import optax
 from .optax_subject import FAST, OptaxSubject, bitwise
 from .table import Skip, Wrong, check
 
+FAR = 2**24  # float32 counts no further
 FUSED = 1e-4  # of the distance travelled: what is compiled whole is rounded otherwise
 
 
@@ -209,3 +210,47 @@ def float64(s: OptaxSubject) -> Any:
     if kept > 0.5:
         raise Wrong("a shift of 1e-11 in the parameters is lost: they pass through float32", kept)
     return kept
+
+
+@check("count", "float32 stops counting at 16777216; what depends on the count then stands still", "optax")
+def count(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    first, second = (jax.tree.leaves(s.run(tx, params, tx.init(params), 0, steps)[1]) for steps in (1, 2))
+    counters = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if jnp.ndim(a) == 0 and (a, b) == (1, 2)]
+    if not counters:
+        raise Skip("nothing in its state counts steps")
+    leaves, tree = jax.tree.flatten(s.run(tx, params, tx.init(params), 0, 1)[1])
+    far = [jnp.full_like(x, FAR) if i in counters else x for i, x in enumerate(leaves)]
+    got, state = s.run(tx, params, jax.tree.unflatten(tree, far), 1, 4)
+    if not all(bool(jnp.isfinite(p).all()) for p in got.values()) or all(bool((got[n] == params[n]).all()) for n in got):
+        raise Wrong("after 2^24 steps parameters stand still or are not finite", "NaN")
+    counts = [float(jax.tree.leaves(state)[i]) for i in counters]
+    if min(counts) < FAR + 3:
+        raise Wrong(f"three steps after 2^24 the count is 2^24 + {min(counts) - FAR:g}", min(counts) - FAR)
+    return "2^24 + 3"
+
+
+@check(
+    "bfloat16-learns",
+    "averages kept in bfloat16 stop moving: after large gradients small ones count for nothing",
+    "optax",
+    quick=False,
+)
+def bfloat16_learns(s: OptaxSubject) -> Any:
+    ends = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx, params = s.make(**s.without_decay()), {"w": jnp.zeros((4, 4), dtype)}
+        push = jnp.where(jnp.arange(16).reshape(4, 4) % 3 == 0, 1.0, -0.5).astype(dtype)
+        with s.refusable("bfloat16"):
+            state, step = tx.init(params), s.compiled(tx)
+            for t in range(1020):
+                if t == 1000:
+                    params = {"w": jnp.zeros((4, 4), dtype)}  # so that p itself has bits to spare
+                params, state = step({"w": push * (100.0 if t < 20 else 1.0)}, state, params)
+        ends.append(np.asarray(params["w"], np.float32))
+        if not np.isfinite(ends[0]).all():
+            raise Skip("in float32 too it runs away where a gradient never changes")
+    apart = float(np.abs(ends[1] - ends[0]).max() / max(np.abs(ends[0]).max(), 1e-30))
+    if not apart <= 0.1:
+        raise Wrong(f"twenty small steps after a thousand differ from float32's by {apart:.0%}", apart)
+    return apart

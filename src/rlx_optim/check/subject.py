@@ -32,7 +32,8 @@ UNASKED = (
     "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
     "hessian_seed", "corrected_weight_decay", "verbose", "print_win_rate_every_n_step", "kwargs", "rounding",
 )  # fmt: skip
-BAR = 1e-5  # of the distance travelled: two orders of one computation
+BAR, COARSE = 1e-5, 0.1  # of the distance travelled: two orders of one computation; what says nothing any more
+CRASHES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0) -> Arrays:
@@ -127,10 +128,14 @@ class Subject(abc.ABC):
         """What is taken for rounding: a multiple of what a unit in the last place of a gradient makes."""
         start, plain = drawn(self.shapes), replayed(self.shapes)
         want = self.walk(start, plain, 6)
+        if not finite(want):
+            raise Wrong("six plain steps end in NaN or infinity", "NaN")
         noise = 0.0
         for sign in (1, -1):
             got = self.walk(start, lambda t, p: {n: g * np.float32(1 + sign * 1.2e-7) for n, g in plain(t, p).items()}, 6)  # noqa: B023
             noise = max(noise, gap(got, want, start))
+        if 8 * noise > COARSE:
+            raise Skip(f"a unit in the last place of the gradients moves it by {noise:.0e} of its way: nothing can be compared")
         return max(BAR, 8 * noise)
 
     @functools.cached_property
@@ -174,13 +179,15 @@ class Subject(abc.ABC):
 
     @contextlib.contextmanager
     def refusable(self, what: str) -> Iterator[None]:
-        """A clean refusal is no failure."""
+        """A clean refusal is no failure; a crash is."""
         try:
             yield
         except (Skip, Wrong):
             raise
         except Exception as problem:
             message = (str(problem).strip() or type(problem).__name__).splitlines()[0][:120]
+            if isinstance(problem, CRASHES):
+                raise Wrong(f"{what} is not refused but breaks it: {type(problem).__name__}: {message}", "crash") from None
             raise Skip(f"{what} is refused: {message}") from None
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------------
