@@ -230,7 +230,9 @@ def rates() -> str:
     rows = []
 
     def cells(records: list[dict[str, Any]], key: str) -> str:
-        by = {r["settings"].get(key, 0.0): f"{r['validation_loss']:.3f}" if "validation_loss" in r else "diverged" for r in records}
+        by = {
+            r["settings"].get(key, 0.0): f"{r['validation_loss']:.3f}" if "validation_loss" in r else "diverged" for r in records
+        }
         return ", ".join(f"{value:g}: {by[value]}" for value in sorted(by)) or NONE
 
     for name in list_optimizers():
