@@ -113,7 +113,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "lamb": {"lr": 1e-2, **SHORT},
         "lars": {"lr": 10.0, "weight_decay": 1e-4},
         "adafactor": {"lr": 3e-2},
-        "lion": {"lr": 3e-4, "weight_decay": 1.0},
+        "lion": {"lr": 3e-4, **SHORT, "weight_decay": 1.0},
         "soap": {"lr": 3e-3, **DECAY},
         "kronpsgd": {"lr": 1e-3, **DECAY},
         "muon": {"lr": 2e-2, "weight_decay": 0.01, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
