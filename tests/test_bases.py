@@ -172,7 +172,10 @@ def test_columns_known_to_be_open_need_no_second_decomposition():
 @pytest.mark.parametrize(("shape", "every", "engine"), [((24, 16), 1, "cpu"), ((40, 8), 7, "cpu"), ((12, 8), 4, Products())])
 def test_bases_are_orthonormal_after_a_thousand_steps(shape, every, engine):
     rng = np.random.default_rng(5)
-    opt, p = rlx_optim.SOAP(lr=1e-3, precondition_frequency=every, engine=engine), {"w": rng.standard_normal(shape).astype(np.float32)}
+    opt, p = (
+        rlx_optim.SOAP(lr=1e-3, precondition_frequency=every, engine=engine),
+        {"w": rng.standard_normal(shape).astype(np.float32)},
+    )
     for _ in range(1000):
         opt.step_all(p, {"w": rng.standard_normal(shape).astype(np.float32)})
     for name in ("Q1", "Q2"):

@@ -34,8 +34,8 @@ LARGE = ((64, 128), (16, 16, 32))  # and which of them may be kept in fewer bits
 
 
 class RuleState(NamedTuple):
-    """count: steps taken. slots: by name, each shaped like the parameters. factors: per parameter, matrices by name; () where there
-    are none, as whatever calls a jitted step takes its time over every node of a state."""
+    """count: steps taken. slots: by name, each shaped like the parameters. factors: per parameter, matrices by name; () where
+    there are none, as who calls a jitted step takes time for every node of a state."""
 
     count: Any
     slots: dict[str, Tree]

@@ -1,4 +1,4 @@
-"""Cholesky factors of a few rows and columns, inverted, a program each: `linalg.whitening` makes large ones of them by products."""
+"""Cholesky factors of a few rows and columns, inverted, a program each: `linalg.whitening` makes large ones by products."""
 
 # mypy: ignore-errors
 

@@ -29,8 +29,8 @@ SIDE, DEPTH = 128, 64
 def split(
     X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, EACH: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """X·FACTOR[matrix] (or a number for all, unless EACH) = h + l, both in half precision: h, or l where LOW says so, into each part
-    of OUT, `part` apart. Rows of X are contiguous."""
+    """X·FACTOR[matrix] (or a number for all, unless EACH) = h + l, both in half precision: h, or l where LOW says so, into each
+    part of OUT, `part` apart. Rows of X are contiguous."""
     b = tl.program_id(2).to(tl.int64)
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     c = tl.program_id(1) * C + tl.arange(0, C)
