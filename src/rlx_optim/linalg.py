@@ -126,8 +126,8 @@ def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) ->
 
 
 def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:
-    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C being
-    of length 1 as well."""
+    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C
+    being of length 1 as well."""
     V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=1)
     lengths = E.sqrt(E.lines(V, -2))
     return V / E.floor(lengths, TINY), lengths[:, 0]
