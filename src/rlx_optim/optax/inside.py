@@ -65,10 +65,8 @@ class Part:
         made = jax.tree_util.tree_map_with_path(placed, self.whole, is_leaf=is_ours)
         if fresh:
             names = ", ".join(f"state{name}" for name in fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
-            warnings.warn(
-                f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} {'begin' if len(fresh) > 1 else 'begins'} anew",
-                stacklevel=3,
-            )
+            begin = "begin" if len(fresh) > 1 else "begins"
+            warnings.warn(f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} {begin} anew", stacklevel=3)
         return made
 
     def member(self, member: Member, state: Any) -> Member:
