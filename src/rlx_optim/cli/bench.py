@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from ..engines import no_compiler
 from ..named import list_optimizers
 from ..registry import aliases
 from ..storage import FORMATS
@@ -159,6 +160,8 @@ def command(
         return
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
+    if device == "cpu" and (lacking := no_compiler()):
+        raise Problem(f"bench measures the compiled engine: {lacking}")
     if front not in FRONTS:
         raise unknown("front", front, FRONTS)
     if front == "jax" and device != "cuda":
