@@ -21,12 +21,12 @@ def newest(files: str) -> dict[str, Any]:
 
 
 def by_format() -> str:
-    """A line an optimizer and format: its state, and the peak of a step."""
+    """A line an optimizer and format: its state, and the peak of a step, in MB; `tools/peak.py` writes MiB."""
     rows = [
-        [row["optimizer"], row["state_dtype"], f"{row['state']:,.0f}", f"{row['peak']:,.0f}"]
+        [row["optimizer"], row["state_dtype"], *(f"{row[what] * 2**20 / 1e6:,.0f}" for what in ("state", "peak"))]
         for row in newest("memory-*.json")["rows"]
     ]
-    return table(["optimizer", "`state_dtype`", "state", "peak"], rows, right=(2, 3))
+    return table(["optimizer", "`state_dtype`", "state, MB", "peak, MB"], rows, right=(2, 3))
 
 
 def by_rule() -> str:

@@ -251,5 +251,5 @@ def show(report: Report) -> None:
     m, (down, up, both) = report.machine, (each / 1e9 for each in (report.down, report.up, report.both))
     say(f"{m.get('gpu', '')}; {m['cpu']}, {m['cores']} cores, {m['date']}")
     say(f"{report.model}: parameters {report.parameters:,}; buckets of {size(report.bucket)} and multiples")
-    say(f"copies of 1 GiB, page-locked: {down:.1f} GB/s down, {up:.1f} up, {both:.1f} each way at once")
+    say(f"copies of 1.07 GB, page-locked: {down:.1f} GB/s down, {up:.1f} up, {both:.1f} each way at once")
     show_table(HEAD, [cells(r) for r in report.rows], [True] * len(report.rows), (8, 9, 7))
