@@ -50,23 +50,23 @@ def by_rounding() -> str:
     return table(["state", *(f'`"{how}"`' for how in ROUNDINGS)], rows, right=(1, 2, 3))
 
 
+def source(found: dict[str, Any], weights: str, more: str = "") -> str:
+    """What was measured where, and by what."""
+    m, command = found["machine"], f"rlx-optim bench --device cuda --model {found['model']}{more} --state-dtype bfloat16,int8"
+    step = f"A step of AdamW on {found['parameters'] / 1e9:.1f} G {weights} parameters with such gradients"
+    return f"{step}, {m['gpu']}, {m['date'][:10]}, ms (`{command}`)"
+
+
 def of_rounding() -> str:
     found = newest("halves-*.json")
     fused = next(row for row in found["rows"] if row["implementation"] == "torch fused")
-    return (
-        f"A step of AdamW on {found['parameters'] / 1e9:.1f} G bfloat16 parameters with bfloat16 gradients, {found['machine']['gpu']}, "
-        f"{found['machine']['date'][:10]}, ms, in one run (`rlx-optim bench --device cuda --model {found['model']} --weights bfloat16 "
-        f"--state-dtype bfloat16,int8`). torch's fused AdamW, whose state is bfloat16 too, took {fused['ms_per_step']:.2f}."
-    )
+    beside = f"torch's fused AdamW, whose state is bfloat16 too, took {fused['ms_per_step']:.2f}."
+    return f"{source(found, 'bfloat16', ' --weights bfloat16')}; {beside}"
 
 
 def beside_torch() -> str:
-    """Milliseconds of AdamW on float32 weights, by the format of its state, torch's beside them; in a line."""
+    """AdamW on float32 weights, by the format of its state, torch's beside it; in a line."""
     found = newest("adamw-*.json")
     cells = {row["implementation"]: f"{row['ms_per_step']:.2f}" for row in found["rows"]}
     formats = ", ".join(f"{cells[label_of(form)]} in `{form}`" for form in FORMATS)
-    return (
-        f"A step of AdamW on {found['parameters'] / 1e9:.1f} G float32 parameters, {found['machine']['gpu']}, {found['machine']['date'][:10]}: torch fused "
-        f"{cells['torch fused']} ms; ours, by the format of its state, {formats} (`rlx-optim bench --device cuda --model {found['model']} "
-        f"--state-dtype bfloat16,int8`)."
-    )
+    return f"{source(found, 'float32')}: torch fused {cells['torch fused']}; ours, by the format of its state, {formats}."
