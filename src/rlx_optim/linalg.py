@@ -105,12 +105,14 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     return Q if E.sure else E.cond(~(skew(E, Q) < SKEW).all(), surely, lambda Q: Q, Q)
 
 
-def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
-    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came.
+def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any, twice: bool = True) -> tuple[Any, Any]:
+    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came: which are
+    a basis (B,) is given as well, and `near` where there is none.
 
     near'X = NN' by Cholesky makes X N'^-1 = near·N, whose columns span what those of X do, with the root of their condition
     number: mostly below ten, so that their own Gram matrix tells the rest. A column of X is taken for dependent where what
-    rounding may have left of X outweighs it there. `near` stays where no basis comes of it."""
+    rounding may have left of X outweighs it there. Columns of `near` may nearly be spanned by the others, while a rank grows:
+    where the rest is done twice, a column of which nothing was left begins anew from signs."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
     sizes = (near * X).sum(-2)  # the diagonal of near'X
     low = E.floor(ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf), TINY)
@@ -119,10 +121,21 @@ def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) ->
     V, lengths = combined(E, X, whitening(E, M, NOTHING * low * scale * scale) * scale[:, None, :])
     free = free | ~(lengths > low)
     behind = last(E, free, order)
-    V = permute(E, E.where(free[:, None, :], near, V), behind, 2)
-    Q, _ = combined(E, V, whitening(E, E.square(V.mT, most=1), 0 * scale + SINGULAR))
+    Q = permute(E, E.where(free[:, None, :], near, V), behind, 2)
+    for again in range(1 + twice):
+        Q, lengths = combined(E, Q, whitening(E, E.square(Q.mT, most=1), 0 * scale + SINGULAR))
+        if twice and not again:
+            Q = E.where((lengths > 0)[:, None, :], Q, signs(E, Q))
     Q = permute(E, straightened(E, Q), E.inverse(behind), 2)
-    return E.where((skew(E, Q) < SKEW)[:, None, None], Q, near)
+    basis = skew(E, Q) < SKEW
+    return E.where(basis[:, None, None], Q, near), basis
+
+
+def signs(E: Any, X: Any) -> Any:
+    """A matrix of columns of length 1 that have nothing in common with any other."""
+    n = X.shape[-1]
+    odd = E.counter(n)[:, None] * (2 * E.counter(n) + 1) * 7919 // 64 % 2
+    return (1 - 2 * E.real(odd)) / math.sqrt(n)
 
 
 def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:

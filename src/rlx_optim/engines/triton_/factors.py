@@ -8,18 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-#: rows and columns that one program takes
-WIDTH = 32
+#: rows and columns of a tile, and of what one program takes
+TILE, WIDTH = 32, 64
 
 
 @triton.jit
-def factor(S, LOW, C, n, sb, sr, lb, cb, cr, W: tl.constexpr):
-    """C = N^-1 of S = NN' (n, n), n at most W; rows are contiguous. A pivot that is not above LOW is left out."""
-    b = tl.program_id(0).to(tl.int64)
+def inverted(A, low, W: tl.constexpr):
+    """N^-1 of A = NN' (W, W). A pivot that is not above `low` is left out."""
     i = tl.arange(0, W)
-    inside = (i[:, None] < n) & (i[None, :] < n)
-    A = tl.load(S + b * sb + i[:, None] * sr + i[None, :], mask=inside, other=0.0)
-    low = tl.load(LOW + b * lb + i, mask=i < n, other=1.0)
     B = tl.where(i[:, None] == i[None, :], A * 0 + 1, A * 0)
     for k in range(W):
         column = tl.sum(tl.where(i[None, :] == k, A, 0.0), 1)
@@ -30,10 +26,32 @@ def factor(S, LOW, C, n, sb, sr, lb, cb, cr, W: tl.constexpr):
         A -= column[:, None] * row[None, :]
         found = tl.sum(tl.where(i[:, None] == k, B, 0.0), 0) * root
         B = tl.where(i[:, None] == k, found[None, :], B - column[:, None] * found[None, :])
-    tl.store(C + b * cb + i[:, None] * cr + i[None, :], B, mask=inside)
+    return B
+
+
+@triton.jit
+def factor(S, LOW, C, n, sb, sr, lb, cb, cr, BOTH: tl.constexpr, W: tl.constexpr):
+    """C = N^-1 of S = NN' (n, n), of one tile, or (BOTH) of two by two; rows are contiguous. LOW as above."""
+    b = tl.program_id(0).to(tl.int64)
+    S, LOW, C = S + b * sb, LOW + b * lb, C + b * cb
+    i, j = tl.arange(0, W), W + tl.arange(0, W)
+    inside = (i[:, None] < n) & (i[None, :] < n)
+    A = tl.load(S + i[:, None] * sr + i[None, :], mask=inside, other=0.0)
+    one = inverted(A, tl.load(LOW + i, mask=i < n, other=1.0), W)
+    tl.store(C + i[:, None] * cr + i[None, :], one, mask=inside)
+    if BOTH:
+        beside, beyond = (j[:, None] < n) & (i[None, :] < n), (j[:, None] < n) & (j[None, :] < n)
+        N = tl.load(S + j[:, None] * sr + i[None, :], mask=beside, other=0.0)
+        N = tl.dot(N, tl.trans(one), input_precision="tf32x3")
+        A = tl.load(S + j[:, None] * sr + j[None, :], mask=beyond, other=0.0)
+        two = inverted(A - tl.dot(N, tl.trans(N), input_precision="tf32x3"), tl.load(LOW + j, mask=j < n, other=1.0), W)
+        tl.store(C + j[:, None] * cr + j[None, :], two, mask=beyond)
+        mixed = tl.dot(two, tl.dot(N, one, input_precision="tf32x3"), input_precision="tf32x3")
+        tl.store(C + j[:, None] * cr + i[None, :], -mixed, mask=beside)
 
 
 def whiten(S: torch.Tensor, low: torch.Tensor, C: torch.Tensor) -> None:
     """`linalg.whiten` of a stack."""
     batch, n, _ = S.shape
-    factor[(batch,)](S, low, C, n, S.stride(0), S.stride(1), low.stride(0), C.stride(0), C.stride(1), WIDTH, num_warps=1)
+    strides = (S.stride(0), S.stride(1), low.stride(0), C.stride(0), C.stride(1))
+    factor[(batch,)](S, low, C, n, *strides, n > TILE, TILE, num_warps=1)

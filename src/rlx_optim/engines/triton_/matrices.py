@@ -56,10 +56,27 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
     return list(found.split(lengths))
 
 
+class Hard:
+    """Whether bases of a bundle were ever not found in the short way, as far as the host knows: it does not wait for it."""
+
+    @torch.inference_mode(False)
+    def __init__(self, device: torch.device):
+        self.there = torch.zeros((), dtype=torch.bool, device=device)
+        self.here = torch.zeros((), dtype=torch.bool, pin_memory=True)
+
+    def tell(self, failed: torch.Tensor) -> None:
+        self.there.logical_or_(failed)
+        self.here.copy_(self.there, non_blocking=True)
+
+    def __bool__(self) -> bool:
+        return bool(self.here)
+
+
 class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
+    hard: Any = None  # see `_matrices`
     phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,18 +89,22 @@ class Matrices(Torch):
         if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
             sent["_t"] = bundle.t
 
+        phase, hard = tuple(decided.values()), plan.cached("hard", lambda: Hard(self.device))
+        key = ("replay", *phase, *(["hard"] if hard else []))
+
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, {**decided, **now})
+            self._matrices(bundle, {**decided, **now}, hard=None if hard else hard)
             return {}  # the values would keep gradients
 
-        phase = tuple(decided.values())
-        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        track = plan.cached("track", lambda: self._track(bundle.watch))
+        replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
         return {name: numbers[name] for name in counts}
 
-    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
-        """A step of a matrix rule."""
-        self.now = start = self.values(bundle, numbers)
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True, hard: Any = None) -> Values:
+        """A step of a matrix rule. hard: who is told of bases that were not found in the short way; without it none is taken."""
+        self.now, self.hard = self.values(bundle, numbers), hard
+        start = self.now
         self.phase = tuple(decided_in(numbers).values())
         x, flag = self.updated(bundle, start, move), start["_flag"]
         self.now = None  # its stacks go
@@ -111,6 +132,13 @@ class Matrices(Torch):
         self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
         return stack
 
+    def _track(self, watch: Any) -> replay.Track:
+        """The next in turn of those that a lane's stacks run on."""
+        if len(watch.tracks) < replay.TRACKS:
+            watch.tracks.append(replay.Track(self.device))
+        watch.tracks.append(watch.tracks.pop(0))
+        return watch.tracks[-1]
+
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
         can = sum(bundle.plan.sizes) <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
@@ -118,9 +146,9 @@ class Matrices(Torch):
         decided = decided_in(numbers)
         if not can or not any(decided.values()):
             return can
-        made = bundle.plan.made.get(("replay", *decided.values()))  # computes with all of the state
+        known = [bundle.plan.made.get(("replay", *decided.values(), *end)) for end in ((), ("hard",))]
         state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
-        return (made is not None and made.graph is not None) or replay.spare(self.device, state)
+        return any(made is not None and made.graph is not None for made in known) or replay.spare(self.device, state)
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
@@ -283,14 +311,19 @@ class Matrices(Torch):
         L.written()
         return L, L
 
-    panel = factors.WIDTH
+    @property
+    def panel(self) -> int:
+        return factors.WIDTH if self.dtype is torch.float32 else factors.TILE
 
     def whiten(self, S: torch.Tensor, low: torch.Tensor, C: torch.Tensor) -> None:
         factors.whiten(S, low, C)
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""
-        return linalg.orthonormal_by_products(self, X, near, order, free)
+        Q, basis = linalg.orthonormal_by_products(self, X, near, order, free, twice=self.hard is None)
+        if self.hard is not None:
+            self.hard.tell(~basis.all())
+        return Q
 
     def alike(self, function: Any, stacks: Any) -> Any:
         """Axes of one size at once."""
