@@ -71,12 +71,12 @@ def test_wide_things_can_be_read(site, browser):
     for page in pages:
         if any(name in page for name in ("migrate", "checkpoint", "races", "conformance", "jax")) and crowded not in page:
             assert browser(base + page, width=1280).execute_script(wide) == 0, page
-    code = browser(base + "cli/", width=390).execute_script(
+    code = browser(base + "/cli/", width=390).execute_script(
         "return [...document.querySelectorAll('pre > code')].filter(e => e.textContent.includes('┏')).map(e => getComputedStyle(e).whiteSpace)"
     )
     assert code
     assert set(code) == {"pre"}
-    plot = browser(base + "races/", width=390).execute_script(
+    plot = browser(base + "/races/", width=390).execute_script(
         "return [...document.images].filter(i => i.offsetParent && i.src.includes('plots/')).map(i => i.offsetWidth)"
     )
     assert plot

@@ -109,7 +109,7 @@ def read_shapes(text: str) -> Shapes:
         except Problem as problem:
             raise Problem(f"--model: {problem}, or a file that ends in .json") from None
     try:
-        given = json.loads(Path(text).read_text())
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as problem:
         raise Problem(f"--model: {text}: {problem.strerror}") from None
     except ValueError as problem:
