@@ -226,6 +226,17 @@ def test_nothing_is_begun_that_would_not_end_in_time():
     assert 10 < now[0] <= 20.0
 
 
+def test_the_time_of_a_run_is_expected_from_runs_with_as_much_of_the_device(tmp_path):
+    slow = Valley()
+    train = slow.train
+    slow.train = lambda *given: dataclasses.replace(train(*given), seconds=[100.0] * given[2])
+    gone(plan.Pool(slow, file=tmp_path / "a.jsonl", shared=True), "storage", ("adamw",))
+    gone(plan.Pool(slow, file=tmp_path / "a.jsonl"), "steps", ("adamw",))
+    alone, shared = (plan.Pool(Valley(), beside=[tmp_path / "a.jsonl"], shared=shared) for shared in (False, True))
+    assert alone.pace("adamw") == pytest.approx(100 / 120)
+    assert shared.pace("adamw") == pytest.approx(100 / 500)
+
+
 def test_an_error_is_told_and_the_others_go_on():
     model, said = Valley(), []
     train = model.train

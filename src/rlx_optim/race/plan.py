@@ -160,8 +160,9 @@ class Pool:
         return [r for r in self.of(optimizer, steps) if not r.get("shared") and r["diverged_at"] is None]
 
     def pace(self, optimizer: str) -> float:
-        """Seconds a step, as far as is known: of this optimizer, of any, 0."""
-        own = self.whose.get(optimizer) or self.records
+        """Seconds a step, as far as is known of runs that had as much of the device: of this optimizer, of any, 0."""
+        own, every = ([r for r in runs if r.get("shared", False) == self.shared] for runs in (self.whose.get(optimizer, []), self.records))
+        own = own or every
         return own[-1]["seconds"] / max(1, EVERY * len(own[-1]["loss"])) if own else 0.0
 
 
