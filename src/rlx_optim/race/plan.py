@@ -161,7 +161,9 @@ class Pool:
 
     def pace(self, optimizer: str) -> float:
         """Seconds a step, as far as is known of runs that had as much of the device: of this optimizer, of any, 0."""
-        own, every = ([r for r in runs if r.get("shared", False) == self.shared] for runs in (self.whose.get(optimizer, []), self.records))
+        own, every = (
+            [r for r in runs if r.get("shared", False) == self.shared] for runs in (self.whose.get(optimizer, []), self.records)
+        )
         own = own or every
         return own[-1]["seconds"] / max(1, EVERY * len(own[-1]["loss"])) if own else 0.0
 
