@@ -1,4 +1,5 @@
-// On a phone a table that does not fit becomes a list: each row a paragraph, each number with the head of its column.
+// A table that does not fit stands closer, and its code may be folded; on a phone it becomes a list: each row a paragraph,
+// each number with the head of its column.
 const narrow = matchMedia("screen and (max-width: 44.9375em)");
 
 function fold() {
@@ -10,9 +11,11 @@ function fold() {
         cell.setAttribute("data-head", heads[i] || "");
         cell.toggleAttribute("data-none", cell.textContent.trim() === "–");
       });
-    table.removeAttribute("data-folded");
     const room = table.closest(".md-content__inner, .md-typeset").clientWidth;
-    table.toggleAttribute("data-folded", narrow.matches && (table.scrollWidth > table.clientWidth + 1 || table.offsetWidth > room));
+    const wide = () => table.scrollWidth > table.clientWidth + 1 || table.offsetWidth > room;
+    for (const name of ["data-folded", "data-close"]) table.removeAttribute(name);
+    table.toggleAttribute("data-close", !narrow.matches && wide());
+    table.toggleAttribute("data-folded", narrow.matches && wide());
   }
 }
 
