@@ -79,14 +79,6 @@ def test_what_is_wrong_is_caught_by_its_check_alone(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [name for name, each in OPTAX.items() if each.quick])
-def test_what_is_wrong_in_optax_is_caught_by_its_check_alone(check):
-    found = failing(caught_optax(check, quick=True))
-    assert check in found
-    assert found <= {check, *wrong_optax.WRONG[check][1]}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("target", "ranks", "odd"), [("wrong:Right", 2, ODD), ("wrong_optax:right", 0, ())])
 def test_what_is_right_passes(target, ranks, odd):
     report = check_optimizer(target, ranks=ranks)

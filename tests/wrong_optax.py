@@ -59,7 +59,7 @@ def traced(x):
     return isinstance(x, jax.core.Tracer)
 
 
-wrong("order", "independence", change=lambda u, g, p, i, all: u * (1 + i))
+wrong("order", "independence", "masked", "multi-transform", change=lambda u, g, p, i, all: u * (1 + i))
 wrong("shapes", change=lambda u, g, p, i, all: u + 0 * jnp.max(p))
 wrong("zero-gradients", "zero-stays", change=lambda u, g, p, i, all: u * (jnp.abs(g).sum() / jnp.abs(g).sum() if g.size else 1))
 wrong("nan-contained", change=lambda u, g, p, i, all: u + 0 * sum(each[1].sum() for each in all))

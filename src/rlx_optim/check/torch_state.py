@@ -83,9 +83,9 @@ def resume_float64(s: TorchSubject) -> Any:
 def resume_settings(s: TorchSubject) -> Any:
     params = s.params()
     opt, again = s.make(params), s.make(s.params())
-    s.run(opt, params, 0, 2)
     for group in opt.param_groups:
         group.update({name: value / 7 for name, value in group.items() if type(value) is float})
+    s.run(opt, params, 0, 2)
     again.load_state_dict(state_of(opt))
     count = 0
     for group, loaded in zip(opt.param_groups, again.param_groups, strict=True):
