@@ -30,7 +30,7 @@ SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as mu
 PAGES = 8  # sets of numbers that may be under way to the device at once
 SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
-TRACKS = 2  # of stacks of matrices that run beside each other
+TRACKS = 4  # of stacks of matrices that run beside each other
 _thread = threading.local()
 
 
