@@ -16,7 +16,7 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,29 @@ class Track:
         if self.busy:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             self.busy = False
+
+
+@contextlib.contextmanager
+def branches(device: torch.device, streams: list[Any]) -> Iterator[Callable[[], Any]]:
+    """What is done in each block that this gives does not wait for the others: the first stays where it is, the next ones go to
+    these streams, as far as there are any. What comes after waits for all."""
+    here = torch.cuda.current_stream(device) if streams else None
+    start = here.record_event() if streams else None
+    left: list[Any] = [None, *streams]
+
+    @contextlib.contextmanager
+    def branch() -> Iterator[None]:
+        stream = left.pop(0) if left else None
+        if stream is None:
+            yield
+            return
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            yield
+
+    yield branch
+    for stream in streams:
+        here.wait_stream(stream)
 
 
 class Passes:
