@@ -55,36 +55,118 @@ def test_dependent_columns_of_the_cpu_engine_go_to_lapack(n):
     np.testing.assert_allclose(np.tril(Q.mT @ X, -1), 0, atol=1e-9)
 
 
-class Waiting(Single):
-    """Decides by what was the last time, as CUDA does."""
+class Products(Single):
+    """Bases as CUDA makes them."""
 
-    name = "waiting"
+    name, panel, twice = "products", 16, False
 
-    def __init__(self):
-        self.last = {}
-
-    def soon(self, predicate, yes, no, *operands):
-        before = self.last.get(yes.__qualname__, predicate)
-        self.last[yes.__qualname__] = predicate
-        return (yes if before else no)(*operands)
+    def orthonormal(self, X, near, order, free):
+        return linalg.orthonormal_by_products(self, X, near, order, free, self.twice)[0]
 
 
-def test_an_engine_that_does_not_wait_keeps_the_basis_before_once():
-    n, E = 12, Waiting()
-    rng = np.random.default_rng(3)
-    near = np.linalg.qr(rng.standard_normal((2, n, n)))[0].astype(np.float32)
-    good = stale(n, 0.1).astype(np.float32)
-    bad = good.copy()
-    bad[1, :, 5] = bad[1, :, 2]
-    order, none = np.arange(n)[None].repeat(2, 0), np.zeros((2, n), bool)
-    plain = linalg.orthonormal(E, good, near, order, none)
-    late = linalg.orthonormal(E, bad, near, order, none)
-    np.testing.assert_array_equal(late[1], near[1])
-    np.testing.assert_array_equal(late[0], plain[0])
-    settled = linalg.orthonormal(E, bad, near, order, none)
-    np.testing.assert_allclose(settled, linalg.orthonormal(Single(), bad, near, order, none), atol=1e-6)
-    for each in (plain, late, settled):
-        assert apart(each) < 1e-5
+class Wide(Products):
+    dtype = np.float64
+
+
+@pytest.mark.parametrize("n", [1, 16, 17, 60])
+def test_whitening_inverts_the_cholesky_factor(n):
+    rng, E = np.random.default_rng(n), Wide()
+    X = rng.standard_normal((2, n, n + 3))
+    X /= np.linalg.norm(X, axis=-1, keepdims=True)
+    S = X @ X.mT
+    C = linalg.whitening(E, S.copy(), np.full((2, n), 1e-9))
+    np.testing.assert_allclose(C, np.linalg.inv(np.linalg.cholesky(S)), rtol=1e-7, atol=1e-9)
+
+
+def test_whitening_leaves_out_what_depends_on_others():
+    rng, n, lost = np.random.default_rng(0), 40, [7, 20, 39]
+    X = rng.standard_normal((1, n, n + 3))
+    X[:, lost] = X[:, [0, 1, 2]] + X[:, [3, 4, 5]]
+    X /= np.linalg.norm(X, axis=-1, keepdims=True)
+    C = linalg.whitening(Wide(), X @ X.mT, np.full((1, n), 1e-9))[0]
+    kept = np.setdiff1d(np.arange(n), lost)
+    assert not C[lost].any()
+    assert not C[:, lost].any()
+    want = np.linalg.inv(np.linalg.cholesky((X @ X.mT)[0][np.ix_(kept, kept)]))
+    np.testing.assert_allclose(C[np.ix_(kept, kept)], want, rtol=1e-6, atol=1e-8)
+
+
+def refreshed(E, L, Q):
+    """L·Q and Q by descending estimates, what of it is open, and the basis that E makes of it."""
+    X = L @ Q
+    order = linalg.descending(E, (Q * X).sum(-2))
+    X, near = (linalg.permute(E, Y, order, 2) for Y in (X, Q))
+    return X, near, E.orthonormal(X, near, order, linalg.minor(E, (near * X).sum(-2)))
+
+
+@pytest.mark.parametrize(("E", "bar"), [(Wide(), 1e-9), (Products(), 2e-3)], ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("n", [1, 40, 100])
+def test_a_basis_by_products_is_that_of_qr(E, bar, n):
+    rng = np.random.default_rng(n)
+    V = np.linalg.qr(rng.standard_normal((2, n, n)))[0]
+    Q = np.linalg.qr(V + 0.1 * rng.standard_normal((2, n, n)) / np.sqrt(n))[0].astype(E.dtype)
+    X, _, found = refreshed(E, ((V * np.geomspace(1, 1e-3, n)) @ V.mT).astype(E.dtype), Q)
+    assert apart(found.astype(np.float64)) < 2e-6
+    np.testing.assert_allclose(abs((found * np.linalg.qr(X.astype(np.float64))[0]).sum(-2)), 1, atol=bar)
+
+
+@pytest.mark.parametrize("E", [Wide(), Products()], ids=["float64", "float32"])
+def test_columns_that_products_leave_open_are_those_of_the_basis_before(E):
+    """Of rank 12 of 40: what is not spanned keeps near, made orthonormal to what is."""
+    rng, n, rank = np.random.default_rng(6), 40, 12
+    V = np.linalg.qr(rng.standard_normal((1, n, n)))[0]
+    Q = np.linalg.qr(V + 0.02 * rng.standard_normal((1, n, n)) / np.sqrt(n))[0].astype(E.dtype)
+    L = ((V[..., :rank] * np.geomspace(1, 0.1, rank)) @ V[..., :rank].mT).astype(E.dtype)
+    X, near, found = refreshed(E, L, Q)
+    assert apart(found.astype(np.float64)) < 2e-6
+    want = np.linalg.qr(np.concatenate([X[..., :rank], near[..., rank:]], -1).astype(np.float64))[0]
+    np.testing.assert_allclose(abs((found * want).sum(-2)), 1, atol=1e-5)
+
+
+def test_a_rank_that_grows_needs_the_longer_way():
+    """Gradients of 16 columns, eleven steps after the first basis: what is not spanned yet is spanned but for a thousandth."""
+    (_, grads), n, E = draw((640, 16)), 640, Products()
+    each = [0.05 * g["w"].astype(np.float64) @ g["w"].T for g in grads[:11]]
+    L = sum(0.95 ** (10 - t) * G for t, G in enumerate(each))[None].astype(np.float32)
+    Q = linalg.eigenbasis(E, each[0][None].astype(np.float32), np.eye(n, dtype=np.float32)[None])
+    X = L @ Q
+    order = linalg.descending(E, (Q * X).sum(-2))
+    X, near = (linalg.permute(E, Y, order, 2) for Y in (X, Q))
+    given = E, X, near, order, linalg.minor(E, (near * X).sum(-2))
+    short, found = linalg.orthonormal_by_products(*given, twice=False)
+    assert not found.any()
+    np.testing.assert_array_equal(short, near)
+    long, found = linalg.orthonormal_by_products(*given)
+    assert found.all()
+    assert apart(long.astype(np.float64)) < 2e-6
+    np.testing.assert_allclose(abs((long * np.linalg.qr(X.astype(np.float64))[0]).sum(-2))[:, :100], 1, atol=1e-4)
+
+
+def test_without_gradients_a_basis_by_products_stays():
+    Q = np.linalg.qr(np.random.default_rng(0).standard_normal((2, 20, 20)))[0].astype(np.float32)
+    *_, found = refreshed(Products(), np.zeros_like(Q), Q)
+    np.testing.assert_allclose(found, Q, atol=1e-6)
+
+
+def test_where_products_give_no_basis_the_one_before_stays():
+    class Failing(Products):
+        def whiten(self, S, low, C):
+            super().whiten(S, low, C)
+            C[1] *= np.nan
+
+    Q = np.linalg.qr(np.random.default_rng(0).standard_normal((2, 20, 20)))[0].astype(np.float32)
+    L = (Q * np.geomspace(1, 0.1, 20, dtype=np.float32)) @ Q.mT + np.float32(0.01)
+    _, near, found = refreshed(Failing(), L, Q)
+    np.testing.assert_array_equal(found[1], near[1])
+    np.testing.assert_array_equal(found[0], refreshed(Products(), L, Q)[2][0])
+    assert (found[0] != near[0]).any()
+
+
+@pytest.mark.parametrize(("shape", "rank", "every"), [((40, 8), None, 2), ((24, 16), 1, 2), ((64, 48), None, 5)])
+def test_with_bases_by_products_soap_goes_where_the_reference_goes(shape, rank, every):
+    far = [distance(walk(shape, rank, E, every, scale=scale), walk(shape, rank, "reference", every), draw(shape, rank)[0])
+           for E, scale in ((Products(), 1), (Products(), 1.0000001))]  # fmt: skip
+    assert max(far) < 1e-4
 
 
 def test_columns_known_to_be_open_need_no_second_decomposition():
@@ -106,10 +188,13 @@ def test_columns_known_to_be_open_need_no_second_decomposition():
     np.testing.assert_allclose(abs((found * Q).sum(-2)), 1, atol=1e-5)
 
 
-@pytest.mark.parametrize(("shape", "every"), [((24, 16), 1), ((40, 8), 7)])
-def test_bases_are_orthonormal_after_a_thousand_steps(shape, every):
+@pytest.mark.parametrize(("shape", "every", "engine"), [((24, 16), 1, "cpu"), ((40, 8), 7, "cpu"), ((12, 8), 4, Products())])
+def test_bases_are_orthonormal_after_a_thousand_steps(shape, every, engine):
     rng = np.random.default_rng(5)
-    opt, p = rlx_optim.SOAP(lr=1e-3, precondition_frequency=every), {"w": rng.standard_normal(shape).astype(np.float32)}
+    opt, p = (
+        rlx_optim.SOAP(lr=1e-3, precondition_frequency=every, engine=engine),
+        {"w": rng.standard_normal(shape).astype(np.float32)},
+    )
     for _ in range(1000):
         opt.step_all(p, {"w": rng.standard_normal(shape).astype(np.float32)})
     for name in ("Q1", "Q2"):

@@ -30,7 +30,7 @@ def products(device="cpu"):
     ):  # fmt: skip
         found[name] = gap(precise.product(a, b), a.double() @ b.double())
     small = torch.rand(1, 20, 70, device=device) - 0.5
-    found["bounded"] = gap(precise.product(small, small.mT, bounded=True), small.double() @ small.double().mT)
+    found["bounded"] = gap(precise.product(small, small.mT, most=1), small.double() @ small.double().mT)
     for name, X in (
         ("square", 1e-17 * torch.randn(2, 256, 70, device=device)),
         ("of the other side", torch.randn(2, 70, 256, device=device).mT),

@@ -245,11 +245,8 @@ def test_everything_compiles_for_hopper():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    names = {"sweep", "tiles", "strips", "fold", "fold_lines", "symmetric", "symmetric_any", "shrink", "repack", "fill"} | {
-        "split",
-        "renew",
-    }
-    assert set(kernels) == names
+    of_rules = {"sweep", "tiles", "strips", "fold", "fold_lines", "fill"}
+    assert set(kernels) == of_rules | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew", "factor"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
 
@@ -294,14 +291,17 @@ def built():
             half = torch.nn.Parameter(p.detach().bfloat16())
             half.grad = torch.ones_like(half)
             (front.AdamW if wanted == "int8" else front.Adafactor)([half], engine="triton", rounding=how).step()
-    from rlx_optim.engines.triton_ import precise, products
+    from rlx_optim.engines.triton_ import factors, precise, products
 
     for side in (1024, 136):
         U = torch.ones(1, side, side)
         products.orthogonalize(U, torch.ones(1), 1, COEFFICIENTS, 1e-7)
     for U in (torch.ones(1, 256, 300), torch.ones(1, 300, 256).mT):
         precise.product(U, U.mT)
+        precise.product(U, U.mT, most=1)
         precise.square(U)
+    for n, dtype in ((64, torch.float32), (20, torch.float32), (32, torch.float64)):
+        factors.whiten(torch.ones(1, n, n, dtype=dtype), torch.ones(1, n, dtype=dtype), torch.ones(1, n, n, dtype=dtype))
     return {name: list(sizes.values()) for name, sizes in seen.items()}
 
 

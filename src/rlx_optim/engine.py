@@ -495,12 +495,16 @@ class ArrayEngine(storage.Words):
         """A B where rounding does no more than round the step: engines may use fewer bits."""
         return A @ B
 
-    def precise(self, A: Array, B: Array, bounded: bool = False) -> Array:
-        """A B where rounding may decide a basis: as good as this engine's arithmetic, on whatever is fast. bounded: no entry of
-        the two is above 1."""
+    def precise(self, A: Array, B: Array, most: float | None = None) -> Array:
+        """A B where rounding may decide a basis: as good as this engine's arithmetic, on whatever is fast. most: what no entry of
+        the two is above, if that is known."""
         return A @ B
 
-    def square(self, X: Array, bounded: bool = False) -> Array:
+    def less(self, S: Array, A: Array, B: Array, most: float | None = None) -> None:
+        """S ← S − A B, in place, likewise."""
+        S -= self.precise(A, B, most)
+
+    def square(self, X: Array, most: float | None = None) -> Array:
         """X X^T, likewise."""
         return X @ X.mT
 
@@ -515,12 +519,20 @@ class ArrayEngine(storage.Words):
 
     sure: bool = True  # whether that is always a basis
 
-    # what `linalg.gram_schmidt` asks
+    def orthonormal(self, X: Array, near: Array, order: Array, free: Array) -> Array:
+        """The basis that follows `near`, the one before, from X = L·near."""
+        return linalg.orthonormal(self, X, near, order, free)
+
+    # what `linalg.gram_schmidt` and `linalg.whitening` ask
     panel: ClassVar[int] = 128  # columns that are taken at once
 
     def few(self, X: Array) -> Array:
         """The Q of such columns."""
         return linalg.by_cholesky(self, X)
+
+    def whiten(self, S: Array, low: Array, C: Array) -> None:
+        """`linalg.whitening` of as many rows and columns, into C."""
+        linalg.whiten(self, S, low, C)
 
     def cholesky(self, G: Array) -> Array:
         """R, upper triangular, of G = R^T R."""
@@ -550,11 +562,6 @@ class ArrayEngine(storage.Words):
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         return yes(*operands) if predicate else no(*operands)
-
-    def soon(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-        """`cond`, where `no` does no harm if it is taken once too often: an engine that would have to wait for the predicate may
-        go by what it was at the same place the last time."""
-        return self.cond(predicate, yes, no, *operands)
 
     def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
         """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several

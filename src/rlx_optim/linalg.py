@@ -13,6 +13,8 @@ from typing import Any
 
 TINY = 2.0**-126  # the smallest normal float32
 ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
+NOTHING, SINGULAR = 0.25, 1e-6  # pivots that are left out: as a share of what may be rounding; of columns of length 1
+LARGE = 512  # about what entries of such an inverse are at most
 SKEW = 1e-4  # what is further from orthonormal went wrong: rounding leaves a tenth of it at most
 
 
@@ -87,29 +89,96 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
     others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
 
-    One decomposition tells which others do; where there are any, a second one settles them. An engine that does not wait to be
-    told keeps `near` where it went on without, or where what it has for a decomposition (`E.sure`) gave no basis."""
+    One decomposition tells which others do; where there are any, a second one settles them."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
     Q = E.qr(E.where(free[:, None, :], near, X))
     every = dependent(E, Q, X, free)
-    more = (every & ~free).any(-1)
-
-    def enough(Q: Any) -> Any:
-        return Q, ~more
 
     def once_more(Q: Any) -> Any:
-        return settle(E, X, every, near, order), more | ~more
+        return settle(E, X, every, near, order)
 
     def surely(Q: Any) -> Any:
         Q = E.qr(X, surely=True)
         return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
 
-    def kept(Q: Any) -> Any:
-        return E.where((done & basis)[:, None, None], Q, near)
+    Q = E.cond((every & ~free).any(), once_more, lambda Q: Q, Q)
+    return Q if E.sure else E.cond(~(skew(E, Q) < SKEW).all(), surely, lambda Q: Q, Q)
 
-    Q, done = E.soon(more.any(), once_more, enough, Q)
-    basis = done if E.sure else skew(E, Q) < SKEW
-    return kept(Q) if E.sure else E.soon(~basis.all(), surely, kept, Q)
+
+def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any, twice: bool = True) -> tuple[Any, Any]:
+    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came: which are
+    a basis (B,) is given as well, and `near` where there is none.
+
+    near'X = NN' by Cholesky makes X N'^-1 = near·N, whose columns span what those of X do, with the root of their condition
+    number: mostly below ten, so that their own Gram matrix tells the rest. A column of X is taken for dependent where what
+    rounding may have left of X outweighs it there. Columns of `near` may nearly be spanned by the others, while a rank grows:
+    where the rest is done twice, a column of which nothing was left begins anew from signs."""
+    X = X / E.floor(E.norm(X, math.inf), TINY)
+    sizes = (near * X).sum(-2)  # the diagonal of near'X
+    low = E.floor(ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf), TINY)
+    scale = 1 / E.sqrt(E.where(sizes > low, sizes, low))
+    M = E.precise(near.mT, X, most=1) * scale[:, :, None] * scale[:, None, :]
+    V, lengths = combined(E, X, whitening(E, M, NOTHING * low * scale * scale) * scale[:, None, :])
+    free = free | ~(lengths > low)
+    behind = last(E, free, order)
+    Q = permute(E, E.where(free[:, None, :], near, V), behind, 2)
+    for again in range(1 + twice):
+        Q, lengths = combined(E, Q, whitening(E, E.square(Q.mT, most=1), 0 * scale + SINGULAR))
+        if twice and not again:
+            Q = E.where((lengths > 0)[:, None, :], Q, signs(E, Q))
+    Q = permute(E, straightened(E, Q), E.inverse(behind), 2)
+    basis = skew(E, Q) < SKEW
+    return E.where(basis[:, None, None], Q, near), basis
+
+
+def signs(E: Any, X: Any) -> Any:
+    """A matrix of columns of length 1 that have nothing in common with any other."""
+    n = X.shape[-1]
+    odd = E.counter(n)[:, None] * (2 * E.counter(n) + 1) * 7919 // 64 % 2
+    return (1 - 2 * E.real(odd)) / math.sqrt(n)
+
+
+def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:
+    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C
+    being of length 1 as well."""
+    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=1)
+    lengths = E.sqrt(E.lines(V, -2))
+    return V / E.floor(lengths, TINY), lengths[:, 0]
+
+
+def whitening(E: Any, S: Any, low: Any) -> Any:
+    """C = N^-1, lower triangular, of S = NN', by halves; S has a diagonal of ones and is overwritten. A row and column of S whose
+    pivot is at most `low` (B, n) is left out, and zero in C."""
+    C = 0 * S
+    _whiten(E, S, low, C)
+    return C
+
+
+def _whiten(E: Any, S: Any, low: Any, C: Any) -> None:
+    n, width = S.shape[-1], E.panel
+    if n <= width:
+        E.whiten(S, low, C)
+        return
+    middle = width * -(-n // (2 * width))
+    one, two = slice(None, middle), slice(middle, None)
+    _whiten(E, S[:, one, one], low[:, one], C[:, one, one])
+    N = E.precise(S[:, two, one], C[:, one, one].mT, most=LARGE)
+    E.less(S[:, two, two], N, N.mT, most=LARGE)
+    _whiten(E, S[:, two, two], low[:, two], C[:, two, two])
+    E.less(C[:, two, one], C[:, two, two], E.precise(N, C[:, one, one], most=LARGE), most=LARGE)
+
+
+def whiten(E: Any, S: Any, low: Any, C: Any) -> None:
+    """`whitening` of a few rows and columns, one by one, into C."""
+    places = E.counter(S.shape[-1])
+    C += places[:, None] == places
+    for k in range(S.shape[-1]):
+        pivot = S[:, k, k]
+        root = E.where(pivot > low[:, k], 1 / E.sqrt(E.floor(pivot, TINY)), 0 * pivot)
+        column = E.where(places > k, S[:, k], 0.0) * root[:, None]
+        C[:, k] *= root[:, None]
+        C -= column[:, :, None] * C[:, None, k]
+        S -= column[:, :, None] * column[:, None]
 
 
 def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
@@ -144,7 +213,7 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
         inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
         return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
 
-    return E.soon(doubtful.any(), examine, lambda free: free, free)
+    return E.cond(doubtful.any(), examine, lambda free: free, free)
 
 
 def gram_schmidt(E: Any, X: Any) -> Any:
@@ -163,7 +232,7 @@ def _halve(E: Any, X: Any) -> None:
     middle = width * -(-n // (2 * width))
     first, rest = X[..., :middle], X[..., middle:]
     _halve(E, first)
-    rest -= E.precise(first, E.precise(first.mT, rest, bounded=True), bounded=True)
+    rest -= E.precise(first, E.precise(first.mT, rest, most=1), most=1)
     if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
         rest -= E.product(first, E.product(first.mT, rest))
     _halve(E, rest)
@@ -179,7 +248,7 @@ def by_cholesky(E: Any, X: Any) -> Any:
 def straightened(E: Any, Q: Any) -> Any:
     """Q nearly orthonormal, but for the square of what it lacks: with Q'Q = I + U + U', up to lengths, and U strictly upper
     triangular it is Q (I − U), as Q R^-1 would be with the Cholesky factor R of Q'Q."""
-    D, places = E.square(Q.mT, bounded=True), E.counter(Q.shape[-1])
+    D, places = E.square(Q.mT, most=1), E.counter(Q.shape[-1])
     Q = Q - E.product(Q, E.where(places[:, None] < places, D, 0.0))
     return Q / E.sqrt(E.lines(Q, -2))
 

@@ -58,7 +58,10 @@ def speed() -> str:
     """A line a row of the bench."""
     rows = []
     for row in measured()["rows"]:
-        times = ["–" if row[what] is None else f"{1e3 * row[what]:,.0f}" for what in ("step", "copies", "host", "torch_fused")]
+        times = [
+            "–" if row.get(what) is None else f"{1e3 * row[what]:,.0f}"
+            for what in ("step", "copies", "host", "torch_fused", "torchao")
+        ]
         over = f"{row['over_limit']:.2f}×"
         rows.append(
             [row["optimizer"], row["kind"], *times, over, f"{row['device_peak'] / 1e6:,.0f}", f"{row['state'] / 1e9:.2f}"]
@@ -70,6 +73,7 @@ def speed() -> str:
         "copies alone",
         "host alone",
         "torch fused on copies",
+        "torchao",
         "over the larger",
         "device, MB",
         "host, GB",

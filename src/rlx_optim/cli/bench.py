@@ -41,6 +41,7 @@ HEAD = (
 SPARE = (7, 3, 6, 9)  # columns that a narrow terminal does without
 DEVICES = ("cpu", "cuda")
 FRONTS = ("torch", "jax")
+WEIGHTS = ("float32", "bfloat16")
 
 
 # ---- what is printed --------------------------------------------------------------------------------------------------
@@ -138,6 +139,9 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     front: Annotated[str, typer.Option(help="On cuda, how ours is run: torch, or jax, beside optax.")] = "torch",
     state_dtype: Annotated[str, typer.Option(help="Ours also with its state in bfloat16, int8 or both, comma-separated.")] = "",
+    weights: Annotated[
+        str, typer.Option(help="On cuda, of weights and gradients: float32, or bfloat16, in each rounding.")
+    ] = "float32",
     offload: Annotated[
         bool, typer.Option("--offload", help="On a CUDA device, with state on the host, and what a step is made of.")
     ] = False,
@@ -168,8 +172,14 @@ def command(
         raise Problem("--front jax is for --device cuda; on the CPU ours is the named API, beside optax among the peers")
     if front == "jax" and state_dtype:
         raise Problem("--state-dtype is for --front torch, and for the CPU")
+    if weights not in WEIGHTS:
+        raise unknown("type of weights", weights, WEIGHTS)
+    if weights != WEIGHTS[0] and (device != "cuda" or front == "jax"):
+        raise Problem(f"--weights {weights} is for --device cuda and --front torch")
     kept = tuple(choose("state dtype", state_dtype, FORMATS[1:])) if state_dtype else ()
-    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept)
+    request = Request(
+        model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept, weights
+    )  # fmt: skip
     (cuda.check if device == "cuda" else check_memory)(request)
     with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)

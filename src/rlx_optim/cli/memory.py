@@ -84,12 +84,14 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
         state += sum(map(locked, kept)) if above else sum(kept)
         together = together or gathers(spec, shape)
         whole = spec.matrix or measures(spec, shape) or not shape
-        for run in [slice(0, rows)] if whole else buckets.runs(rows, row):
+        for run in [slice(0, rows)] if whole else buckets.runs(rows, row, buckets.most(above, spec.matrix)):
             moved = kept if above else [item * math.prod(shape)] * 2
             size = sum(buckets.aligned(n * (run.stop - run.start) // max(rows, 1)) for n in moved)
             lanes.setdefault((above, spec.matrix), []).append(size)
-    device["buckets"] = sum(sum(buckets.rooms(sizes)) for (above, _), sizes in lanes.items() if above)
-    rooms = [room for (above, _), sizes in lanes.items() if not above for room in buckets.rooms(sizes, together)]
+    device["buckets"] = sum(sum(buckets.rooms(sizes, buckets.most(*who))) for who, sizes in lanes.items() if who[0])
+    rooms = [
+        room for who, sizes in lanes.items() if not who[0] for room in buckets.rooms(sizes, buckets.most(*who), together)
+    ]  # fmt: skip
     return {"device": device, "host": {"state": state, "buckets": sum(map(locked, rooms))}}
 
 

@@ -233,13 +233,13 @@ class Jax(ArrayEngine):
         square = A.shape[-2] == A.shape[-1]  # those are factors and bases: from the right, as others are multiplied with them
         return _product(B.mT, A.mT).mT if square else _product(A, B)
 
-    def precise(self, A: Array, B: Array, bounded: bool = False) -> Array:
+    def precise(self, A: Array, B: Array, most: float | None = None) -> Array:
         if not self.half:
             return A @ B
         (a, b), (c, d) = _halves(A), _halves(B)
         return self.product(a, c) + (self.product(a, d) + self.product(b, c))
 
-    def square(self, X: Array, bounded: bool = False) -> Array:
+    def square(self, X: Array, most: float | None = None) -> Array:
         if not self.half:
             return X @ X.mT
         top, rest = _halves(X)

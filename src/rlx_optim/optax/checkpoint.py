@@ -25,7 +25,7 @@ from ..storage import parts
 from . import places
 from .inside import Part, part_of
 from .places import Place
-from .transform import RuleState, Transform, arithmetic, encoded
+from .transform import RuleState, Transform, arithmetic, encoded, factors_of
 
 Tree = Any
 
@@ -92,7 +92,7 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
     count = int(state.count)
     leaves, tree, where = transform.laid_out(part.params)
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
-    factors = tree.flatten_up_to(state.factors)
+    factors = factors_of(state, tree)
     parameters = {}
     for i, (place, leaf) in enumerate(zip(where, leaves, strict=True)):
         if place.name in parameters:
@@ -167,7 +167,7 @@ def _restored(part: Part, snapshot: Snapshot) -> RuleState:
         factors.append(arrays)
     mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
     counters = _counters(transform, snapshot, where)
-    return RuleState(jnp.asarray(count, jnp.int32), mirrored, tree.unflatten(factors), counters)
+    return RuleState(jnp.asarray(count, jnp.int32), mirrored, tree.unflatten(factors) if any(factors) else (), counters)
 
 
 def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> None:

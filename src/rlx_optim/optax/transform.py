@@ -34,7 +34,8 @@ LARGE = ((64, 128), (16, 16, 32))  # and which of them may be kept in fewer bits
 
 
 class RuleState(NamedTuple):
-    """count: steps taken. slots: by name, each shaped like the parameters. factors: per parameter, matrices by name."""
+    """count: steps taken. slots: by name, each shaped like the parameters. factors: per parameter, matrices by name; () where
+    there are none, as who calls a jitted step takes time for every node of a state."""
 
     count: Any
     slots: dict[str, Tree]
@@ -181,7 +182,7 @@ class Transform:
         first = {self.counters(m) + k: v for m in self.members for k, v in m.steady.counters().items()}
         counters = {name: jnp.asarray(value, float) for name, value in first.items()}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-        return RuleState(jnp.zeros((), jnp.int32), mirrored, tree.unflatten(factors), counters)
+        return RuleState(jnp.zeros((), jnp.int32), mirrored, tree.unflatten(factors) if any(factors) else (), counters)
 
     def update(self, grads: Tree, state: RuleState, params: Tree = None, **extra: Any) -> tuple[Tree, RuleState]:
         if params is None:
@@ -192,7 +193,7 @@ class Transform:
             for place, g in zip(places, tree.flatten_up_to(grads), strict=True)
         ]
         slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
-        factors = tree.flatten_up_to(state.factors)
+        factors = factors_of(state, tree)
         updates: list[Any] = [jnp.zeros_like(p) for p in ps]
         counters = dict(state.counters)
         bundles: dict[Any, list[int]] = {}
@@ -236,7 +237,14 @@ class Transform:
             prefix = self.counters(places[indices[0]].member)
             counters |= {name: jnp.asarray(x[name.removeprefix(prefix)], float) for name in counters if name.startswith(prefix)}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-        return tree.unflatten(updates), RuleState(state.count + 1, mirrored, tree.unflatten(factors), counters)
+        changed = tree.unflatten(factors) if any(factors) else state.factors
+        return tree.unflatten(updates), RuleState(state.count + 1, mirrored, changed, counters)
+
+
+def factors_of(state: RuleState, tree: Any) -> list[dict[str, Any]]:
+    """Those of each leaf."""
+    found: list[dict[str, Any]] = tree.flatten_up_to(state.factors) if jax.tree.leaves(state.factors) else []
+    return found or [{} for _ in range(tree.num_leaves)]
 
 
 def averaged(state: Any, params: Tree) -> Tree:

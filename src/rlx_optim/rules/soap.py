@@ -81,7 +81,7 @@ def next_basis(E, Q, L):
     # L times the permuted Q is the permuted L Q
     LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, near))
     free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
-    return E.narrow(linalg.orthonormal(E, LQ, near, order, free)), order
+    return E.narrow(E.orthonormal(LQ, near, order, free)), order
 
 
 def followed(E, m, v, Q, found):
@@ -120,7 +120,7 @@ class SOAP(Spec):
 
     matrix = True
     branches = True
-    asks = ("begins", "refreshes")
+    asks = ("begins",)
 
     def merged(self, shape):
         """The shape whose dimensions are rotated."""

@@ -17,8 +17,8 @@ class Graphed:
 
     step: a function without arguments that takes one step of each optimizer, usually gradients to None, forward, backward and
     `opt.step()`. Inputs are copied into tensors that it reads; what it gives are tensors that the next call overwrites.
-    There is a graph for each thing that a step may do: KronPSGD has one with an update of its factors and one without. Where the
-    host asks the device what it found (SOAP's refreshes), and at first, `step` is called as it is.
+    There is a graph for each thing that a step may do: SOAP has one with a refresh of its bases and one without. At first `step`
+    is called as it is.
     """
 
     def __init__(self, step: Callable[[], Any], *optimizers: RuleOptimizer):

@@ -127,6 +127,7 @@ class Addresses:
         self.halves: list[str] = []  # of each: the type of 16 bits that parameter and gradient are, where the cpu engine takes it
         self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
         self.pool: Any = None  # where an engine's graphs of these arrays have their memory
+        self.tracks: list[Any] = []  # streams that some of them run on, each with its own
         self.recorded = True  # whether it may keep such
 
 
@@ -421,6 +422,11 @@ class TritonLane(AddressLane):
     engine: Any
     rounds = True
     _swept: tuple[list[Part], set[Record]] = [], set()  # of these parts: what the engine steps by address, matrices too
+
+    def launch(self, *given: Any) -> None:
+        super().launch(*given)
+        for track in self.watch.tracks:
+            track.joined()
 
     def by_address(self, part: Part) -> bool:
         return not part.bundle.spec.matrix and self.engine.sweeps(part.bundle)

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import linalg
 from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Values, reordered
 from ...spec import KEY
 from ..torch_ import Torch
-from . import noise, precise, products, replay
+from . import factors, noise, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
-from .soon import Soon
 from .tables import Laid, Placed, Plan, Table, placed
 
 
@@ -43,10 +43,40 @@ def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
     return {name: bool(value) for name, value in numbers.items() if isinstance(value, (bool, np.bool_))}
 
 
+def stacked(parts: list[Any]) -> Any:
+    """Of nested tuples alike, one with stacks of what they have at each place."""
+    if isinstance(parts[0], tuple):
+        return tuple([stacked(list(each)) for each in zip(*parts, strict=True)])
+    return dense(parts[0]) if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+
+
+def unstacked(found: Any, lengths: list[int]) -> list[Any]:
+    if isinstance(found, tuple):
+        return list(zip(*[unstacked(each, lengths) for each in found], strict=True))
+    return list(found.split(lengths))
+
+
+class Hard:
+    """Whether bases of a bundle were ever not found in the short way, as far as the host knows: it does not wait for it."""
+
+    @torch.inference_mode(False)
+    def __init__(self, device: torch.device):
+        self.there = torch.zeros((), dtype=torch.bool, device=device)
+        self.here = torch.zeros((), dtype=torch.bool, pin_memory=True)
+
+    def tell(self, failed: torch.Tensor) -> None:
+        self.there.logical_or_(failed)
+        self.here.copy_(self.there, non_blocking=True)
+
+    def __bool__(self) -> bool:
+        return bool(self.here)
+
+
 class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
+    hard: Any = None  # see `_matrices`
     phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,24 +89,23 @@ class Matrices(Torch):
         if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
             sent["_t"] = bundle.t
 
+        phase, hard = tuple(decided.values()), plan.cached("hard", lambda: Hard(self.device))
+        key = ("replay", *phase, *(["hard"] if hard else []))
+
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, {**decided, **now})
+            self._matrices(bundle, {**decided, **now}, hard=None if hard else hard)
             return {}  # the values would keep gradients
 
-        phase, asks = tuple(decided.values()), self._asks(bundle, numbers)
-        soon = plan.cached("soon", Soon)
-        answers = soon.answers if asks else ()
-        replayed = plan.cached(("replay", *phase, *answers), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+        track = plan.cached("track", lambda: self._track(bundle.watch))
+        replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
-        if asks and replayed.graph is not None:
-            soon.replayed()
         return {name: numbers[name] for name in counts}
 
-    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
-        """A step of a matrix rule."""
-        self.now = start = self.values(bundle, numbers)
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True, hard: Any = None) -> Values:
+        """A step of a matrix rule. hard: who is told of bases that were not found in the short way; without it none is taken."""
+        self.now, self.hard = self.values(bundle, numbers), hard
+        start = self.now
         self.phase = tuple(decided_in(numbers).values())
-        bundle.plan.cached("soon", Soon).begin()
         x, flag = self.updated(bundle, start, move), start["_flag"]
         self.now = None  # its stacks go
         for name in bundle.written():
@@ -103,22 +132,23 @@ class Matrices(Torch):
         self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
         return stack
 
+    def _track(self, watch: Any) -> replay.Track:
+        """The next in turn of those that a lane's stacks run on."""
+        if len(watch.tracks) < replay.TRACKS:
+            watch.tracks.append(replay.Track(self.device))
+        watch.tracks.append(watch.tracks.pop(0))
+        return watch.tracks[-1]
+
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
         can = sum(bundle.plan.sizes) <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
-        can = can and not any(map(torch.is_tensor, numbers.values()))
-        if not can or not self._asks(bundle, numbers):
+        can = can and not any(map(torch.is_tensor, numbers.values())) and not any(numbers[name] for name in bundle.spec.asks)
+        decided = decided_in(numbers)
+        if not can or not any(decided.values()):
             return can
-        answers = bundle.plan.cached("soon", Soon).ask()
-        made = bundle.plan.made.get(("replay", *decided_in(numbers).values(), *answers))  # computes with all of the state
+        known = [bundle.plan.made.get(("replay", *decided.values(), *end)) for end in ((), ("hard",))]
         state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
-        fits = (made is not None and made.graph is not None) or replay.spare(self.device, state)
-        return fits and bool(answers)
-
-    @staticmethod
-    def _asks(bundle: Any, numbers: Mapping[str, Any]) -> bool:
-        """Whether the device is asked in this step (`Soon`)."""
-        return any(numbers[name] for name in bundle.spec.asks)
+        return any(made is not None and made.graph is not None for made in known) or replay.spare(self.device, state)
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
@@ -255,13 +285,19 @@ class Matrices(Torch):
         with products.tf32() if products.pays(A) and products.pays(B) else contextlib.nullcontext():
             return A @ B
 
-    def precise(self, A: Any, B: Any, bounded: bool = False) -> torch.Tensor:
+    def precise(self, A: Any, B: Any, most: float | None = None) -> torch.Tensor:
         A, B = dense(A), dense(B)
-        return precise.product(A, B, bounded) if precise.pays(A, B) else super().precise(A, B)
+        return precise.product(A, B, most) if precise.pays(A, B) else super().precise(A, B)
 
-    def square(self, X: Any, bounded: bool = False) -> torch.Tensor:
+    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> None:
+        if precise.pays(A, B):
+            S -= precise.product(A, B, most)
+        else:
+            S.baddbmm_(A, B, alpha=-1)
+
+    def square(self, X: Any, most: float | None = None) -> torch.Tensor:
         X = dense(X)
-        return precise.square(X, bounded) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
+        return precise.square(X, most) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
 
     def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """Where the matrices are."""
@@ -275,10 +311,33 @@ class Matrices(Torch):
         L.written()
         return L, L
 
-    def soon(self, predicate: Any, yes: Any, no: Any, *operands: Any) -> Any:
-        if self.device.type != "cuda" or self.sender.capturing():
-            return super().soon(predicate, yes, no, *operands)
-        return self.now["_plan"].cached("soon", Soon).decide(predicate, yes, no, operands)
+    @property
+    def panel(self) -> int:
+        return factors.WIDTH if self.dtype is torch.float32 else factors.TILE
+
+    def whiten(self, S: torch.Tensor, low: torch.Tensor, C: torch.Tensor) -> None:
+        factors.whiten(S, low, C)
+
+    def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """Nothing waits for the device."""
+        Q, basis = linalg.orthonormal_by_products(self, X, near, order, free, twice=self.hard is None)
+        if self.hard is not None:
+            self.hard.tell(~basis.all())
+        return Q
+
+    def alike(self, function: Any, stacks: Any) -> Any:
+        """Axes of one size at once."""
+        out = [{} for _ in stacks]
+        sizes: dict[Any, list[tuple[int, int]]] = {}
+        for k, stack in enumerate(stacks):
+            for axis, Q in stack[0].items():
+                sizes.setdefault(Q.shape[1:], []).append((k, axis))
+        for chosen in sizes.values():
+            parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
+            found = function(*stacked(parts))
+            for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
+                out[k][axis] = mine
+        return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
     def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
         return super().keyed(dense(keys), seed, names)

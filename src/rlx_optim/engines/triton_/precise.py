@@ -26,14 +26,16 @@ SIDE, DEPTH = 128, 64
 
 
 @triton.jit
-def split(X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """X·FACTOR[matrix] = h + l, both in half precision: h, or l where LOW says so, into each part of OUT, `part` apart. Rows of X
-    are contiguous."""
+def split(
+    X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, EACH: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """X·FACTOR[matrix] (or a number for all, unless EACH) = h + l, both in half precision: h, or l where LOW says so, into each
+    part of OUT, `part` apart. Rows of X are contiguous."""
     b = tl.program_id(2).to(tl.int64)
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     c = tl.program_id(1) * C + tl.arange(0, C)
     live = (r[:, None] < rows) & (c[None, :] < columns)
-    x = tl.load(X + b * sb + r[:, None] * sr + c[None, :], mask=live, other=0.0) * tl.load(FACTOR + b)
+    x = tl.load(X + b * sb + r[:, None] * sr + c[None, :], mask=live, other=0.0) * (tl.load(FACTOR + b) if EACH else FACTOR)
     h = x.to(tl.float16)
     l = (x - h.to(tl.float32)).to(tl.float16)
     for k in tl.static_range(len(LOW)):
@@ -85,7 +87,7 @@ def scales(largest: torch.Tensor) -> torch.Tensor:
     return (HIGH - largest.log2().ceil()).clamp(-100, 100).exp2()
 
 
-def parts(X: torch.Tensor, factor: torch.Tensor, low: tuple[bool, ...], axis: int) -> torch.Tensor:
+def parts(X: torch.Tensor, factor: torch.Tensor | float, low: tuple[bool, ...], axis: int) -> torch.Tensor:
     """X·factor in half precision, its low half where `low` says so, else its high one, one behind the other: along an axis, or
     (axis 0) each by itself."""
     turned = X.stride(-1) != 1
@@ -102,20 +104,19 @@ def parts(X: torch.Tensor, factor: torch.Tensor, low: tuple[bool, ...], axis: in
     grid = (-(-rows // 8), -(-columns // 256), batch)
     split[grid](
         N, out, factor, rows, columns, N.stride(0), N.stride(1), out.stride(0) if along else rows * columns, out.stride(1), part,
-        low, 8, 256, num_warps=4,
+        torch.is_tensor(factor), low, 8, 256, num_warps=4,
     )  # fmt: skip
     return out.mT if turned else out
 
 
-def product(A: torch.Tensor, B: torch.Tensor, bounded: bool = False) -> torch.Tensor:
-    """A B; bounded: no entry is above 1."""
-    one = torch.full((A.shape[0],), 2.0 ** (HIGH - 1), device=A.device)
-    left, right = (one, one) if bounded else (scales(sizes(A)), scales(sizes(B)))
+def product(A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> torch.Tensor:
+    """A B; most: what no entry is above, a power of two."""
+    left, right = (scales(sizes(A)), scales(sizes(B))) if most is None else (2.0 ** (HIGH - 1) / most,) * 2
     high, low = False, True
     X, Y = parts(A, left, (high, high, low), 2), parts(B, right, (high, low, high), 1)
     out = torch.bmm(X, Y, out_dtype=torch.float32) if A.device.type == "cuda" else X.float() @ Y.float()
-    if bounded:
-        return out.mul_(4.0 ** (1 - HIGH))
+    if most is not None:
+        return out if left == 1 else out.mul_(left**-2)
     return out.mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # their product may be too small a number
 
 
@@ -133,12 +134,12 @@ def average_gram(address: torch.Tensor, X: torch.Tensor, tall: bool, beta: Any, 
     _renew(X, factor, address, torch.where(sound, alpha, 0.0).to(factor.dtype), torch.zeros_like(factor) + beta, tall)
 
 
-def square(X: torch.Tensor, bounded: bool = False) -> torch.Tensor:
-    """XX'; bounded: no entry is above 1."""
+def square(X: torch.Tensor, most: float | None = None) -> torch.Tensor:
+    """XX'; most: what no entry is above."""
     tall = X.stride(-1) != 1
     batch, n, _ = X.shape
     X = X.mT if tall else X
-    factor = torch.full((batch,), 2.0 ** (HIGH - 1), device=X.device) if bounded else scales(sizes(X))
+    factor = scales(sizes(X)) if most is None else torch.full((batch,), 2.0 ** (HIGH - 1) / most, device=X.device)
     out = torch.zeros((batch, n, n), device=X.device)
     address = out.data_ptr() + out.stride(0) * out.element_size() * torch.arange(batch, device=X.device)
     one = torch.ones_like(factor)

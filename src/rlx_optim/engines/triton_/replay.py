@@ -3,9 +3,9 @@
 `Replay`: Newton–Schulz on matrices that are small for the device, some twenty launches, where the step around it cannot be
 recorded. The graph's input and output stay allocated, four bytes an entry, which is why large ones are not kept.
 
-`Passes`: the passes of a rule, or the whole step of matrices. Where the arrays are and what the
-numbers are stands in tables on the device, so a step sends what has changed of them and replays. The graphs of a lane, which
-run one after the other, share their scratch.
+`Passes`: the passes of a rule, or the whole step of matrices. Where the arrays are and what the numbers are stands in tables on
+the device, so a step sends what has changed of them and replays. The graphs of a lane that run one after the other share their
+scratch; stacks of matrices, which leave much of a device idle, run beside each other, on a `Track` each.
 """
 
 # mypy: ignore-errors
@@ -30,6 +30,7 @@ SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as mu
 PAGES = 8  # sets of numbers that may be under way to the device at once
 SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
+TRACKS = 2  # of stacks of matrices that run beside each other
 _thread = threading.local()
 
 
@@ -89,13 +90,32 @@ class Page:
         self.sent.record(torch.cuda.current_stream(room.device))
 
 
+class Track:
+    """A stream with scratch of its own. Who sends something down it lets what comes after wait for it (`joined`)."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.busy = False
+
+    def replay(self, graph: Any) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            graph.replay()
+        self.busy = True
+
+    def joined(self) -> None:
+        if self.busy:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            self.busy = False
+
+
 class Passes:
     """The passes of one bundle. The first call runs them, the second with numbers that are on the device, which compiles what is
     to be recorded, the third records. They are recorded anew where something moved that launches depend on. Numbers and addresses
     are words of one room, numbers first, so that what changed is one copy."""
 
-    def __init__(self, device: torch.device, count: int, watch: Any):
-        self.device, self.count, self.watch = device, count, watch
+    def __init__(self, device: torch.device, count: int, watch: Any, track: Track | None = None):
+        self.device, self.count, self.watch, self.track = device, count, watch, track
         self.form: Any = None
         self.graph: Any = None
         self.retired: Any = None
@@ -150,7 +170,10 @@ class Passes:
             self._send(self.words[: self.few])
         if self.calls == 2:
             return run(self.views)
-        self.graph.replay()
+        if self.track is None:
+            self.graph.replay()
+        else:
+            self.track.replay(self.graph)
         return self.given
 
     def _place(self, pairs: list[tuple[Any, Any]], numbers: np.ndarray) -> None:
@@ -175,7 +198,9 @@ class Passes:
         self.graph, self.retired = None, self.graph or self.retired
 
     def _pool(self) -> Any:
-        """The memory of the graphs of one lane."""
+        """The memory of the graphs of one lane, or track."""
+        if self.track is not None:
+            return self.track.pool
         if self.watch.pool is None:
             self.watch.pool = torch.cuda.graph_pool_handle()
         return self.watch.pool
@@ -185,7 +210,8 @@ class Passes:
         a device may end a recording. Where it fails, nothing has been computed, and it is not tried again."""
         self._retire()
         self.recorded += 1
-        graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device), gc.isenabled()
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        stream = torch.cuda.Stream(self.device) if self.track is None else self.track.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         gc.disable()
         _thread.recording = True
