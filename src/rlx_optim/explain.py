@@ -134,9 +134,11 @@ def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -
 #: where a torch class has its groups
 GROUPS = '; groups stand in params, as for any torch optimizer: [{"params": …, "weight_decay": 0.0}, …]'
 #: what others call it
-SYNONYMS = {"learning_rate": ("lr",), "lr": ("learning_rate",), "wd": ("weight_decay",), "decay": ("weight_decay",)}
-SYNONYMS |= {"weight_decay_mask": ("mask",), "betas": ("b1",), "beta1": ("betas", "b1"), "beta2": ("betas", "b2")}
-SYNONYMS |= {"b1": ("betas", "beta1"), "b2": ("betas", "beta2")}
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",), "lr": ("learning_rate",), "wd": ("weight_decay",), "decay": ("weight_decay",),
+    "weight_decay_mask": ("mask",), "betas": ("b1",), "beta1": ("betas", "b1"), "beta2": ("betas", "b2"),
+    "b1": ("betas", "beta1"), "b2": ("betas", "beta2"),
+}  # fmt: skip
 
 
 def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
