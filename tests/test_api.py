@@ -54,7 +54,9 @@ def test_help_says_every_argument(front_end, name):
         assert parameter.annotation is not parameter.empty
         assert str(parameter.annotation) in line
         assert (" = " in line) is (parameter.default is not parameter.empty)
-        assert len(told[line].strip()) > 10, parameter.name
+        meaning = told[line].strip()
+        assert len(meaning) > 10, parameter.name
+        assert not meaning.startswith("("), parameter.name  # what it must be is not what it is
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,11 @@ def test_help_says_every_argument(front_end, name):
         ("rlx_optim", "AdamW", (), "learning_rate", "lr"),
         ("rlx_optim", "AdamW", (), "weight_deacy", "weight_decay"),
         ("rlx_optim.torch", "AdamW", ([],), "learning_rate", "lr"),
+        ("rlx_optim.torch", "AdamW", ([],), "b2", "betas"),
         ("rlx_optim.optax", "adamw", (), "lr", "learning_rate"),
+        ("rlx_optim.optax", "muon", (), "weight_decay_mask", "mask"),
+        ("rlx_optim.optax", "adamw", (), "betas", "b1"),
+        ("rlx_optim.optax", "adamw", (), "beta2", "b2"),
     ],
 )
 def test_a_wrong_keyword_says_what_it_is_called_here(front_end, made, args, wrong, right):
@@ -71,6 +77,13 @@ def test_a_wrong_keyword_says_what_it_is_called_here(front_end, made, args, wron
         TypeError, match=rf"^{made}: unknown hyperparameter '{wrong}'; known are .*; {wrong} is called {right} here$"
     ):
         getattr(pytest.importorskip(front_end), made)(*args, **{wrong: 1})
+
+
+def test_where_groups_stand_in_torch_and_what_its_module_shows():
+    ours = pytest.importorskip("rlx_optim.torch")
+    with pytest.raises(TypeError, match=r"^Muon: unknown hyperparameter 'groups'.*; groups stand in params.*\"weight_decay\": 0"):
+        ours.Muon([], groups=[{"match": "*.bias", "weight_decay": 0.0}])
+    assert set(dir(ours)) == set(ours.__all__) >= {"AdamW", "create", "clip_grad_norm_"}
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,23 @@ def test_every_optimizer_has_peers_and_bytes():
         assert {peer.library for peer in table} <= set(peers.LIBRARIES)
 
 
+def test_weights_in_bfloat16_are_measured_in_each_rounding():
+    torch = pytest.importorskip("torch")
+    from rlx_optim.cli import cuda
+
+    place = {"w": torch.ones(64, 128)}
+    request = results.Request("m", {"w": (64, 128)}, ["adamw"], [], device="cuda", state_dtypes=("int8",), weights="bfloat16")
+    field = cuda.field("adamw", request, (place, place))
+    ways = ("nearest", "stochastic", "exact")
+    assert list(field) == [f"ours, {how}" for how in ways] + [f"ours, int8 state, {how}" for how in ways]
+    for label, make in field.items():
+        made = make()
+        made.step()
+        assert results.label_of(made.kept, made.rounding) == made.label == label
+        first, state = (made.rounding == "exact") * 2 * 8192, {"float32": 8 * 8192, "int8": 2 * 8192 + 2 * 4 * 64}[made.kept]
+        assert made.state_bytes() - first - state in range(17)  # and the step
+
+
 def test_traffic_counts_who_steps_a_tensor():
     shapes = {"w": (30, 10), "b": (100,)}
     assert results.traffic("adamw", shapes) == 28
@@ -132,6 +149,9 @@ def test_traffic_counts_who_steps_a_tensor():
     large = {"w": (64, 128)}
     assert [results.traffic("adamw", large, kept) for kept in ("float32", "bfloat16", "int8")] == [28, 20, 16 + 4 * 4 / 128]
     assert results.traffic("adamw", {"b": (100,)}, "int8") == 28  # which stays exact
+    # p and g of two bytes; p with its low half is read and written as four
+    assert [results.traffic("adamw", shapes, rounding=how) for how in ("nearest", "stochastic", "exact")] == [22, 22, 26]
+    assert results.traffic("adamw", large, "int8", "nearest") == 10 + 4 * 4 / 128
 
 
 def test_rows_are_arithmetic():
@@ -280,6 +300,8 @@ def test_a_plot_is_drawn(tmp_path):
         (["--peers", "torhc"], ["'torhc'", "did you mean 'torch'?", "optax", "pytorch_optimizer"]),
         (["--rounds", "0"], ["--rounds"]),
         (["--state-dtype", "int4"], ["'int4'", "bfloat16", "int8"]),
+        (["--weights", "float61"], ["'float61'", "float32", "bfloat16"]),
+        (["--weights", "bfloat16"], ["--weights bfloat16 is for --device cuda and --front torch"]),
         (["--threads", "no"], ["--threads"]),
         (["--seconds", "-1"], ["--seconds"]),
         (["--json", "/no/such/folder/r.json"], ["--json", "/no/such/folder/r.json"]),

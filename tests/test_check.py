@@ -15,12 +15,16 @@ from helpers import slowly
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.page import page
 from rlx_optim.check.table import Check, Skip, Wrong, ran
+from rlx_optim.checking import check_rule
 from rlx_optim.cli import main
+from rlx_optim.conformance import present
 from rlx_optim.registry import OURS as RULES
+from rlx_optim.registry import spec_class
 
 TORCH = {check.name: check for check in checks_of("torch")}
 OPTAX = {check.name: check for check in checks_of("optax")}
 FACTORIES = [kind.optax.factory or kind.name for kind in RULES]
+TASTE = {"Prodigy": ["independence"]}  # whose estimate is one for all tensors
 ODD = ("bfloat16-accumulates",)  # nobody's bfloat16 parameter has more bits
 
 
@@ -36,7 +40,7 @@ def failing(report):
 # ---- optimizers that are wrong on purpose ------------------------------------------------------------------------------------------
 def test_there_is_a_wrong_one_for_every_check():
     assert set(wrong.WRONG) == set(TORCH)
-    assert set(wrong_optax.WRONG) | set(TORCH) >= set(OPTAX)
+    assert set(wrong_optax.WRONG) == set(OPTAX)
 
 
 def caught(check, **how):
@@ -44,6 +48,10 @@ def caught(check, **how):
     if gpu and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     return check_optimizer(f"wrong:{name}", settings, claimed=claimed, ranks=ranks, **how)
+
+
+def caught_optax(check, **how):
+    return check_optimizer(f"wrong_optax:{wrong_optax.WRONG[check][0]}", claimed=wrong_optax.CLAIMED.get(check), **how)
 
 
 @pytest.mark.parametrize("check", slowly(TORCH, [name for name, each in TORCH.items() if each.quick and name != "keywords"]))
@@ -57,7 +65,7 @@ def test_what_is_wrong_is_caught(check):
     "check", slowly(wrong_optax.WRONG, ["empty-tree", "inject-hyperparams", "gradients-unwritten", "stable-state"])
 )
 def test_what_is_wrong_in_optax_is_caught(check):
-    (result,) = check_optimizer(f"wrong_optax:{wrong_optax.WRONG[check][0]}", only=[check]).results
+    (result,) = caught_optax(check, only=[check]).results
     assert result.status in ("failed", "error"), result
     assert result.note
 
@@ -71,6 +79,14 @@ def test_what_is_wrong_is_caught_by_its_check_alone(check):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("check", [name for name, each in OPTAX.items() if each.quick])
+def test_what_is_wrong_in_optax_is_caught_by_its_check_alone(check):
+    found = failing(caught_optax(check, quick=True))
+    assert check in found
+    assert found <= {check, *wrong_optax.WRONG[check][1]}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "ranks", "odd"), [("wrong:Right", 2, ODD), ("wrong_optax:right", 0, ())])
 def test_what_is_right_passes(target, ranks, odd):
     report = check_optimizer(target, ranks=ranks)
@@ -81,8 +97,8 @@ def test_what_is_right_passes(target, ranks, odd):
 # ---- ours --------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", list(OURS))
 def test_ours_are_right(name):
-    report = check_optimizer(f"rlx_optim.torch:{name}", quick=True)
-    assert report.ok, [each for each in report.results if not each.ok]
+    report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], quick=True)
+    assert failing(report) == set(TASTE.get(name, ())), page(report)
 
 
 @pytest.mark.slow
@@ -91,15 +107,28 @@ def test_ours_are_right(name):
 def test_ours_are_right_in_what_takes_long_too(name):
     only = [check.name for check in TORCH.values() if not check.quick]
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=only, ranks=2)
-    assert report.ok, [each for each in report.results if not each.ok]
+    assert not failing(report), page(report)
+
+
+def test_lion_is_right_as_a_transformation():
+    report = check_optimizer("rlx_optim.optax:lion", quick=True)
+    assert not failing(report), page(report)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_ours_are_right_as_transformations(name):
     report = check_optimizer(f"rlx_optim.optax:{name}", {"learning_rate": 1.0} if name == "prodigy" else None)
-    assert report.ok, [each for each in report.results if not each.ok]
+    assert failing(report) == set(TASTE.get(name.title(), ())), page(report)
+
+
+@pytest.mark.parametrize("name", slowly([kind.name for kind in RULES], ["adamw", "lamb", "adafactor"]))
+def test_ours_are_right_as_rules(name):
+    report = check_rule(spec_class(name))
+    assert report.ok, str(report)
+    assert {row.engine for row in report.rows} >= {"reference", *present()}
+    assert all(len(line) <= 100 for line in str(report).splitlines())
 
 
 CUDA = ("cuda", "cuda-sync", "cuda-graph")

@@ -92,6 +92,36 @@ def test_several_writers_at_once(tmp_path):
     assert found["kept"] >= 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_where_no_open_file_can_be_renamed_or_removed(tmp_path, monkeypatch):
+    """As on Windows: checkpoints, and what the cpu engine compiles."""
+    from rlx_optim.checkpoint import files
+    from rlx_optim.engines.cpu import kernels
+
+    def closed(call):
+        def checked(path, *rest, **more):
+            here = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+            if os.path.realpath(path) in here:
+                raise PermissionError(13, "it is being used by another process", str(path))
+            return call(path, *rest, **more)
+
+        return checked
+
+    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(os, "replace", closed(os.replace))
+    monkeypatch.setattr(os, "unlink", closed(os.unlink))
+    opt, (params, grads) = rlx_optim.AdamW(lr=0.1), ({"w": np.ones(3)}, {"w": np.ones(3)})
+    for _ in range(2):
+        opt.step_all(params, grads)
+        opt.save(tmp_path / "a.safetensors")
+    assert rlx_optim.load(tmp_path / "a.safetensors").iteration == 2
+    opt.step_all(params, {"w": np.full(3, np.nan)})
+    with pytest.raises(CheckpointError, match="NaN"):
+        opt.save(tmp_path / "b.safetensors")
+    kernels._write(tmp_path / "kernel.py", "# …\n")
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "kernel.py"]
+
+
 def test_places_that_cannot_be(tmp_path):
     opt = rlx_optim.AdamW()
     with pytest.raises(CheckpointError, match="cannot be written: No such file"):

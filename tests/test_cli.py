@@ -137,13 +137,30 @@ def test_short_help_and_both_names_of_an_option(capsys):
     assert list(one) == list(other)
     assert [row["optimizer"] for row in one] == ["soap", "adamw"]  # in the order asked for
     assert printed(capsys, "memory", "--model", "two-blocks") == printed(capsys, "memory", "--shapes", "two-blocks")
-    assert printed(capsys, "plan", "--model", "llama-1.1b") == printed(capsys, "plan", "--model", "1b")
+    (short,), (long,) = (printed(capsys, "plan", "--model", model) for model in ("1b", "llama-1.1b"))
+    assert {**short, "model": long["model"]} == long
+    for model in ("gpt2-124m", "llama-8b", "70b"):  # every model by every command
+        (planned,), counted = (
+            printed(capsys, command, "--model", model, "--optimizers", "adamw") for command in ("plan", "memory")
+        )
+        assert planned["parameters"] == counted["parameters"]
 
 
 def test_inspect_of_a_file_of_torch(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     torch.save({"a": torch.ones(1)}, tmp_path / "theirs.pt")
-    assert "theirs.pt is a torch.save file: rlx-optim convert" in refused(capsys, "inspect", tmp_path / "theirs.pt")
+    assert "theirs.pt is a torch.save file; make a checkpoint of it: rlx-optim convert" in refused(
+        capsys, "inspect", tmp_path / "theirs.pt"
+    )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_fits_80_columns_and_no_option_is_cut(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(name, "--help") == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert not [line for line in said.splitlines() if line.startswith("│ --") and "…" in line]
 
 
 def test_version(capsys):
@@ -279,6 +296,8 @@ def test_everything_fits_the_terminal_and_no_number_is_cut(argv, columns, capsys
     assert max(map(len, said.splitlines())) <= columns
     cells = [cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")]
     assert not any(cell.endswith("…") for cell in cells)
+    if argv[0] != "info":
+        assert "optimizer" in said.partition("┡")[0]  # no head is broken either
     if columns == 80 and argv[0] in ("list", "plan", "bench"):
         assert "Left out at 80 columns" in said
 

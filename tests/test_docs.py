@@ -47,6 +47,13 @@ def test_there_is_something_to_run():
     assert all(counts[f"docs/migrate/{page}.md"] for page in ("torch", "optax", "pytorch_optimizer", "rust"))
 
 
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_fits_the_page(page):
+    """At 1280 pixels a page shows about so many columns; what is longer would be folded."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 88]
+
+
 def test_links_point_somewhere():
     generated = {ROOT / "docs" / page for page in [*site_hook.texts(), *site_hook.plots.FIGURES]}
     for page in PAGES:

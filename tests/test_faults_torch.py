@@ -326,6 +326,8 @@ def test_attention_without_a_second_derivative_says_what_helps():
         opt.update_hessian(loss)
     with sdpa_kernel(SDPBackend.MATH):
         assert opt.update_hessian(loss)
+    with pytest.raises(TypeError, match="Sophia: update_hessian takes a function that computes the loss"):
+        opt.update_hessian(loss())
 
 
 # ---- split --------------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,12 @@ def test_routing_report():
         "params.norm.scale": ("AdamW", "1 dimensions; Muon takes 2 or more"),
     }
     assert rules_of(ours.routing_report("mars", model()))[HEAD][0] == "AdamW"
+    for tx in (ours.muon(0.02), optax.chain(optax.clip(1.0), ours.muon(0.02)), optax.MultiSteps(ours.muon(0.02), 2)):
+        assert ours.routing_report(tx, model()) == report
+    with pytest.raises(TypeError, match="route beside a transformation, which has its own"):
+        ours.routing_report(ours.muon(0.02), model(), route=None)
+    with pytest.raises(TypeError, match="tx must be made by rlx_optim"):
+        ours.routing_report(optax.adam(1e-3), model())
     assert {rule for rule, *_ in rules_of(ours.routing_report("adamw", model())).values()} == {"AdamW"}
 
 

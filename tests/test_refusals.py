@@ -274,6 +274,12 @@ def test_other_constructor_errors():
         rlx_optim.create("adamm")
     with pytest.raises(TypeError, match="at most 5 positional"):
         rlx_optim.AdamW(1, 2, 3, 4, 5, 6)
+    for params in ({"w": np.zeros(3)}, [np.zeros(3)], np.zeros(3)):  # as in torch
+        with pytest.raises(TypeError, match=r"AdamW: parameters are given to step_all\(params, grads\), not here"):
+            rlx_optim.AdamW(params, lr=1e-3)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"got Tensor; rlx_optim.torch is for those$"):
+        rlx_optim.AdamW().step("w", torch.zeros(3), torch.zeros(3))
     with pytest.raises(TypeError, match="lr given twice"):
         rlx_optim.AdamW(0.1, lr=0.1)
     with pytest.raises(TypeError, match="has no otherwise"):

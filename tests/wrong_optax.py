@@ -9,6 +9,7 @@ import optax
 
 COUNT = itertools.count()
 WRONG = {}
+CLAIMED = {"which": "adamw", "orthogonal": "muon", "scale-free": "muon"}  # what these say they are
 
 
 def made(
@@ -21,7 +22,7 @@ def made(
         return number(0), jax.tree.map(moment, params), jax.tree.map(moment, params)
 
     def update(grads, state, params=None):
-        count, m, v = jnp.asarray(state[0], jnp.int32) + 1, *state[1:]
+        count, m, v = jnp.asarray(state[0], jnp.float32 if number is jnp.float32 else jnp.int32) + 1, *state[1:]
         rate = learning_rate(count - 1) if callable(learning_rate) else learning_rate
         wide = jax.tree.map(lambda g, m: jnp.asarray(g, jnp.promote_types(m.dtype, jnp.float32)), grads, m)
         m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, m, wide)
@@ -67,6 +68,14 @@ wrong("jit", change=lambda u, g, p, i, all: u * (1.01 if traced(u) else 1))
 wrong("one-trace", "multi-steps", number=lambda n: n)
 wrong("vmap", change=lambda u, g, p, i, all: u * (1.01 if type(u).__name__ == "BatchTracer" else 1))
 wrong("stable-state", begin=jnp.zeros_like)
+wrong("independence", change=lambda u, g, p, i, all: u / (1 + 1e-2 * sum(jnp.abs(each[1]).sum() for each in all)))
+wrong("zero-stays", change=lambda u, g, p, i, all: u + 1e-3 * (g == 0))
+for check in ("quadratic", "rosenbrock", "regression"):
+    wrong(check, "quadratic", "rosenbrock", "regression", "which", change=lambda u, g, p, i, all: -u)
+wrong("orthogonal", "keywords")
+wrong("scale-free", "keywords", "orthogonal", change=lambda u, g, p, i, all: g)
+wrong("which", change=lambda u, g, p, i, all: u * 1.1)
+wrong("count", number=jnp.float32)
 wrong("bfloat16", finish=lambda u, g: u * (0 if g.dtype == jnp.bfloat16 else 1))
 
 
@@ -143,7 +152,18 @@ def wrong_float64(learning_rate=1e-2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.
     return optax.GradientTransformation(inner.init, update)
 
 
+def wrong_bfloat16_learns(learning_rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01):
+    inner = right(learning_rate, b1, b2, eps, weight_decay)  # so long a memory moves by less than a unit of bfloat16
+
+    def update(g, state, p):
+        updates, (count, *moments) = inner.update(g, state, p)
+        return updates, (count, *jax.tree.map(lambda x, g: x.astype(g.dtype).astype(x.dtype), tuple(moments), (g, g)))
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 WRONG |= {
+    "bfloat16-learns": ("wrong_bfloat16_learns", set()),
     "keywords": ("wrong_keywords", set()),
     "deterministic": (
         "wrong_deterministic",

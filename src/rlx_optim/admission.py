@@ -11,12 +11,15 @@ import numpy as np
 from .spec import Shape
 
 TYPES = (np.dtype(np.float32), np.dtype(np.float64))
+OTHERS = {"torch": "torch", "jax": "optax", "jaxlib": "optax"}  # whose arrays have a front end of their own
 
 
 def check_array(owner: str, name: str, role: str, array: Any, writable: bool = False) -> None:
     what = f"{owner}: {role} of {name!r}"
     if not isinstance(array, np.ndarray):
-        raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}")
+        front = OTHERS.get(type(array).__module__.partition(".")[0])
+        there = f"; rlx_optim.{front} is for those" if front else ""
+        raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}{there}")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array, and a step would ignore the mask; pass .filled(0) or .data")
     keep = "keep the parameter itself so: a copy made for the call would be stepped and lost" if writable else ""

@@ -105,7 +105,9 @@ def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
     said = words(kind.__doc__)
     found = {name: text for name, (_, text) in beside.items()}
     for name, field in kind.fields.items():
-        found[name] = f"{said.get(name, '')} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
+        found[name] = (
+            f"{said.get(name, field.meaning)} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
+        )
     if beside is OPTAX:
         found["learning_rate"] = found["lr"]
         found |= {n: f"{found[n]}; None: the rule's own, {f.default!r}" for n, f in kind.fields.items() if f.annotation == "int"}
@@ -129,8 +131,14 @@ def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -
     return "\n".join([documentation(kind), "", *lines])
 
 
+#: where a torch class has its groups
+GROUPS = '; groups stand in params, as for any torch optimizer: [{"params": …, "weight_decay": 0.0}, …]'
 #: what others call it
-SYNONYMS = {"learning_rate": "lr", "lr": "learning_rate", "wd": "weight_decay", "decay": "weight_decay"}
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",), "lr": ("learning_rate",), "wd": ("weight_decay",), "decay": ("weight_decay",),
+    "weight_decay_mask": ("mask",), "betas": ("b1",), "beta1": ("betas", "b1"), "beta2": ("betas", "b2"),
+    "b1": ("betas", "beta1"), "b2": ("betas", "beta2"),
+}  # fmt: skip
 
 
 def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
@@ -138,9 +146,10 @@ def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError
     bad = sorted(set(given) - set(known))
     meant: dict[str, str] = {}
     for word in bad:
-        synonym, near = SYNONYMS.get(word, ""), difflib.get_close_matches(word, known, 1)
-        meant |= {word: synonym} if synonym in known else {word: near[0]} if near else {}
+        found = [*(each for each in SYNONYMS.get(word, ()) if each in known), *difflib.get_close_matches(word, known, 1)]
+        meant |= {word: found[0]} if found else {}
     hint = "".join(f"; {word} is called {here} here" for word, here in meant.items())
+    hint += GROUPS if "groups" in bad and "params" in known else ""
     return TypeError(f"{owner}: unknown hyperparameter {', '.join(map(repr, bad))}; known are {', '.join(known)}{hint}")
 
 

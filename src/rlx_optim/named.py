@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from . import explain, registry
@@ -43,6 +44,11 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
     base, signature = CurvatureOptimizer if kind.observes else NamedOptimizer, _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], Iterable) and not isinstance(args[0], str) and getattr(args[0], "shape", None) != ():
+            raise TypeError(
+                f"{title}: parameters are given to step_all(params, grads), not here; the first argument is lr, got "
+                f"{type(args[0]).__name__}"
+            )
         if len(args) > (most := len(kind.fields) - len(MODIFIERS)):
             raise TypeError(f"{title} takes at most {most} positional arguments, got {len(args)}")
         given = dict(zip(kind.fields, args, strict=False))

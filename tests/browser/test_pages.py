@@ -61,6 +61,28 @@ def test_every_page(site, browser, console_errors, overflow, width, dark):
     assert not wrong
 
 
+def test_wide_things_can_be_read(site, browser):
+    """Tables fit a desk; on a phone tables in text keep their lines, and words in plots their size."""
+    base, pages = site
+    wide = (
+        "return [...document.querySelectorAll('.md-typeset__scrollwrap')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    )
+    crowded = "evidence/"  # eleven columns
+    for page in pages:
+        if any(name in page for name in ("migrate", "checkpoint", "races", "conformance", "jax")) and crowded not in page:
+            assert browser(base + page, width=1280).execute_script(wide) == 0, page
+    code = browser(base + "/cli/", width=390).execute_script(
+        "return [...document.querySelectorAll('pre > code')].filter(e => e.textContent.includes('┏')).map(e => getComputedStyle(e).whiteSpace)"
+    )
+    assert code
+    assert set(code) == {"pre"}
+    plot = browser(base + "/races/", width=390).execute_script(
+        "return [...document.images].filter(i => i.offsetParent && i.src.includes('plots/')).map(i => i.offsetWidth)"
+    )
+    assert plot
+    assert min(plot) > 600
+
+
 def brightness(driver):
     colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     return sum(map(int, colour.partition("(")[2].rstrip(")").split(",")[:3]))

@@ -70,8 +70,8 @@ def result(name: str) -> Result | None:
         return None
     losses = search.losses(settings, STEPS)
     beside = plan.Search(pool(), "adamw", STEPS)
-    short = sorted({r["steps"] for r in pool().of(name) if r["settings"] == settings and search.tuning < r["steps"] < STEPS})
-    ends = {length: found for length in [*short, STEPS] if (found := search.losses(settings, length))}
+    lengths = sorted({r["steps"] for r in pool().of(name)})
+    ends = {length: found for length in lengths if (found := search.losses(settings, length))}
     least = leads.reached(ends, plan.goal_of(pool(), STEPS))
     own, theirs = cost(name), cost("adamw")
     return Result(
@@ -80,7 +80,7 @@ def result(name: str) -> Result | None:
         tried(name),
         None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
         least,
-        bool(short) or name == "adamw",
+        len(ends) > 1 or name == "adamw",
         least * own.step / (STEPS * theirs.step) if least and own and theirs else None,
     )
 
@@ -221,27 +221,28 @@ def results() -> str:
 
 
 def tried(name: str) -> list[dict[str, Any]]:
-    """The short runs that searched."""
+    """The short runs that searched a rate."""
     return pool().of(name, plan.Search(pool(), name, STEPS).tuning, plan.TUNING_SEED)
 
 
 def rates() -> str:
-    """The loss of the short runs at each rate and decay that was tried."""
+    """The loss of the runs that searched, by the rate and by the decay that was tried."""
     rows = []
 
-    def cell(record: dict[str, Any], begun: float | None) -> str:
-        decay = record["settings"].get("weight_decay")
-        end = f"{record['validation_loss']:.3f}" if "validation_loss" in record else "diverged"
-        return f"{record['settings']['lr']:g}{'' if decay == begun else f' (decay {decay:g})'}: {end}"
+    def cells(records: list[dict[str, Any]], key: str) -> str:
+        by = {
+            r["settings"].get(key, 0.0): f"{r['validation_loss']:.3f}" if "validation_loss" in r else "diverged" for r in records
+        }
+        return ", ".join(f"{value:g}: {by[value]}" for value in sorted(by)) or NONE
 
     for name in list_optimizers():
-        begun = SETTINGS["gpt"][name].get("weight_decay")
-        cells = [cell(record, begun) for record in sorted(tried(name), key=lambda r: r["settings"]["lr"])]
-        if cells:
-            rows.append([spec_class(name).title, "–" if begun is None else f"{begun:g}", ", ".join(cells)])
-    return (
-        table(["optimizer", "decay", "learning rate: loss of the text that chooses"], rows) if rows else "None is committed yet."
-    )
+        begun = SETTINGS["gpt"][name].get("weight_decay", 0.0)
+        rated = [r for r in tried(name) if r["settings"].get("weight_decay", 0.0) == begun]
+        if rated:
+            decayed = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
+            rows.append([spec_class(name).title, f"{begun:g}", cells(rated, "lr"), cells(decayed, "weight_decay")])
+    head = ["optimizer", "decay", "loss by rate", "loss by decay, at the best rate"]
+    return table(head, rows) if rows else "None is committed yet."
 
 
 def starts() -> str:

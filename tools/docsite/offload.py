@@ -58,10 +58,13 @@ def speed() -> str:
     """A line a row of the bench."""
     rows = []
     for row in measured()["rows"]:
-        times = ["–" if row[what] is None else f"{1e3 * row[what]:,.0f}" for what in ("step", "copies", "host", "torch_fused")]
+        times = [
+            "–" if row.get(what) is None else f"{1e3 * row[what]:,.0f}"
+            for what in ("step", "copies", "host", "torch_fused", "torchao")
+        ]
         over = f"{row['over_limit']:.2f}×"
         rows.append(
-            [row["optimizer"], row["kind"], *times, over, f"{row['device_peak'] / 2**20:,.0f}", f"{row['state'] / 1e9:.2f}"]
+            [row["optimizer"], row["kind"], *times, over, f"{row['device_peak'] / 1e6:,.0f}", f"{row['state'] / 1e9:.2f}"]
         )
     head = [
         "",
@@ -70,8 +73,9 @@ def speed() -> str:
         "copies alone",
         "host alone",
         "torch fused on copies",
+        "torchao",
         "over the larger",
-        "device, MiB",
+        "device, MB",
         "host, GB",
     ]
     return table(head, rows, right=range(2, 9))
@@ -81,7 +85,7 @@ def source() -> str:
     found, speeds = measured(), {what: f"{measured()[what] / 1e9:.0f}" for what in ("down", "up", "both")}
     m = found["machine"]
     return (
-        f"{m.get('gpu', '')}, {m['cpu']} with {m['cores']} cores, {m['date'][:10]}; copies of 1 GiB, page-locked: "
+        f"{m.get('gpu', '')}, {m['cpu']} with {m['cores']} cores, {m['date'][:10]}; copies of 1.07 GB, page-locked: "
         f"{speeds['down']} GB/s down, {speeds['up']} up, {speeds['both']} each way at once"
     )
 

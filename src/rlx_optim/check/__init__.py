@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "Check", "Report", "Result", "check_optimizer", "checks_of"
 
 #: by kind: the files that enter checks into the table, and the class of a subject
 FILES = {
-    "torch": ("torch_steps", "torch_state", "ranks"),
+    "torch": ("torch_steps", "torch_course", "torch_state", "torch_devices", "ranks"),
     "optax": ("optax_checks",),
 }
 SHARED = ("both", "identity")

@@ -1,7 +1,12 @@
-"""Which Adam is this? How far an optimizer ends from our reference, under each of our conventions and of the known variants."""
+"""Which Adam is this? How far an optimizer ends from our reference, and what differs.
+
+Looked at in turn, until one is close: our conventions; another weight decay; for Adam another eps and bias correction; the same
+without decay, or with an eps of nothing; each keyword that ours does not have, at another value.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +15,7 @@ import numpy as np
 
 from ..named import create
 from ..registry import aliases, known
-from .subject import Arrays, Subject, drawn, gap, replayed
+from .subject import UNASKED, Arrays, Subject, drawn, gap, replayed
 from .table import Skip, Wrong, check
 
 STEPS = 20
@@ -25,13 +30,20 @@ NAMES = {
     "beta2": ("betas", 1),
     "decay": ("momentum", None),
 }
-CLOSE, NEAR = 1e-4, 1e-2
+CLOSE, NEAR, ABOUT = 1e-4, 1e-2, 0.1  # the last for matrix rules, whose products may be of bfloat16
+LEAST = 1e-4  # what moves parameters of size 1 less tells nothing
 
 DECAYS = {
     "decoupled": "decoupled decay, times lr",
     "coupled": "decay joins the gradient",
     "apart": "decoupled decay, not times lr",
     "none": "no decay",
+}
+#: what may differ in a form that is not known: without it both are the same
+REST = {
+    "the decay": {"weight_decay": 0.0},
+    "eps": {"eps": 1e-10},
+    "the decay and eps": {"weight_decay": 0.0, "eps": 1e-10},
 }
 EPS = {
     "outside": "eps outside the root",
@@ -48,19 +60,23 @@ USUAL = {"adamw": ("decoupled", "outside", "both"), "adam": ("coupled", "outside
 
 def claim(s: Subject) -> str:
     """The rule here that it says it is."""
-    names = {name: name for name in known()} | aliases()
-    word = (s.claimed or s.target.rpartition(":")[2]).lower()
-    if word not in names:
+    names = {_letters(name): name for name in known()} | {_letters(alias): name for alias, name in aliases().items()}
+    word = _letters(s.claimed or s.target.rpartition(":")[2])
+    if word not in names and word + "w" not in names:  # NAdam and NAdamW differ in the decay, which is looked at
         raise Skip(f"no rule here is called {word!r}; --as NAME says which it claims to be")
-    return names[word]
+    return names.get(word) or names[word + "w"]
 
 
-def shared(s: Subject, rule: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _letters(word: str) -> str:
+    return "".join(filter(str.isalnum, word.lower()))
+
+
+def shared(s: Subject, rule: str, probe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings for it and for ours that mean the same: the probe's where both have the keyword, its own otherwise."""
     fields = known()[rule].fields
     foreign = {"torch": known()[rule].torch.settings, "optax": known()[rule].optax.settings}[s.kind]
     theirs: dict[str, Any] = {}
-    ours: dict[str, Any] = {}
+    ours: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in fields and not s.has("weight_decay") else {}
     for keyword in s.keywords:
         if keyword in foreign:
             if s.given(keyword) is not None:
@@ -69,10 +85,10 @@ def shared(s: Subject, rule: str) -> tuple[dict[str, Any], dict[str, Any]]:
         field, place = (keyword, None) if keyword in fields else NAMES.get(keyword, (keyword, None))
         if field not in fields or (keyword in s.settings and keyword != s.rate):
             value = s.settings.get(keyword)
-        elif field not in PROBE:
+        elif field not in probe:
             value = s.given(keyword)
         else:
-            value = PROBE[field] if place is None else PROBE[field][place]
+            value = probe[field] if place is None else probe[field][place]
             if isinstance(s.given(keyword), tuple) != isinstance(value, tuple) or len(np.atleast_1d(value)) != len(
                 np.atleast_1d(s.given(keyword))
             ):
@@ -129,54 +145,113 @@ def variant(start: Arrays, steps: int, gradient: Any, settings: dict[str, Any], 
     return params
 
 
-def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, mark: str) -> Arrays:
-    """Ours in float64. mark: before the names, by which it draws where it does."""
-    opt = create(rule, engine="reference", **settings)
+def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, mark: str = "", decay: str = "") -> Arrays:
+    """Ours in float64. mark: before the names, by which it draws where it does. decay: another than its own."""
+    lr, shrink = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
+    opt = create(rule, engine="reference", **(settings | {"weight_decay": 0.0} if decay else settings))
     params = {mark + n: p.copy() for n, p in start.items()}
+    taken = lr * shrink if decay == "decoupled" else shrink if decay == "apart" else 0.0
     for t in range(STEPS):
-        opt.step_all(params, {mark + n: g for n, g in gradient(t, {}).items()})
+        before = {n: p.copy() for n, p in params.items()}
+        joins = shrink if decay == "coupled" else 0.0
+        opt.step_all(params, {mark + n: g + joins * before[mark + n] for n, g in gradient(t, {}).items()})
+        for n, p in params.items():
+            p -= taken * before[n]
     return {n: params[mark + n] for n in start}
 
 
-def candidates(s: Subject, rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
-    for label, given in references(rule, ours):
-        one, other = (walked(rule, given, start, gradient, mark) for mark in ("", "other "))
-        if (apart := gap(one, other, start)) > CLOSE:
-            raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
-        yield label, one
+def candidates(rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
+    """Ours under its conventions, under other decays, and Adam in other forms; the plainest first."""
+    given = list(references(rule, ours))
+    one, other = (walked(rule, given[0][1], start, gradient, mark) for mark in ("", "other "))
+    if (apart := gap(one, other, start)) > CLOSE:
+        raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
+    yield given[0][0], one
+    yield from ((label, walked(rule, settings, start, gradient)) for label, settings in given[1:])
+    for (label, settings), (decay, words) in itertools.product(given, DECAYS.items()):
+        if settings.get("weight_decay") and settings.get("lr"):
+            yield _but(label, words), walked(rule, settings, start, gradient, decay=decay)
     if rule in USUAL:
         kind = known()[rule]
         settings = {name: ours.get(name, kind.fields[name].default) for name in ("lr", "betas", "eps", "weight_decay")}
         for choice in itertools.product(DECAYS, EPS, BIAS):
-            if choice != USUAL[rule]:
-                words = [
-                    table[each]
-                    for table, each, usual in zip((DECAYS, EPS, BIAS), choice, USUAL[rule], strict=True)
-                    if each != usual
-                ]
-                yield f"{kind.title} but for: {'; '.join(words)}", variant(start, STEPS, gradient, settings, *choice)
+            pairs = zip((DECAYS, EPS, BIAS), choice, USUAL[rule], strict=True)
+            words = "; ".join(table[each] for table, each, usual in pairs if each != usual)
+            if words:
+                yield _but(kind.title, words), variant(start, STEPS, gradient, settings, *choice)
 
 
-def which(s: Subject) -> tuple[float, str, float]:
-    """How far it ends from ours as its name says; the nearest candidate, and how far that is."""
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """named: how far it ends from ours as its name says. label: the form that is nearest, and how far that is. same: where it is
+    the same all the same."""
+
+    named: float
+    label: str
+    distance: float
+    same: str = ""
+
+
+def _but(label: str, words: str) -> str:
+    return f"{label}; {words}" if " but for: " in label else f"{label} but for: {words}"
+
+
+def which(s: Subject) -> Answer:
     rule = claim(s)
     if known()[rule].observes:
         raise Skip("it steps by estimates of the Hessian, which libraries are given in ways of their own")
-    theirs, ours = shared(s, rule)
-    shapes = {name: shape for name, shape in s.shapes.items() if len(shape) <= 2}
+    kind = known()[rule]
+    flat = (2,) if kind.matrix else (1, 2)  # a matrix rule may hand vectors to any other
+    shapes = {name: shape for name, shape in s.shapes.items() if len(shape) in flat}
     start, gradient = drawn(shapes), replayed(shapes, 0.3)
+    probe = PROBE | ({"lr": 1.0} if kind.fields["lr"].default == 1.0 else {})  # a factor, as Prodigy's
+    theirs, ours = shared(s, rule, probe)
     with s.refusable(f"stepping with {theirs}"):
         got = s.walk(start, gradient, STEPS, **theirs)
-    ranking = [(gap(got, want, start), label) for label, want in candidates(s, rule, ours, start, gradient)]
-    best = min(ranking)
-    return ranking[0][0], best[1], best[0]
+    if (far := max(float(np.abs(got[n] - start[n]).max()) for n in start)) < LEAST:
+        raise Skip(f"in {STEPS} steps it moves by {far:.0e}: too little to tell")
+    forms: list[tuple[str, Arrays]] = []
+    ranking: list[tuple[float, str]] = []
+    for label, want in candidates(rule, ours, start, gradient):
+        forms.append((label, want))
+        ranking.append((gap(got, want, start), label))
+        if ranking[-1][0] <= CLOSE:
+            return Answer(ranking[0][0], label, ranking[-1][0])
+    named = ranking[0][0]
+    for words, rest in REST.items():
+        if not all(name in ours for name in rest):
+            continue
+        theirs_now, ours_now = shared(s, rule, probe | rest)
+        got_now = s.walk(start, gradient, STEPS, **theirs_now)
+        for label, given in references(rule, ours_now):
+            if (distance := gap(got_now, walked(rule, given, start, gradient), start)) <= CLOSE:
+                return Answer(named, _but(label, f"{words}, in a form that is not known here"), distance)
+    for name in s.keywords:
+        if name in theirs or name in UNASKED or "dtype" in name:
+            continue
+        switches = [value for value in s.alternatives(name) if isinstance(value, (bool, str))]
+        for value in switches or (0.0, 1):
+            try:
+                got_now = s.walk(start, gradient, STEPS, **{**theirs, name: value})
+            except Exception:
+                continue
+            for label, want in forms:
+                if (distance := gap(got_now, want, start)) <= CLOSE:
+                    return Answer(named, _but(label, f"{name}={s.given(name)!r} (with {value!r} it is)"), distance)
+    distance, label = min(ranking)
+    want = dict(forms)[label]
+    on = {n: gap({n: got[n]}, {n: want[n]}, start) <= CLOSE for n in start}
+    same = [word for word, flat in (("vectors", 1), ("matrices", 2)) if all(on[n] == (len(shapes[n]) == flat) for n in on)]
+    return Answer(named, label, distance, same[0] if same else "")
 
 
 @check("which", "what calls itself AdamW may be another Adam: how far from ours, and what differs", taste=True)
 def identity(s: Subject) -> Any:
-    named, nearest, distance = which(s)
-    if distance > NEAR:
-        raise Wrong(f"{named:.1e} from ours after {STEPS} steps; nearest is {nearest}, {distance:.1e} away", named)
-    if "but for" in nearest and named > CLOSE:
-        raise Wrong(f"{named:.1e} from ours after {STEPS} steps; it is {nearest} ({distance:.0e} away)", named)
-    return f"{nearest}: {distance:.0e}"
+    found = which(s)
+    far = f"{found.named:.1e} from ours after {STEPS} steps"
+    if found.distance <= CLOSE and "but for" in found.label and found.named > CLOSE:
+        raise Wrong(f"{far}; it is {found.label} ({found.distance:.0e} away)", found.named)
+    if found.distance > (ABOUT if known()[claim(s)].matrix else NEAR):
+        same = f"; on {found.same} it is the same" if found.same else ""
+        raise Wrong(f"{far}; of no form known here: nearest, {found.distance:.1e} away, is {found.label}{same}", found.named)
+    return f"{found.label}: {found.distance:.0e}"

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .optax_subject import OptaxSubject, arrays, bitwise
+from .optax_subject import FAST, OptaxSubject, bitwise
 from .table import Skip, Wrong, check
+
+FAR = 2**24  # float32 counts no further
+FUSED = 1e-4  # of the distance travelled: what is compiled whole is rounded otherwise
 
 
 def same_tree(a: Any, b: Any) -> bool:
@@ -20,29 +23,15 @@ def same_tree(a: Any, b: Any) -> bool:
 
 @check("jit", "compiled and not compiled it ends in the same place", "optax")
 def jit(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
-    state = tx.init(params)
-    for t in range(6):
-        params, state = s.update(tx, s.grads(t), state, params)
-    bar = max(s.bar, 1e-4)  # fused operations are rounded otherwise
-    return s.near(arrays(s.plain), arrays(params), arrays(s.start()), "jit ends elsewhere than no jit", bar)
+    return s.close(s.jitted[0], s.plain, "jit ends elsewhere than no jit", FUSED)
 
 
 @check("one-trace", "update is traced once: a second trace of a large model costs minutes", "optax")
 def one_trace(s: OptaxSubject) -> Any:
-    tx, params, traces = s.make(), s.start(), []
-    state = jax.jit(tx.init)(params)
-
-    @jax.jit
-    def step(g: Any, state: Any, p: Any) -> Any:
-        traces.append(1)
-        return s.update(tx, g, state, p)
-
-    for t in range(4):
-        params, state = step(s.grads(t), state, params)
-    if len(traces) > 1:
-        raise Wrong(f"four steps were traced {len(traces)} times: dtypes or shapes of the state change", len(traces))
-    return len(traces)
+    _, traces = s.jitted
+    if traces > 1:
+        raise Wrong(f"six steps were traced {traces} times: dtypes or shapes of the state change", traces)
+    return traces
 
 
 @check("scan", "a training loop inside jax.lax.scan ends where the loop outside does", "optax")
@@ -53,8 +42,8 @@ def scan(s: OptaxSubject) -> Any:
     def body(carry: Any, g: Any) -> Any:
         return s.update(tx, g, carry[1], carry[0]), None
 
-    (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g))(params, many)
-    return s.close(got, s.plain, "scan ends elsewhere than a loop")
+    (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g), compiler_options=FAST)(params, many)
+    return s.close(got, s.plain, "scan ends elsewhere than a loop", FUSED)
 
 
 @check("vmap", "over a stack of models at once it ends where each ends alone", "optax", quick=False)
@@ -62,10 +51,10 @@ def vmap(s: OptaxSubject) -> Any:
     tx, params = s.make(), s.start()
     two = jax.tree.map(lambda p: jnp.stack((p, p * 0.5)), params)
     state = jax.vmap(tx.init)(two)
-    step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)))
+    step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)), compiler_options=FAST)
     for t in range(6):
         two, state = step(jax.tree.map(lambda g: jnp.stack((g, g)), s.grads(t)), state, two)
-    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere")
+    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere", FUSED)
 
 
 @check("stable-state", "state keeps its structure, shapes and dtypes: scan and donated buffers need that", "optax")
@@ -89,8 +78,7 @@ def bfloat16(s: OptaxSubject) -> Any:
     tx, params = s.make(), jax.tree.map(jnp.zeros_like, s.start(jnp.bfloat16))  # from where any step shows
     with s.refusable("bfloat16"):
         state = tx.init(params)
-        step = jax.jit(lambda g, state, p: s.update(tx, g, state, p))
-        got = params
+        got, step = params, s.compiled(tx)
         for t in range(4):
             got, state = step(s.grads(t, jnp.bfloat16), state, got)
     for name, p in got.items():
@@ -104,7 +92,7 @@ def empty_tree(s: OptaxSubject) -> Any:
     tx = s.make()
     for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
         state = tx.init(tree)
-        got, _ = s.update(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
+        got, _ = s.eager(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
         if not same_tree(got, tree):
             raise Wrong(f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
     return "kept"
@@ -151,7 +139,7 @@ def inject(s: OptaxSubject) -> Any:
     got, _ = s.run(
         tx, params, tx.init(params), 0, 6
     )  # numbers that were float64 on the host are float32 now: more than a rounding
-    seen = s.near(arrays(got), arrays(s.plain), arrays(params), "under inject_hyperparams it ends elsewhere", max(s.bar, 1e-3))
+    seen = s.close(got, s.plain, "under inject_hyperparams it ends elsewhere", 1e-3)
 
     def begun(rate: float) -> Any:
         state = tx.init(params)
@@ -180,15 +168,9 @@ def schedule(s: OptaxSubject) -> Any:
 @check("multi-steps", "optax.MultiSteps over two halves of a gradient is one step on the whole", "optax")
 def multi_steps(s: OptaxSubject) -> Any:
     tx, params = optax.MultiSteps(s.make(), 2), s.start()
-    state = tx.init(params)
-
-    @jax.jit
-    def step(g: Any, state: Any, p: Any) -> Any:
-        return s.update(tx, g, state, p)
-
-    for t in range(12):
-        params, state = step(jax.tree.map(lambda g, t=t: g * (0.5, 1.5)[t % 2], s.grads(t // 2)), state, params)
-    return s.close(params, s.plain, "under MultiSteps it ends elsewhere")
+    halves = lambda t: jax.tree.map(lambda g: g * (0.5, 1.5)[t % 2], s.grads(t // 2))  # noqa: E731
+    got, _ = s.run(tx, params, tx.init(params), 0, 12, halves)
+    return s.close(got, s.plain, "under MultiSteps it ends elsewhere")
 
 
 @check("resume", "state that went through pickle goes on bit for bit", "optax")
@@ -207,7 +189,7 @@ def gradients_unwritten(s: OptaxSubject) -> Any:
     tx, params = s.make(), {n: np.asarray(p).copy() for n, p in s.start().items()}
     grads = {n: np.asarray(g).copy() for n, g in s.grads(0).items()}
     before = jax.tree.map(np.copy, (params, grads))
-    s.update(tx, grads, tx.init(params), params)
+    s.eager(tx, grads, tx.init(params), params)
     return bitwise((params, grads), before, "update wrote to what it was given")
 
 
@@ -220,7 +202,7 @@ def float64(s: OptaxSubject) -> Any:
             tx = s.make(**s.without_decay())
             state = tx.init(params)
             for t in range(3):
-                params, state = s.update(tx, s.grads(t, jnp.float64), state, params)
+                params, state = s.eager(tx, s.grads(t, jnp.float64), state, params)
             if any(p.dtype != jnp.float64 for p in params.values()):
                 raise Wrong("parameters changed their dtype", str(next(iter(params.values())).dtype))
             ends.append({name: np.asarray(p) for name, p in params.items()})
@@ -228,3 +210,47 @@ def float64(s: OptaxSubject) -> Any:
     if kept > 0.5:
         raise Wrong("a shift of 1e-11 in the parameters is lost: they pass through float32", kept)
     return kept
+
+
+@check("count", "float32 stops counting at 16777216; what depends on the count then stands still", "optax")
+def count(s: OptaxSubject) -> Any:
+    tx, params = s.make(), s.start()
+    first, second = (jax.tree.leaves(s.run(tx, params, tx.init(params), 0, steps)[1]) for steps in (1, 2))
+    counters = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if jnp.ndim(a) == 0 and (a, b) == (1, 2)]
+    if not counters:
+        raise Skip("nothing in its state counts steps")
+    leaves, tree = jax.tree.flatten(s.run(tx, params, tx.init(params), 0, 1)[1])
+    far = [jnp.full_like(x, FAR) if i in counters else x for i, x in enumerate(leaves)]
+    got, state = s.run(tx, params, jax.tree.unflatten(tree, far), 1, 4)
+    if not all(bool(jnp.isfinite(p).all()) for p in got.values()) or all(bool((got[n] == params[n]).all()) for n in got):
+        raise Wrong("after 2^24 steps parameters stand still or are not finite", "NaN")
+    counts = [float(jax.tree.leaves(state)[i]) for i in counters]
+    if min(counts) < FAR + 3:
+        raise Wrong(f"three steps after 2^24 the count is 2^24 + {min(counts) - FAR:g}", min(counts) - FAR)
+    return "2^24 + 3"
+
+
+@check(
+    "bfloat16-learns",
+    "averages kept in bfloat16 stop moving: after large gradients small ones count for nothing",
+    "optax",
+    quick=False,
+)
+def bfloat16_learns(s: OptaxSubject) -> Any:
+    ends = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx, params = s.make(**s.without_decay()), {"w": jnp.zeros((4, 4), dtype)}
+        push = jnp.where(jnp.arange(16).reshape(4, 4) % 3 == 0, 1.0, -0.5).astype(dtype)
+        with s.refusable("bfloat16"):
+            state, step = tx.init(params), s.compiled(tx)
+            for t in range(1020):
+                if t == 1000:
+                    params = {"w": jnp.zeros((4, 4), dtype)}  # so that p itself has bits to spare
+                params, state = step({"w": push * (100.0 if t < 20 else 1.0)}, state, params)
+        ends.append(np.asarray(params["w"], np.float32))
+        if not np.isfinite(ends[0]).all():
+            raise Skip("in float32 too it runs away where a gradient never changes")
+    apart = float(np.abs(ends[1] - ends[0]).max() / max(np.abs(ends[0]).max(), 1e-30))
+    if not apart <= 0.1:
+        raise Wrong(f"twenty small steps after a thousand differ from float32's by {apart:.0%}", apart)
+    return apart

@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
 MATRICES: dict[str, tuple[int, ...]] = {"w": (6, 4), "tall": (8, 3), "twin": (6, 4)}
 SHAPES: dict[str, tuple[int, ...]] = {**MATRICES, "v": (7,), "conv": (2, 3, 2, 2)}
-SMALL: dict[str, tuple[int, ...]] = {"w": (5, 4), "v": (7,), "conv": (2, 3, 2, 2)}
+SMALL = {name: SHAPES[name] for name in ("w", "v", "conv")}
 NUMBERS = (0.5, 0.1, 0.9, 0.01, 2.0, 1.0, 0.0)
 SCALES = (1.0, 0.1, 0.01)  # of gradients: what looks back over several steps shows
 #: keywords that say how a step is computed, not what it gives
@@ -30,9 +30,10 @@ NEUTRAL = ("foreach", "fused", "capturable", "differentiable", "engine", "amp_sc
 UNASKED = (
     *NEUTRAL, "nonfinite", "skip_above", "process_group", "otherwise",
     "route", "split", "stacked", "mask", "weight_decay_mask", "seed",
-    "hessian_seed", "corrected_weight_decay", "verbose", "kwargs", "rounding",
+    "hessian_seed", "corrected_weight_decay", "verbose", "print_win_rate_every_n_step", "kwargs", "rounding",
 )  # fmt: skip
-BAR = 1e-5  # of the distance travelled: two orders of one computation
+BAR, COARSE = 1e-5, 0.1  # of the distance travelled: two orders of one computation; what says nothing any more
+CRASHES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0) -> Arrays:
@@ -97,9 +98,6 @@ class Subject(abc.ABC):
 
     draws = False  # whether a step draws from the library's generator
 
-    def renew(self) -> None:  # noqa: B027
-        """Forget what is kept from walk to walk."""
-
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Leave the library as it was."""
@@ -130,10 +128,14 @@ class Subject(abc.ABC):
         """What is taken for rounding: a multiple of what a unit in the last place of a gradient makes."""
         start, plain = drawn(self.shapes), replayed(self.shapes)
         want = self.walk(start, plain, 6)
+        if not finite(want):
+            raise Wrong("six plain steps end in NaN or infinity", "NaN")
         noise = 0.0
         for sign in (1, -1):
             got = self.walk(start, lambda t, p: {n: g * np.float32(1 + sign * 1.2e-7) for n, g in plain(t, p).items()}, 6)  # noqa: B023
             noise = max(noise, gap(got, want, start))
+        if 8 * noise > COARSE:
+            raise Skip(f"a unit in the last place of the gradients moves it by {noise:.0e} of its way: nothing can be compared")
         return max(BAR, 8 * noise)
 
     @functools.cached_property
@@ -177,13 +179,15 @@ class Subject(abc.ABC):
 
     @contextlib.contextmanager
     def refusable(self, what: str) -> Iterator[None]:
-        """A clean refusal is no failure."""
+        """A clean refusal is no failure; a crash is."""
         try:
             yield
         except (Skip, Wrong):
             raise
         except Exception as problem:
             message = (str(problem).strip() or type(problem).__name__).splitlines()[0][:120]
+            if isinstance(problem, CRASHES):
+                raise Wrong(f"{what} is not refused but breaks it: {type(problem).__name__}: {message}", "crash") from None
             raise Skip(f"{what} is refused: {message}") from None
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------------

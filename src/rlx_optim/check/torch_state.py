@@ -1,4 +1,4 @@
-"""Checks of a torch class: its state, torch's interface, compilers and devices."""
+"""Checks of a torch class: its state, torch's interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as base
 
 from .table import Skip, Wrong, check
-from .torch_subject import Params, TorchSubject, accepts, bitwise, copies, different, moved, numbers, seed, state_of
+from .torch_subject import TorchSubject, accepts, bitwise, copies, different, moved, numbers, seed, state_of
 
 FAR = 2**24  # float32 counts no further
 
@@ -33,6 +33,8 @@ def resumed(s: TorchSubject, carry: Callable[[Any], Any], dtype: torch.dtype = t
         raise Wrong(f"what was loaded is not what was saved: {where}", where)
     s.run(opt, params, 4, 8)
     s.run(again, others, 4, 8)
+    if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
+        raise Wrong(f"resumed, its state goes on elsewhere: {where}", where)
     return bitwise(others, params, "resumed, it goes on elsewhere")
 
 
@@ -79,18 +81,21 @@ def resume_float64(s: TorchSubject) -> Any:
 
 @check("resume-settings", "lr and every other number of a group come back with the state", "torch")
 def resume_settings(s: TorchSubject) -> Any:
-    lr = s.lr()
     params = s.params()
-    opt = s.make(params, lr=lr)
+    opt, again = s.make(params), s.make(s.params())
     s.run(opt, params, 0, 2)
     for group in opt.param_groups:
-        group["lr"] = lr / 7
-    again = s.make(s.params(), lr=lr)
+        group.update({name: value / 7 for name, value in group.items() if type(value) is float})
     again.load_state_dict(state_of(opt))
-    got = float(again.param_groups[0]["lr"])
-    if got != lr / 7:
-        raise Wrong(f"lr is {got:g} after loading a state with {lr / 7:g}", got)
-    return 0.0
+    count = 0
+    for group, loaded in zip(opt.param_groups, again.param_groups, strict=True):
+        for name in (name for name, value in group.items() if type(value) is float):
+            if loaded.get(name) != group[name]:
+                raise Wrong(f"{name} is {loaded.get(name)} after loading a state with {group[name]:g}", str(loaded.get(name)))
+            count += 1
+    if not count:
+        raise Skip("no setting of its groups is a number")
+    return f"{count} numbers"
 
 
 @check("resume-mismatch", "a state for other parameters is refused", "torch")
@@ -121,21 +126,27 @@ def resume_alias(s: TorchSubject) -> Any:
     again = s.make(others)
     again.load_state_dict(saved)
     s.run(again, others, 2, 4)
-    if where := different(kept["state"], opt.state_dict()["state"]):
+    if where := different(kept, opt.state_dict()):
         raise Wrong(f"steps of one change the other's state: {where}", where)
     return 0.0
 
 
-@check("copies", "deepcopy and pickle of the optimizer itself go on alike", "torch")
+@check("copies", "deepcopy and pickle of the optimizer itself go on alike, under a scheduler too", "torch")
 def copied(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 3)
-    pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
-    s.run(opt, params, 3, 6)
-    for how, (others, again) in pairs.items():
-        s.run(again, others, 3, 6)
-        bitwise(others, params, f"a copy by {how} goes on elsewhere")
+    for scheduled in (False, "lr" in s.keywords):
+        params = s.params()
+        opt = s.make(params)
+        s.run(opt, params, 0, 3)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(opt, 100)  # wraps opt.step: a copy must not step the original
+        pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
+        before = copies(params)
+        for how, (others, again) in pairs.items():
+            s.run(again, others, 3, 6)
+            bitwise(params, before, f"a copy by {how} steps the original")
+        s.run(opt, params, 3, 6)
+        for how, (others, _) in pairs.items():
+            bitwise(others, params, f"a copy by {how} goes on elsewhere")
     return 0.0
 
 
@@ -238,6 +249,7 @@ def hooks(s: TorchSubject) -> Any:
     finally:
         for handle in handles:
             handle.remove()
+    opt.step()
     if log != ["all before", "before", "after", "all after"]:
         raise Wrong(f"the hooks of a step ran as {log}", len(log))
     opt.register_state_dict_pre_hook(note("save"))
@@ -352,89 +364,3 @@ def complex_(s: TorchSubject) -> Any:
         q.grad = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(t))
         second.step()
     return s.close([torch.view_as_real(p.detach())], [q], "a complex parameter ends elsewhere than its real view", [start])
-
-
-# ---- compilers and devices --------------------------------------------------------------------------------------------------
-@check("compile", "torch.compile around the step gives the same numbers", "torch", quick=False)
-def compiled(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    if hasattr(opt, "update_hessian"):
-        raise Skip("its estimates are made outside of step")
-    step: Any = torch.compile(opt.step, backend="eager")
-    for t in range(4):
-        s.grads(params, t)
-        seed(1000 + t)
-        step()
-    torch.compiler.reset()
-    return s.close(params, s.after(4), "compiled, it ends elsewhere")
-
-
-def on_cuda(s: TorchSubject, **settings: Any) -> tuple[Params, Any]:
-    if not torch.cuda.is_available():
-        raise Skip("torch sees no CUDA device")
-    params = [nn.Parameter(p.detach().cuda()) for p in s.params()]
-    with s.refusable("a CUDA parameter"):
-        return params, s.make(params, **settings)
-
-
-def fed(s: TorchSubject, params: Any, t: int) -> None:
-    twins = s.params()
-    s.grads(twins, t)
-    for p, twin in zip(params, twins, strict=True):
-        p.grad = twin.grad.to(p.device) if p.grad is None else p.grad.copy_(twin.grad)
-
-
-@check("cuda", "on CUDA it ends where it ends on the CPU", "torch")
-def cuda(s: TorchSubject) -> Any:
-    params, opt = on_cuda(s)
-    if s.random or hasattr(opt, "update_hessian"):
-        raise Skip("it draws random numbers, and those of CUDA are others")
-    for t in range(6):
-        fed(s, params, t)
-        s.step(opt, params, t)
-    return s.near(numbers(params), numbers(s.after()), numbers(s.params()), "CUDA ends elsewhere than the CPU", max(s.bar, 1e-3))
-
-
-@check("cuda-sync", "a step that waits for the device stops the queue of kernels", "torch")
-def cuda_sync(s: TorchSubject) -> Any:
-    params, opt = on_cuda(s)
-    for t in range(3):
-        fed(s, params, t)
-        s.step(opt, params, t)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        opt.step()
-    except RuntimeError as problem:
-        raise Wrong(f"a step waits for the device: {str(problem).splitlines()[0]}", "waits") from None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return "no wait"
-
-
-@check("cuda-graph", "with capturable=True a step can be captured, and replays the same", "torch")
-def cuda_graph(s: TorchSubject) -> Any:
-    s.needs("capturable")
-    params, opt = on_cuda(s, capturable=True)
-    plain, other = on_cuda(s, capturable=True)
-    if hasattr(opt, "update_hessian"):
-        raise Skip("its estimates are made outside of step")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for t in range(3):
-            fed(s, params, t)
-            with s.refusable("a step with capturable=True"):
-                s.step(opt, params, t)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with s.refusable("capturing this step"), torch.cuda.graph(graph):
-        opt.step()
-    for t in range(3, 6):
-        fed(s, params, t)
-        graph.replay()
-    for t in range(6):
-        fed(s, plain, t)
-        s.step(other, plain, t)
-    start = [p.detach().cuda() for p in s.params()]
-    return s.close(params, plain, "a captured step replays elsewhere", start)

@@ -60,6 +60,7 @@ def store(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
             _read_back(name, path, allow_nan)
+            _let_go(file)
             os.replace(name, path)
         _sync_folder(path.parent)
 
@@ -97,8 +98,15 @@ def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
                     yield file, name
                     return
             finally:
+                _let_go(file)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name)
+
+
+def _let_go(file: BinaryIO) -> None:
+    """Windows renames and removes no file that is open; elsewhere it stays locked until it has its name."""
+    if fcntl is None:
+        file.close()
 
 
 def _locked(file: Any) -> bool | None:
@@ -146,7 +154,7 @@ def save(
         return None
     template = _template(path)
     if keep is not None and NUMBER not in template.name:
-        raise ValueError(f"save: keep={keep} needs a folder, or {NUMBER} in the file's name, got {str(path)!r}")
+        raise ValueError(f"save: keep={keep} needs a folder that is there, or {NUMBER} in the file's name, got {str(path)!r}")
     made = target(path, iteration)
     store(take(), made, allow_nan)
     if keep is not None:

@@ -47,8 +47,9 @@ COMMANDS = {
     "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
 FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
-OPTIMIZERS, NAMES = ("--optimizers", "--optimizer"), "Names, comma-separated, or all."  # of every command that takes several
-HELP = {"help_option_names": ["-h", "--help"]}
+NAMES = "Names, comma-separated, or all."  # of every command that takes several
+SAME = {"optimizer": "optimizers", "shapes": "model"}  # other names of options
+HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: SAME.get(word, word)}
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 and the number of the signal
 VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
@@ -196,7 +197,7 @@ def show_table(
     def table(folded: bool, kept: Sequence[int]) -> Table:
         def column(i: int) -> Column:
             if i < texts:
-                return Column(head[i], overflow="fold")
+                return Column(head[i], overflow="fold", min_width=max(map(len, head[i].split())))
             heads = head[i].split() if folded else [head[i]]
             return Column(head[i], justify="right", width=max(map(len, (*heads, *(row[i] for row in rows)))))
 

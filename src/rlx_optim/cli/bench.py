@@ -3,29 +3,28 @@
     rlx-optim bench --model two-blocks --optimizers adamw,lion --json results.json --plot results.png
     rlx-optim bench --model one:1M --peers none --json
 
-This file has the shape sets, the options and what is printed; `measure` does the work.
+This file has the options and what is printed; `measure` does the work.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
+from ..engines import no_compiler
 from ..named import list_optimizers
 from ..registry import aliases
 from ..storage import FORMATS
-from . import NAMES, OPTIMIZERS, Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
+from . import NAMES, Problem, check_place, choose, cuda, progress, say, show_table, unknown, write_json
 from .measure import run
 from .peers import LIBRARIES
-from .results import Report, Request, Row, Shapes, check_memory, turns
+from .results import Report, Request, Row, check_memory, turns
+from .shapes import KNOWN, shapes_of
 
 PLOTS = (".png", ".svg", ".pdf")
 HEAD = (
@@ -42,59 +41,7 @@ HEAD = (
 SPARE = (7, 3, 6, 9)  # columns that a narrow terminal does without
 DEVICES = ("cpu", "cuda")
 FRONTS = ("torch", "jax")
-
-
-# ---- shape sets -------------------------------------------------------------------------------------------------------
-def _block(prefix: str) -> Shapes:
-    """One transformer block of GPT-2 small."""
-    linear = {"attn.c_attn": (768, 2304), "attn.c_proj": (768, 768), "mlp.c_fc": (768, 3072), "mlp.c_proj": (3072, 768)}
-    weights: Shapes = {f"{prefix}.{layer}.weight": shape for layer, shape in linear.items()}
-    biases: Shapes = {f"{prefix}.{layer}.bias": shape[1:] for layer, shape in linear.items()}
-    return weights | biases | {f"{prefix}.{norm}.{part}": (768,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
-
-
-def _blocks(count: int) -> Shapes:
-    return {name: shape for i in range(count) for name, shape in _block(f"h.{i}").items()}
-
-
-def _vectors(least: int, most: int) -> Shapes:
-    sizes = np.random.default_rng(0).integers(least, most, 2000, endpoint=True)
-    return {f"v{i}": (int(size),) for i, size in enumerate(sizes)}
-
-
-def _gpt2() -> Shapes:
-    ends: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768), "ln_f.weight": (768,), "ln_f.bias": (768,)}
-    return ends | _blocks(12)
-
-
-def _llama(count: int, width: int, inner: int, keys: int) -> Shapes:
-    """So many layers; TinyLlama has grouped queries."""
-    linear: Shapes = {"q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width)}
-    linear |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner), "norm_1": (width,), "norm_2": (width,)}
-    layers: Shapes = {f"layers.{i}.{layer}": shape for i in range(count) for layer, shape in linear.items()}
-    return {"embed": (32000, width), "head": (32000, width), "norm": (width,)} | layers
-
-
-MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt2-124m": _gpt2,
-    "llama-1.1b": lambda: _llama(22, 2048, 5632, 256),
-    "llama-7b": lambda: _llama(32, 4096, 11008, 4096),
-    "llama-13b": lambda: _llama(40, 5120, 13824, 5120),
-    "two-blocks": lambda: _blocks(2),
-    "many-small": lambda: _vectors(1_000, 64_000),
-    "many-tiny": lambda: _vectors(64, 4_096),
-}
-UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
-
-
-def shapes_of(model: str) -> Shapes:
-    """The tensors of a shape set by name; "one:262k" is one vector of 262,000, "one:512x1k" a matrix."""
-    one = re.fullmatch(r"one:([1-9]\d*[kM]?(x[1-9]\d*[kM]?)?)", model)
-    if one:
-        return {"w": tuple(int(n.rstrip("kM")) * UNITS[n.lstrip("0123456789")] for n in one[1].split("x"))}
-    if model not in MODELS:
-        raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M), one:NxN"])
-    return MODELS[model]()
+WEIGHTS = ("float32", "bfloat16")
 
 
 # ---- what is printed --------------------------------------------------------------------------------------------------
@@ -183,10 +130,8 @@ def measure_offload(model: str, chosen: list[str], rounds: int, as_json: bool, f
 
 # ---- the command ------------------------------------------------------------------------------------------------------
 def command(
-    model: Annotated[
-        str, typer.Option(help=f"Shape set: {', '.join(MODELS)}, or one:N (one:1k, one:32M, one:4kx1k).")
-    ] = "two-blocks",
-    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "adamw",
+    model: Annotated[str, typer.Option(help=f"Shapes: {KNOWN}.")] = "two-blocks",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "adamw",
     peers: Annotated[str, typer.Option(help=f"{', '.join(LIBRARIES)}, comma-separated; all or none.")] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each implementation.")] = 7,
     seconds: Annotated[float, typer.Option(min=1e-6, help="About how long a turn takes.")] = 0.3,
@@ -194,6 +139,9 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, or cuda: ours and torch's also captured in a CUDA graph.")] = "cpu",
     front: Annotated[str, typer.Option(help="On cuda, how ours is run: torch, or jax, beside optax.")] = "torch",
     state_dtype: Annotated[str, typer.Option(help="Ours also with its state in bfloat16, int8 or both, comma-separated.")] = "",
+    weights: Annotated[
+        str, typer.Option(help="On cuda, of weights and gradients: float32, or bfloat16, in each rounding.")
+    ] = "float32",
     offload: Annotated[
         bool, typer.Option("--offload", help="On a CUDA device, with state on the host, and what a step is made of.")
     ] = False,
@@ -216,14 +164,22 @@ def command(
         return
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
+    if device == "cpu" and (lacking := no_compiler()):
+        raise Problem(f"bench measures the compiled engine: {lacking}")
     if front not in FRONTS:
         raise unknown("front", front, FRONTS)
     if front == "jax" and device != "cuda":
         raise Problem("--front jax is for --device cuda; on the CPU ours is the named API, beside optax among the peers")
     if front == "jax" and state_dtype:
         raise Problem("--state-dtype is for --front torch, and for the CPU")
+    if weights not in WEIGHTS:
+        raise unknown("type of weights", weights, WEIGHTS)
+    if weights != WEIGHTS[0] and (device != "cuda" or front == "jax"):
+        raise Problem(f"--weights {weights} is for --device cuda and --front torch")
     kept = tuple(choose("state dtype", state_dtype, FORMATS[1:])) if state_dtype else ()
-    request = Request(model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept)
+    request = Request(
+        model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept, weights
+    )  # fmt: skip
     (cuda.check if device == "cuda" else check_memory)(request)
     with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)

@@ -37,7 +37,9 @@ def command(
     if (source.suffix == SUFFIXES[0]) == (target.suffix == SUFFIXES[0]):
         raise Problem(f"one of {source} and {target} must end in {SUFFIXES[0]}, and the other not")
     try:
-        listed = None if names is None else [line.strip() for line in names.read_text().splitlines() if line.strip()]
+        listed = (
+            None if names is None else [line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()]
+        )
     except OSError as problem:
         raise Problem(f"--names: {names}: {problem.strerror}") from None
     from ..torch.foreign import convert

@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ..named import spec_class
+from ..rounding import EXACT, NEAREST, STOCHASTIC
 from . import Problem
 from .peers import HOW, Contender, Peer, jitted, load, optax_contender, running
 from .results import Request, Shapes, label_of, parameters, present, settings_of
@@ -80,16 +82,18 @@ def hidden(tensor: Any) -> bool:
     return bool(tensor.ndim == 2 and max(tensor.shape) < EMBEDDING)
 
 
-def ours(name: str, params: Tensors, grads: Tensors, captured: bool = False, kept: str = "float32") -> Contender:
+def ours(
+    name: str, params: Tensors, grads: Tensors, captured: bool = False, kept: str = "float32", rounding: str | None = None
+) -> Contender:
     front = importlib.import_module("rlx_optim.torch")
     tensors, kind = own(params, grads), spec_class(name)
-    settings = settings_of(name) | {"state_dtype": kept}
+    settings = settings_of(name) | {"state_dtype": kept} | ({} if rounding is None else {"rounding": rounding})
     settings = {k: kind.fields[k].default for k in kind.torch.defaults} | settings  # as in the named API
     if not kind.everywhere:
         settings["route"] = functools.partial(_route, frozenset(k for k, tensor in tensors.items() if hidden(tensor)))
     made = front.made(kind)(list(tensors.items()), capturable=captured, **settings)
-    label = f"{label_of(kept)}, in a CUDA graph" if captured else label_of(kept)
-    return dataclasses.replace(runs(label, [made], list(tensors.values()), captured), kept=kept)
+    label = f"{label_of(kept, rounding)}{', in a CUDA graph' * captured}"
+    return dataclasses.replace(runs(label, [made], list(tensors.values()), captured), kept=kept, rounding=rounding)
 
 
 def _route(matrices: frozenset[str], name: str, tensor: Any) -> bool:
@@ -146,10 +150,16 @@ def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[
         made["ours, in JAX"] = functools.partial(in_jax, name, *arrays)
         mine = [peer for peer in present(name, request) if peer.how == "optax"]
         return made | {peer.label: functools.partial(theirs, peer, *arrays) for peer in mine}
-    made["ours"] = functools.partial(ours, name, *arrays)
-    if not spec_class(name).branches:
-        made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
-    made |= {label_of(kept): functools.partial(ours, name, *arrays, kept=kept) for kept in request.state_dtypes}
+    if request.weights == "float32":
+        made["ours"] = functools.partial(ours, name, *arrays)
+        if not spec_class(name).branches:
+            made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
+        made |= {label_of(kept): functools.partial(ours, name, *arrays, kept=kept) for kept in request.state_dtypes}
+    else:
+        kind = getattr(importlib.import_module("torch"), request.weights)
+        arrays = ({k: t.to(kind) for k, t in arrays[0].items()}, {k: t.to(kind) for k, t in arrays[1].items()})
+        formats = itertools.product(("float32", *request.state_dtypes), (NEAREST, STOCHASTIC, EXACT))
+        made |= {label_of(*how): functools.partial(ours, name, *arrays, False, *how) for how in formats}
     for peer in present(name, request):
         made[peer.label] = functools.partial(theirs, peer, *arrays)
         if peer.settings.get("fused"):

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from ..checkpoint import CheckpointError, summary
 from ..checkpoint.files import opened
-from . import Problem, show_table, write_json
+from . import Problem, say, show_table, write_json
 
 
 def show(path: Path, as_json: bool) -> int:
@@ -27,7 +27,7 @@ def show(path: Path, as_json: bool) -> int:
         entries = [dict(zip(summary.HEAD, row, strict=True)) for row in told]
         write_json({"file": str(path), "verified": True, "description": list(said), "state": entries})
         return 0
-    print("\n".join([str(path), *said]))
+    say("\n".join([str(path), *said]))
     rows = [[escape(cell) for cell in row] for row in told]
     show_table(summary.HEAD, rows, [False] * len(rows))
     print("SHA-256 verified: every byte is as it was written")
@@ -54,6 +54,6 @@ def command(
         code = show(file, as_json) if other is None else compare(file, other, as_json)
     except CheckpointError as problem:
         theirs = next((each for each in (file, other) if each and zipfile.is_zipfile(each)), None)
-        hint = f"; {theirs} is a torch.save file: rlx-optim convert {theirs} FILE.safetensors" if theirs else ""
-        raise Problem(f"{problem}{hint}") from None
+        hint = f"{theirs} is a torch.save file; make a checkpoint of it: rlx-optim convert {theirs} FILE.safetensors"
+        raise Problem(hint if theirs else str(problem)) from None
     raise typer.Exit(code)

@@ -16,7 +16,7 @@ from ..engines import list_engines
 from ..named import list_optimizers
 from ..race import landscape
 from ..registry import aliases
-from . import NAMES, OPTIMIZERS, Problem, check_place, choose, machine, one, progress, show_table, write_json
+from . import NAMES, Problem, check_place, choose, machine, one, progress, show_table, write_json
 from .bench import digits
 
 
@@ -29,7 +29,7 @@ def show(found: dict[str, Any], names: list[str]) -> None:
 
 
 def command(
-    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "all",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "all",
     steps: Annotated[int, typer.Option(min=1, help="Of each walk.")] = landscape.STEPS,
     engine: Annotated[str, typer.Option(help="Where the steps run.")] = "auto",
     out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="The page; landscape-DATE-TIME.html by default.")] = None,

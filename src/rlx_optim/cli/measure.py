@@ -175,7 +175,8 @@ def compete(name: str, request: Request, arrays: Any, copy: Contender, report: R
 
 def timing(entrant: Entrant) -> Timing:
     contender = entrant.contender
-    return Timing(contender.label, entrant.seconds, entrant.steps, contender.state_bytes(), entrant.host, contender.kept)
+    held = contender.state_bytes(), entrant.host, contender.kept, contender.rounding
+    return Timing(contender.label, entrant.seconds, entrant.steps, *held)
 
 
 def copy_speed(ceiling: Entrant) -> float | None:

@@ -1,10 +1,10 @@
 """`rlx-optim memory`: the bytes of state of an optimizer for a model, slot by slot, without allocating any of it.
 
-    rlx-optim memory --shapes gpt2-124m --optimizer soap
-    rlx-optim memory --shapes shapes.json --optimizer all
-    rlx-optim memory --shapes gpt2-124m --optimizer adamw --set state_dtype=int8 --set rounding=exact
+    rlx-optim memory --model gpt2-124m --optimizers soap
+    rlx-optim memory --model shapes.json --optimizers all
+    rlx-optim memory --model gpt2-124m --optimizers adamw --set state_dtype=int8 --set rounding=exact
 
-    rlx-optim memory --shapes llama-7b --optimizer adamw --weights bfloat16 --offload
+    rlx-optim memory --model llama-7b --optimizers adamw --weights bfloat16 --offload
 
 A file of shapes is JSON: {"fc.weight": [64, 32], "fc.bias": [64]}, or a list of shapes. What is counted is what the named API and
 the compiled engines allocate: float32 buffers, or what state_dtype says; with rounding=exact also the low halves that bfloat16
@@ -30,9 +30,9 @@ from ..program import gathers, measures
 from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import bytes_of
-from . import NAMES, OPTIMIZERS, Problem, choose, one, say, show_table, size, write_json
-from .bench import MODELS, shapes_of
+from . import NAMES, Problem, choose, one, say, show_table, size, write_json
 from .results import Shapes, parameters, settings_of
+from .shapes import KNOWN, shapes_of
 
 ITEM = 4  # bytes of a float32
 ENGINES = ("auto", "cpu", "torch", "triton")
@@ -84,12 +84,14 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
         state += sum(map(locked, kept)) if above else sum(kept)
         together = together or gathers(spec, shape)
         whole = spec.matrix or measures(spec, shape) or not shape
-        for run in [slice(0, rows)] if whole else buckets.runs(rows, row):
+        for run in [slice(0, rows)] if whole else buckets.runs(rows, row, buckets.most(above, spec.matrix)):
             moved = kept if above else [item * math.prod(shape)] * 2
             size = sum(buckets.aligned(n * (run.stop - run.start) // max(rows, 1)) for n in moved)
             lanes.setdefault((above, spec.matrix), []).append(size)
-    device["buckets"] = sum(sum(buckets.rooms(sizes)) for (above, _), sizes in lanes.items() if above)
-    rooms = [room for (above, _), sizes in lanes.items() if not above for room in buckets.rooms(sizes, together)]
+    device["buckets"] = sum(sum(buckets.rooms(sizes, buckets.most(*who))) for who, sizes in lanes.items() if who[0])
+    rooms = [
+        room for who, sizes in lanes.items() if not who[0] for room in buckets.rooms(sizes, buckets.most(*who), together)
+    ]  # fmt: skip
     return {"device": device, "host": {"state": state, "buckets": sum(map(locked, rooms))}}
 
 
@@ -105,23 +107,23 @@ def read_shapes(text: str) -> Shapes:
         try:
             return shapes_of(text)
         except Problem as problem:
-            raise Problem(f"--shapes: {problem}, or a file that ends in .json") from None
+            raise Problem(f"--model: {problem}, or a file that ends in .json") from None
     try:
-        given = json.loads(Path(text).read_text())
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as problem:
-        raise Problem(f"--shapes: {text}: {problem.strerror}") from None
+        raise Problem(f"--model: {text}: {problem.strerror}") from None
     except ValueError as problem:
-        raise Problem(f"--shapes: {text} is not JSON: {problem}") from None
+        raise Problem(f"--model: {text} is not JSON: {problem}") from None
     named = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(named, dict) or not named:
-        raise Problem(f'--shapes: {text} must hold {{"name": [rows, columns], …}} or a list of shapes')
+        raise Problem(f'--model: {text} must hold {{"name": [rows, columns], …}} or a list of shapes')
     return {str(name): _shape(text, name, value) for name, value in named.items()}
 
 
 def _shape(file: str, name: Any, value: Any) -> tuple[int, ...]:
     good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
     if not good:
-        raise Problem(f"--shapes: {file}: the shape of {name!r} must be a list of whole numbers, got {value!r}")
+        raise Problem(f"--model: {file}: the shape of {name!r} must be a list of whole numbers, got {value!r}")
     return tuple(value)
 
 
@@ -164,10 +166,8 @@ def rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], boo
 
 
 def command(
-    optimizer: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "adamw",
-    shapes: Annotated[
-        str, typer.Option("--shapes", "--model", help=f"{', '.join(MODELS)}, one:N, or a JSON file.")
-    ] = "gpt2-124m",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "adamw",
+    model: Annotated[str, typer.Option(help=f"Shapes: {KNOWN}, or a JSON file.")] = "gpt2-124m",
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A hyperparameter; may be repeated.")
     ] = None,
@@ -179,8 +179,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the bytes of state that an optimizer needs for a model."""
-    chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
-    tensors, settings = read_shapes(shapes), read_settings(set_ or [])
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
+    tensors, settings = read_shapes(model), read_settings(set_ or [])
     item = WEIGHTS[one("type", weights, list(WEIGHTS))]
     report: dict[str, Any] = {}
     for name in chosen:
@@ -189,10 +189,10 @@ def command(
         report[name] |= homes(made(name, settings), tensors, item, offload, one("engine", engine, ENGINES))
     count = parameters(tensors)
     if as_json:
-        about = {"shapes": shapes, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}
+        about = {"shapes": model, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}
         write_json({**about, "optimizers": report})
         return
-    say(f"{shapes}: tensors {len(tensors):,}, parameters {count:,}, {size(item * count)} of {weights} parameters")
+    say(f"{model}: tensors {len(tensors):,}, parameters {count:,}, {size(item * count)} of {weights} parameters")
     lines = list(rows(report, count))
     show_table(
         ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),

@@ -2,7 +2,8 @@
 
 Beside each step stand the two things that it cannot be faster than, measured by themselves: its copies, without the arithmetic,
 and its arithmetic, on parameters and gradients that are on the host already. And torch's fused optimizer on copies: gradients
-down, a step there, parameters up. Buffers of the host that are copied from or to are page-locked.
+down, a step there, parameters up; where torchao is installed, its CPUOffloadOptimizer, which takes gradients down as backward
+gives them (given at once here). Buffers of the host that are copied from or to are page-locked.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Row:
     copies: float
     host: float | None  # the arithmetic alone, where that is the host's
     torch_fused: float | None
+    torchao: float | None
     over_limit: float  # the step over the larger of copies and host
     device_peak: int  # bytes beside parameters and gradients
     state: int  # bytes on the host
@@ -128,7 +130,12 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     below = not any(lane.above for lane in opt._lanes)
     del opt
     gc.collect()
-    fused = timed(torch_fused(FUSED[name], params), rounds) if name in FUSED and below and kept == "float32" else None
+    fused = ao = None
+    if name in FUSED and below and kept == "float32":
+        fused = timed(torch_fused(FUSED[name], params), rounds)
+        gc.collect()
+        if importlib.util.find_spec("torchao") is not None:
+            ao = timed(torchao(FUSED[name], params), rounds)
     params.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -138,7 +145,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
         host = timed(opt.step, rounds)
         del opt
         gc.collect()
-    return Row(name, kind, step, copies, host, fused, step / max(host or 0.0, copies), peak, state)
+    return Row(name, kind, step, copies, host, fused, ao, step / max(host or 0.0, copies), peak, state)
 
 
 def carry(opt: Any) -> None:
@@ -167,6 +174,22 @@ def torch_fused(title: str, params: dict[str, Any]) -> Callable[[], None]:
         opt.step()
         with torch.no_grad():
             torch._foreach_copy_(above, below, non_blocking=True)
+
+    return step
+
+
+def torchao(title: str, params: dict[str, Any]) -> Callable[[], None]:
+    """A step of its CPUOffloadOptimizer, gradients given by backward."""
+    torch = importlib.import_module("torch")
+    offloading = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    leaves = list(params.values())
+    grads = [p.grad for p in leaves]
+    opt = offloading(leaves, getattr(torch.optim, title), fused=True, lr=1e-3)
+
+    def step() -> None:
+        opt.zero_grad()
+        torch.autograd.backward(leaves, grads)
+        opt.step()
 
     return step
 
@@ -213,19 +236,20 @@ def milli(seconds: float | None) -> str:
 
 
 HEAD = (
-    "optimizer", "weights, state", "ms/step", "copies alone", "host alone", "over the larger", "torch fused", "device, beside",
-    "host state",
+    "optimizer", "weights, state", "ms/step", "copies alone", "host alone", "over the larger", "torch fused", "torchao",
+    "device, beside", "host state",
 )  # fmt: skip
 
 
 def cells(r: Row) -> list[str]:
     times = [milli(seconds) for seconds in (r.step, r.copies, r.host)]
-    return [r.optimizer, r.kind, *times, f"{r.over_limit:.2f}×", milli(r.torch_fused), size(r.device_peak), size(r.state)]
+    peers = [milli(seconds) for seconds in (r.torch_fused, r.torchao)]
+    return [r.optimizer, r.kind, *times, f"{r.over_limit:.2f}×", *peers, size(r.device_peak), size(r.state)]
 
 
 def show(report: Report) -> None:
     m, (down, up, both) = report.machine, (each / 1e9 for each in (report.down, report.up, report.both))
     say(f"{m.get('gpu', '')}; {m['cpu']}, {m['cores']} cores, {m['date']}")
-    say(f"{report.model}: parameters {report.parameters:,}; buckets of {size(report.bucket)}")
-    say(f"copies of 1 GiB, page-locked: {down:.1f} GB/s down, {up:.1f} up, {both:.1f} each way at once")
-    show_table(HEAD, [cells(r) for r in report.rows], [True] * len(report.rows), (7, 8))
+    say(f"{report.model}: parameters {report.parameters:,}; buckets of {size(report.bucket)} and multiples")
+    say(f"copies of 1.07 GB, page-locked: {down:.1f} GB/s down, {up:.1f} up, {both:.1f} each way at once")
+    show_table(HEAD, [cells(r) for r in report.rows], [True] * len(report.rows), (8, 9, 7))

@@ -19,7 +19,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases
-from . import NAMES, OPTIMIZERS, Problem, check_place, choose, machine, progress, show_table, write_json
+from . import NAMES, Problem, check_place, choose, machine, progress, show_table, write_json
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch
 from .peers import LIBRARIES, installed
 from .walks import BAR, ENGINES, MATRIX_BAR, STEPS, bar_of, distance, problem, settings_of, walk
@@ -106,7 +106,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def command(
-    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "all",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "all",
     engines: Annotated[str, typer.Option(help=f"{', '.join(list(ENGINES)[1:])}, comma-separated; all or none.")] = "all",
     peers: Annotated[str, typer.Option(help=f"{', '.join(LIBRARIES)}, comma-separated; all or none.")] = "all",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table: FILE.json or FILE.md.")] = None,

@@ -32,6 +32,7 @@ class Contender:
     wait: Callable[[], None] | None = None  # until the device is idle, where steps are only enqueued
     moved: int = 0  # bytes of a step, for the copy
     kept: str = "float32"  # the format of its state
+    rounding: str | None = None  # of weights in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`rlx-optim plan`: what a step would send and how evenly it would be shared out, for a model sharded over many ranks.
 
-    rlx-optim plan --model 8b --ranks 8,64,512 --optimizer muon,soap
+    rlx-optim plan --model llama-8b --ranks 8,64,512 --optimizers muon,soap
 
 Computed from shapes with the functions that share real parameters out; nothing is run.
 """
@@ -20,47 +20,15 @@ from ..routing import reason_by_name
 from ..sharing import extent, traffic
 from ..spec import Shape, Spec
 from ..storage import FORMATS, bytes_of
-from . import NAMES, OPTIMIZERS, Problem, choose, say, show_table, size, unknown
+from . import NAMES, Problem, choose, say, show_table, size, unknown
+from .shapes import KNOWN, shapes_of
 
 SIZES = {"float32": 4, "bfloat16": 2}
 HEAD = (
     "optimizer", "ranks", "matrices", "most sent a rank", "mean sent", "stages", "hidden", "all-reduces", "of bytes", "balance",
     "most state a rank", "mean state",
 )  # fmt: skip
-SPARE = (4, 11, 2, 5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama:
-    """The shapes of a model of the Llama family."""
-
-    layers: int
-    width: int
-    inner: int
-    keys: int
-    words: int
-
-    def shapes(self) -> dict[str, Shape]:
-        square, keys, up = (self.width, self.width), (self.keys, self.width), (self.inner, self.width)
-        block: dict[str, Shape] = {
-            "q": square,
-            "k": keys,
-            "v": keys,
-            "o": square,
-            "gate": up,
-            "up": up,
-            "down": (self.width, self.inner),
-        }
-        block |= {"norm1": (self.width,), "norm2": (self.width,)}
-        layers = {f"layers.{i}.{name}": shape for i in range(self.layers) for name, shape in block.items()}
-        return {"embedding": (self.words, self.width), **layers, "norm": (self.width,), "head": (self.words, self.width)}
-
-
-MODELS = {
-    "1b": Llama(22, 2048, 5632, 256, 32000),
-    "8b": Llama(32, 4096, 14336, 1024, 128256),
-    "70b": Llama(80, 8192, 28672, 1024, 128256),
-}
+SPARE = (4, 11, 2, 5, 8)
 
 
 @dataclasses.dataclass
@@ -90,7 +58,7 @@ def planned(model: str, name: str, ranks: int, itemsize: int, state_dtype: str =
     other = own if routed is None else spec_class(routed.name)(**{**routed.settings, "state_dtype": state_dtype})
     entries = [
         (shape, other if routed and (own.takes(shape) or reason_by_name(layer)) else own)
-        for layer, shape in MODELS[model].shapes().items()
+        for layer, shape in shapes_of(model).items()
     ]
     step = traffic(entries, ranks, itemsize)
     wide = max(itemsize, 4)
@@ -133,17 +101,14 @@ def cells(row: Row) -> list[str]:
 
 
 def command(
-    model: Annotated[str, typer.Option(help=f"Shapes: {', '.join(MODELS)} (the Llama family).")] = "8b",
+    model: Annotated[str, typer.Option(help=f"Shapes: {KNOWN}.")] = "llama-8b",
     ranks: Annotated[str, typer.Option(help="How many ranks a parameter is sharded over; several, comma-separated.")] = "8",
-    optimizer: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "muon",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "muon",
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: float32 or bfloat16.")] = "float32",
     state_dtype: Annotated[str, typer.Option(help="What the state is kept in: float32, bfloat16 or int8.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks."""
-    model = {"llama-1.1b": "1b"}.get(model, model)  # as `bench` and `memory` call it
-    if model not in MODELS:
-        raise unknown("model", model, list(MODELS))
     if dtype not in SIZES:
         raise unknown("dtype", dtype, list(SIZES))
     if state_dtype not in FORMATS:
@@ -151,7 +116,7 @@ def command(
     counts = [part.strip().replace("_", "") for part in ranks.split(",")]
     if not all(count.isdecimal() and 0 < int(count) <= 100_000 for count in counts):
         raise Problem(f"--ranks must be whole numbers from 1 to 100000, comma-separated, got {ranks!r}")
-    chosen = choose("optimizer", optimizer, list_optimizers(), aliases())
+    chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     rows = [planned(model, name, int(count), SIZES[dtype], state_dtype) for name in chosen for count in counts]
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

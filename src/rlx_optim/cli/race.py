@@ -22,7 +22,7 @@ from ..race import plan as planned
 from ..race import report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
-from . import NAMES, OPTIMIZERS, Problem, choose, machine, one, show_table, size, write_json
+from . import NAMES, Problem, choose, machine, one, show_table, size, write_json
 from .bench import digits
 
 REPORT, RESULTS = "report.html", "results.json"
@@ -140,7 +140,7 @@ def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline, 
 
 def command(
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.", autocompletion=lambda: list(MODELS))] = "digits-mlp",
-    optimizers: Annotated[str, typer.Option(*OPTIMIZERS, help=NAMES, autocompletion=list_optimizers)] = "all",
+    optimizers: Annotated[str, typer.Option(help=NAMES, autocompletion=list_optimizers)] = "all",
     steps: Annotated[int | None, typer.Option(min=1, help="Of each run; the model's own number by default.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each optimizer, from different weights and batches.")] = None,
     engine: Annotated[str, typer.Option(help="auto, cpu or reference; for char-gpt auto, cpu, torch or triton.")] = "auto",

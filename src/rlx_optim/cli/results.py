@@ -12,6 +12,7 @@ from typing import Any
 from .. import storage
 from ..program import trace
 from ..registry import required, spec_class
+from ..rounding import EXACT
 from ..spec import Shape, Spec
 from ..threads import available, get_threads
 from . import Problem, load_average, physical_memory
@@ -43,6 +44,7 @@ class Request:
     device: str = "cpu"
     front: str = "torch"  # of ours, on a CUDA device
     state_dtypes: tuple[str, ...] = ()  # formats of state in which ours is measured beside float32
+    weights: str = "float32"  # and gradients; in bfloat16 ours is measured with each rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Timing:
     state_bytes: int
     host_seconds: float | None = None  # until a step is enqueued
     kept: str = "float32"  # the format of its state
+    rounding: str | None = None  # of weights in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +99,18 @@ def settings_of(name: str) -> dict[str, Any]:
     return {**required(spec_class(name)), **OURS.get(name, {})}
 
 
-def label_of(kept: str) -> str:
-    """Ours, by the format of its state."""
-    return "ours" if kept == "float32" else f"ours, {kept} state"
+def label_of(kept: str, rounding: str | None = None) -> str:
+    """Ours, by the format of its state and how weights in bfloat16 are rounded."""
+    return ", ".join(filter(None, ("ours", "" if kept == "float32" else f"{kept} state", rounding)))
 
 
 def parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def bytes_of(spec: Spec, shape: Shape) -> float | None:
-    """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else."""
+def bytes_of(spec: Spec, shape: Shape, rounding: str | None = None) -> float | None:
+    """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else. rounding:
+    of weights in bfloat16."""
     if spec.matrix:
         return None
     slots = spec.stored_slots(shape)
@@ -114,18 +118,20 @@ def bytes_of(spec: Spec, shape: Shape) -> float | None:
     less = {
         name: 4 - storage.bytes_of(slot) / size for name, slot in slots.items() if slot.storage
     }  # than float32 has, each time
+    less |= {} if rounding is None else {"g": 2.0, "p": 0.0 if rounding == EXACT else 2.0}  # with its low half p is as long
     moved = [program.place(n) for step in program.passes for n in step.arrays]
     moved += [place for step in program.passes for _, place in step.stores if isinstance(place, str)]
     return 4 * program.traffic() - sum(less.get(name or "", 0.0) for name in moved)
 
 
-def traffic(name: str, shapes: Shapes, kept: str = "float32") -> float | None:
-    """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`. kept: the format of its state."""
+def traffic(name: str, shapes: Shapes, kept: str = "float32", rounding: str | None = None) -> float | None:
+    """Bytes a parameter for these tensors: what a rule does not take counts as its `otherwise`. kept: the format of its state.
+    rounding: of weights in bfloat16."""
     rule, fallback = spec_class(name)(**settings_of(name), state_dtype=kept), spec_class(name).otherwise_default
     other = None if fallback is None else spec_class(fallback.name)(**fallback.settings, state_dtype=kept)
     total = 0.0
     for shape in shapes.values():
-        each = bytes_of(rule if other is None or rule.takes(shape) is None else other, shape)
+        each = bytes_of(rule if other is None or rule.takes(shape) is None else other, shape, rounding)
         if each is None:
             return None
         total += each * math.prod(shape)
@@ -186,7 +192,7 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
     best = min((median for label, median in medians.items() if not label.startswith("ours")), default=None)
     count, made = parameters(shapes), []
     for t in timings:
-        median, needed = medians[t.implementation], traffic(name, shapes, t.kept)
+        median, needed = medians[t.implementation], traffic(name, shapes, t.kept, t.rounding)
         speed = None if needed is None else needed * count / median / 1e9
         made.append(
             Row(

@@ -15,8 +15,9 @@ from .. import explain, registry
 
 try:
     from .checkpoint import load_state, save_state
-    from .factories import create, known, made, name_of, routing_report
+    from .factories import create, known, made, name_of
     from .guard import skip_above
+    from .inside import routing_report
     from .transform import RuleState, averaged
 except ModuleNotFoundError as problem:
     raise explain.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None

@@ -205,7 +205,7 @@ def create(name: str, *args: Any, **keywords: Any) -> optax.GradientTransformati
     return found
 
 
-def routing_report(factory: str, params: Any, **keywords: Any) -> str:
-    """Which parameter goes to which rule under `muon(**keywords)` and the like, and why, as a table."""
-    kind = find(factory)
-    return _build(kind, _bound(kind, (), {"learning_rate": 1.0, **keywords})).routing_report(params)
+def sketched(name: str, keywords: Mapping[str, Any]) -> Transform:
+    """What a factory would make of these keywords, at any rate."""
+    kind = find(name)
+    return _build(kind, _bound(kind, (), {"learning_rate": 1.0, **keywords}))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .factories import put_over, written
+from .factories import put_over, sketched, written
 from .places import Member
 from .transform import RuleState, Transform, begun
 
@@ -65,7 +65,8 @@ class Part:
         made = jax.tree_util.tree_map_with_path(placed, self.whole, is_leaf=is_ours)
         if fresh:
             names = ", ".join(f"state{name}" for name in fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
-            warnings.warn(f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} begins anew", stacklevel=3)
+            begin = "begin" if len(fresh) > 1 else "begins"
+            warnings.warn(f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} {begin} anew", stacklevel=3)
         return made
 
     def member(self, member: Member, state: Any) -> Member:
@@ -111,3 +112,16 @@ def part_of(tx: Any, params: Tree) -> Part:
         many = f"has {len(found)} of them; save each with its own tx and state" if found else f"is {tx!r:.200}"
         raise TypeError(f"{TAKES}; this one {many}")
     return Part(*found[0], whole)
+
+
+def routing_report(tx: str | optax.GradientTransformation, params: Any, **keywords: Any) -> str:
+    """Which parameter goes to which rule, and why, as a table. tx: one of our transformations, or a chain that holds one, or the
+    name of a factory, with its keywords: routing_report("muon", params, route={"*head*": "own"})."""
+    if isinstance(tx, str):
+        return sketched(tx, keywords).routing_report(params)
+    if keywords:
+        raise TypeError(
+            f"routing_report: {', '.join(keywords)} beside a transformation, which has its own; give the name of a factory"
+        )
+    part = part_of(tx, params)
+    return part.transform.routing_report(part.params)

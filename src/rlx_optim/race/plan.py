@@ -31,10 +31,11 @@ from .running import Entry, Trial
 RUNS = "runs.jsonl"
 EVERY = 10  # steps of a point of a curve
 TUNING_SEED = 1_000_003  # none of a race's own
-TUNING = 0.25  # of the steps of a full run
+TUNING, HALF = 0.25, 0.5  # of the steps of a full run: searches a rate; a decay, which tells late
 COARSE, FINE = (1.0, 3.0, 1 / 3), 3**0.5  # times the rate a search begins at; times the best of those
 FARTHEST = 28.0  # from where it began, if the best rate is ever at an edge
-DECAYS = 5.0  # times the decay a search begins with
+DECAYS, DECAY = 5.0, 0.1  # times the decay a search begins with; in place of none
+MOST = 4  # decays of a search
 SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
 COST = 0.06  # of a full run: enough for a few refreshes
 STEPPED = 0.12  # of a full run: in the second half graphs are captured, and there are six refreshes of SOAP's
@@ -159,8 +160,11 @@ class Pool:
         return [r for r in self.of(optimizer, steps) if not r.get("shared") and r["diverged_at"] is None]
 
     def pace(self, optimizer: str) -> float:
-        """Seconds a step, as far as is known: of this optimizer, of any, 0."""
-        own = self.whose.get(optimizer) or self.records
+        """Seconds a step, as far as is known of runs that had as much of the device: of this optimizer, of any, 0."""
+        own, every = (
+            [r for r in runs if r.get("shared", False) == self.shared] for runs in (self.whose.get(optimizer, []), self.records)
+        )
+        own = own or every
         return own[-1]["seconds"] / max(1, EVERY * len(own[-1]["loss"])) if own else 0.0
 
 
@@ -186,7 +190,7 @@ class Search:
     def __init__(self, pool: Pool, optimizer: str, steps: int):
         self.pool, self.optimizer, self.steps = pool, optimizer, steps
         self.start = settings_of(pool.model.name, optimizer)
-        self.tuning = max(1, round(TUNING * steps))
+        self.tuning, self.half = max(1, round(TUNING * steps)), max(1, round(HALF * steps))
 
     def at(self, lr: float, **more: Any) -> dict[str, Any]:
         return {**self.start, "lr": float(f"{lr:.3g}"), **more}
@@ -204,8 +208,8 @@ class Search:
     def done(self, jobs: Iterable[Job]) -> list[Record]:
         return [record for job in jobs if (record := self.pool.has(job))]
 
-    def tune(self, settings: Settings) -> Job:
-        return Job(self.optimizer, plain(settings), self.tuning, TUNING_SEED)
+    def tune(self, settings: Settings, steps: int | None = None) -> Job:
+        return Job(self.optimizer, plain(settings), steps or self.tuning, TUNING_SEED)
 
     def coarse(self) -> Iterator[Job]:
         """Three rates, and further ones while the best is at an edge."""
@@ -227,16 +231,30 @@ class Search:
             yield from (self.tune(self.at(best * factor)) for factor in (FINE, 1 / FINE))
 
     def decay(self) -> Iterator[Job]:
-        """Another decay, at the best rate."""
-        given, known = self.start.get("weight_decay"), self.done([*self.coarse(), *self.fine()])
-        if given and known:
-            best = min(known, key=self.score)["settings"]["lr"]
-            yield self.tune(self.at(best, weight_decay=float(f"{DECAYS * given:.3g}")))
+        """Two decays at the best rate, and further ones while the largest is the best."""
+        given = self.start.get("weight_decay", 0.0)
+        if not (rates := self.rates()) or "weight_decay" not in spec_class(self.optimizer).fields:
+            return
+        tried = [self.tune(self.at(rates[0]), self.half)]
+        while len(tried) < MOST:
+            given = float(f"{DECAYS * given:.3g}") or DECAY
+            tried.append(self.tune(self.at(rates[0], weight_decay=given), self.half))
+            yield from tried
+            known = self.done(tried)
+            if len(known) < len(tried) or min(known, key=self.score) is not known[-1]:
+                return
+
+    def rates(self) -> list[float]:
+        """Those that were tried, the best first."""
+        known = self.tried(self.tuning, TUNING_SEED)
+        return list(dict.fromkeys(r["settings"]["lr"] for r in known if r["settings"] == plain(self.at(r["settings"]["lr"]))))
 
     def full(self, count: int = 1) -> Iterator[Job]:
-        """The best settings at full length."""
-        for record in self.tried(self.tuning, TUNING_SEED)[:count]:
-            yield Job(self.optimizer, record["settings"], self.steps, 0)
+        """The best rates at full length, with the best decay."""
+        known = self.done(self.decay())
+        best = min(known, key=self.score)["settings"] if known else self.start
+        for rate in self.rates()[:count]:
+            yield Job(self.optimizer, plain({**best, "lr": rate}), self.steps, 0)
 
     def three(self) -> Iterator[Job]:
         return self.full(3)
@@ -314,18 +332,14 @@ def goal_of(pool: Pool, steps: int) -> dict[int, float]:
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
-FIRST, NEXT = ("adamw", "muon", "soap"), ("lion", "kronpsgd")
 ALL = None  # every optimizer that was asked for
 #: by name: who takes which rounds, in the order of their worth; each optimizer ends its rounds before the next begins
 PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
     "race": (
         (("adamw",), ("coarse", "fine", "decay", "full", "seeds")),
-        (("muon", "soap"), ("coarse", "fine", "full", "lengths")),
-        (NEXT, ("coarse", "full")),
-        (FIRST, ("decay", "full", "seeds", "lengths", "again")),
+        (("muon", "soap"), ("coarse", "fine", "decay", "full", "lengths")),
         (ALL, ("cost",)),
-        (ALL, ("coarse", "full")),
-        (ALL, ("fine", "decay", "full", "seeds")),
+        (ALL, ("coarse", "fine", "decay", "full")),
         (ALL, ("three", "seeds", "lengths", "again")),
     ),
     "cost": ((ALL, ("cost",)),),

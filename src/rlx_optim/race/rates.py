@@ -99,7 +99,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     # where searches begin (`plan`), not what they found; b2 is 0.95 where the rule leaves it free, as is usual in runs this short
     "gpt": {
-        "sgd": {"lr": 0.3, **SGD},
+        "sgd": {"lr": 0.3, **SGD, "weight_decay": 1e-4},
         "adam": {"lr": 2e-3, **SHORT},
         "adamw": {"lr": 2e-3, **SHORT, **DECAY},
         "nadamw": {"lr": 2e-3, **SHORT, **DECAY},
@@ -111,9 +111,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "adopt": {"lr": 2e-3, "betas": (0.9, 0.95)},
         "laprop": {"lr": 2e-3, **SHORT},
         "lamb": {"lr": 1e-2, **SHORT},
-        "lars": {"lr": 10.0},
+        "lars": {"lr": 10.0, "weight_decay": 1e-4},
         "adafactor": {"lr": 3e-2},
-        "lion": {"lr": 3e-4, "weight_decay": 1.0},
+        "lion": {"lr": 3e-4, **SHORT, "weight_decay": 1.0},
         "soap": {"lr": 3e-3, **DECAY},
         "kronpsgd": {"lr": 1e-3, **DECAY},
         "muon": {"lr": 2e-2, "weight_decay": 0.01, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
@@ -123,7 +123,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "normuon": {"lr": 2e-2, "weight_decay": 0.01, "otherwise": {"lr": 2e-3, **SHORT, **DECAY}},
         "scion": {"lr": 1e-3, "scale": 30.0, "momentum": 0.1},
         "schedulefreeadamw": {"lr": 5e-3, **SHORT},
-        "schedulefreesgd": {"lr": 1.0},
+        "schedulefreesgd": {"lr": 1.0, "weight_decay": 1e-4},
     },
 }
 

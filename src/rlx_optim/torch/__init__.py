@@ -87,7 +87,7 @@ def __getattr__(title: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(kind.title for kind in registry.known().values())})
+    return sorted({*__all__, *(kind.title for kind in registry.known().values())})
 
 
 def create(name: str, params: Any, **settings: Any) -> RuleOptimizer:

@@ -54,6 +54,11 @@ class CurvatureOptimizer(RuleOptimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if every < 1:
             raise ValueError(f"{type(self).__name__}: every must be at least 1, got {every!r}")
+        if not callable(loss_closure):
+            raise TypeError(
+                f"{self._owner}: update_hessian takes a function that computes the loss, update_hessian(lambda: loss_of(batch)), "
+                f"got {type(loss_closure).__name__}"
+            )
         if not self._due(params, every):
             return False
         with torch.enable_grad():

@@ -181,6 +181,7 @@ class HostLane(Lane):
         self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
         self.inner = LANES.get(engine.name, TorchLane)
         self.together = False  # whether a rule reduces over all tensors
+        self.matrix = False  # whether one is a matrix rule
         self.link = LINKS[device.type](device, not above)
         self.rooms = [Room() for _ in range(SLOTS)]
         self.buckets: list[Bucket] = []
@@ -202,7 +203,7 @@ class HostLane(Lane):
         """Take a seat in, cut into runs of rows where that makes no difference to its rule."""
         self.seats.append(seat)
         shape = tuple(seat.shape)
-        self.together = self.together or gathers(spec, shape)
+        self.together, self.matrix = self.together or gathers(spec, shape), self.matrix or spec.matrix
         if self.together and self.above:
             raise spec.refuse(
                 "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
@@ -211,7 +212,7 @@ class HostLane(Lane):
             return
         (whole,) = seat.records
         moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * seat.param.nbytes
-        runs = buckets.runs(shape[0], moved // shape[0])
+        runs = buckets.runs(shape[0], moved // shape[0], buckets.most(self.above, spec.matrix))
         if len(runs) > 1:
             seat.records = [run_of(whole, rows) for rows in runs]
 
@@ -219,12 +220,12 @@ class HostLane(Lane):
         super().share_counts()
         chunks = [(place, chunk) for place, seat in enumerate(self.seats) for chunk in self.chunks(seat)]
         moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
-        sizes = list(map(bytes_of, moved))
+        sizes, most = list(map(bytes_of, moved)), buckets.most(self.above, self.matrix)
         self.buckets = []
-        for places in buckets.dealt(sizes, self.together):
+        for places in buckets.dealt(sizes, most, self.together):
             self.buckets.append(self.bucket([chunks[place] for place in places]))
         if self.above:
-            for room, size in zip(self.rooms, buckets.rooms(sizes, self.together), strict=False):
+            for room, size in zip(self.rooms, buckets.rooms(sizes, most, self.together), strict=False):
                 self.link.enlarge(room, size)
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.rooms[n % SLOTS])

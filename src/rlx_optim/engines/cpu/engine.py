@@ -306,7 +306,7 @@ class Cpu(ArrayEngine):
 
     def live(self, spec: Spec) -> str:
         how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()}) "
-        how += f"for passes that move {WORTHWHILE * self.stored.itemsize >> 20} MiB or more, one thread below"
+        how += f"for passes that move {WORTHWHILE * self.stored.itemsize / 1e6:.1f} MB or more, one thread below"
         return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
 
     # bundles -------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .kernels import (
     ROWS,
     STRIPS,
     TENSOR,
+    TURNS,
     WARPS,
     WIDE,
 )  # fmt: skip
@@ -276,8 +277,8 @@ class Triton(Matrices):
             if laid.codes:
                 kernels.strips[(blocks.n,)](
                     address, bases, blocks.rows, blocks.columns, blocks.across, blocks.firsts, blocks.tensor, blocks.index,
-                    *behind, types, laid.codes, laid.scales, *rest, aligned and even, blocks.even, *last, STRIPS, storage.BLOCK,
-                    storage.TINY, num_warps=WARPS if any(laid.scales) else FREE, enable_fp_fusion=FUSED,
+                    *behind, types, laid.codes, laid.scales, *rest, aligned and even, blocks.even, *last, STRIPS, TURNS,
+                    storage.BLOCK, storage.TINY, num_warps=WARPS if any(laid.scales) else FREE, enable_fp_fusion=FUSED,
                 )  # fmt: skip
             else:
                 kernels.sweep[(blocks.n,)](

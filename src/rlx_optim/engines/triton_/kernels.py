@@ -17,9 +17,9 @@ import triton.language as tl
 BLOCK = 1024
 #: a tile of a matrix: DEEP times HIGH rows, WIDE columns
 HIGH, WIDE, DEEP = 8, 256, 16
-#: blocks of neighbours with one scale that a program takes, and its warps where there are scales, and where there are none: the
-#: best of those measured on an H200. A warp to a block: then each thread has 4 neighbours, of codes and of numbers alike
-STRIPS, WARPS, FREE = 4, 4, 1
+#: blocks of neighbours with one scale that a program takes at a time, and how often; its warps where there are scales, and where
+#: there are none: the best of those measured on an H200. What is looked up in tables, once a program, is as much work as a turn
+STRIPS, TURNS, WARPS, FREE = 4, 4, 2, 1
 #: whether a product and a sum are rounded once: then kernels over other types would not compute the same bits
 FUSED = False
 #: how an array is kept: as it is, or as one of `storage`'s codes
@@ -233,15 +233,21 @@ def halved(x, place, word, kind: tl.constexpr, MODE: tl.constexpr):
             return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         else:
             size, noise = bits & 0x7FFFFFFF, chance(place, word)
-            if kind == tl.bfloat16:
-                there = tl.minimum((size + noise) >> 16, 0x7F7F)
-                there = tl.where(size < 0x7F800000, there, tl.where(size == 0x7F800000, 0x7F80, 0x7FC0))
+            if kind == tl.bfloat16:  # what is above the largest number, infinite or none, keeps its upper half
+                there = tl.where(size < 0x7F7F0000, bits + noise, bits) >> 16
             else:
                 small = (tl.where(size < 0x38800000, tl.abs(x), 0.0) * 1099511627776.0).to(tl.int32).to(tl.uint32) + noise
                 there = tl.where(size < 0x38800000, small >> 16, ((size + (noise >> 3)) >> 13) - 0x1C000)
                 there = tl.minimum(there, 0x7BFF)
                 there = tl.where(size < 0x7F800000, there, tl.where(size == 0x7F800000, 0x7C00, 0x7E00))
-            return (there | ((bits >> 16) & 0x8000)).to(tl.uint16).to(kind, bitcast=True)
+                there = there | ((bits >> 16) & 0x8000)
+            return there.to(tl.uint16).to(kind, bitcast=True)
+
+
+@triton.jit
+def rounded(x):
+    """Numbers of up to 22 bits as the nearest integers, in the lowest bits: the others are no digits of theirs."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -258,11 +264,11 @@ def joined_halves(p, low):
 
 @triton.jit
 def one_strip(
-    where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    where, scales, s, scale, tick, begin, origin, word, flat, some, live, before, rule: tl.constexpr, MASKED: tl.constexpr,
     ELEMENTS: tl.constexpr, CODES: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr,
     STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, F: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Load, decode, apply the rule, encode, store."""
+    """Load, decode, apply the rule, encode, store; the sums with those from before."""
     x = ()
     for j in tl.static_range(READS):
         value = read(where, flat, live, j, MASKED, ELEMENTS, HALF, F)
@@ -297,16 +303,57 @@ def one_strip(
             tl.store(scales[STORES[k][1]], most, mask=some)
             if CODES[STORES[k][1]] == 2:
                 code = tl.sqrt(result * (65025.0 / tl.maximum(most, TINY))[:, None])
-                code = (tl.maximum(code, 1.0) + 12582912.0) - 12582912.0
-                result = code.to(tl.int32).to(tl.uint8)
+                result = rounded(tl.maximum(code, 1.0)).to(tl.uint8)
             else:
                 code = tl.sqrt(tl.abs(result) * (16129.0 / tl.maximum(most, TINY))[:, None])
-                code = (code + 12582912.0) - 12582912.0
-                result = tl.where(result < 0, -code, code).to(tl.int32).to(tl.int8)
+                result = rounded(tl.where(result < 0, -code, code)).to(tl.int8)
             stored(where[STORES[k][1]] + flat, result, live, MASKED)
+    totals = ()
     for k in tl.static_range(len(SUMS)):
         value = summed(y[SUMS[k][0]], live, MASKED, SUMS[k][2], SUMS[k][3])
-        tl.store(out + k, together(together(value, 1, SUMS[k][3]), 0, SUMS[k][3]))
+        totals = totals + (joined(before[k], together(together(value, 1, SUMS[k][3]), 0, SUMS[k][3]), SUMS[k][3]),)
+    return totals
+
+
+@triton.jit
+def some_strips(
+    first, rows, columns, across, bases, s, scale, tick, begin, own, word, out, rule: tl.constexpr, MASKED: tl.constexpr,
+    ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr,
+    READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr, SINGLE: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, F: tl.constexpr, HIGH: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """DEEP turns from the first block on; sums go to `out`."""
+    row, at = tl.arange(0, HIGH), tl.arange(0, WIDE)
+    totals = ()
+    for k in tl.static_range(len(SUMS)):
+        totals = totals + (tl.full((), nothing(SUMS[k][3]), F),)
+    for turn in range(DEEP):
+        block = first + turn * HIGH
+        some = row < rows - block
+        if EVEN == WIDE:
+            start = block.to(tl.int64) * WIDE
+            flat = row[:, None] * WIDE + at[None, :]
+            live = some[:, None] & (at >= 0)[None, :]
+        else:
+            start = (block // across).to(tl.int64) * columns
+            mine = block % across + row
+            column = (mine % across * WIDE)[:, None] + at[None, :]
+            flat = (mine // across * columns)[:, None] + column
+            live = some[:, None] & (column < columns)
+        where = ()
+        scales = ()
+        for j in tl.static_range(len(ELEMENTS)):
+            base = bases[j] + start
+            if ALIGNED and EVEN > 1:
+                base = tl.multiple_of(base, min(16, EVEN * ELEMENTS[j].primitive_bitwidth // 8))
+            where = where + (base,)
+            scales = scales + (bases[SCALES[j]] + block + row,)
+        totals = one_strip(
+            where, scales, s, scale, tick, start + begin, start + own, word, flat, some, live, totals, rule, MASKED, ELEMENTS,
+            CODES, GRADIENT, HALF, READS, STORES, SUMS, SINGLE, F, TINY,
+        )  # fmt: skip
+    for k in tl.static_range(len(SUMS)):
+        tl.store(out + k, totals[k])
 
 
 @triton.jit
@@ -315,58 +362,34 @@ def strips(
     rule: tl.constexpr, ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, NUMS: tl.constexpr,
     GRADIENT: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr, STORES: tl.constexpr, SUMS: tl.constexpr,
     SINGLE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FLAGGED: tl.constexpr, ALIKE: tl.constexpr, F: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
+    HIGH: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which array has its
-    scales. The last of the numbers is the step, FIRSTS where in a whole tensor each begins. EVEN: what divides the lengths of all
-    rows, a power of two; WIDE where they are whole blocks."""
+    """DEEP times HIGH blocks of WIDE neighbours with one scale. As `sweep`; CODES: how each array is kept, SCALES: which has its
+    scales. The last of the numbers is the step, FIRSTS where in a whole tensor each begins. EVEN: what divides the lengths of
+    all rows, a power of two; WIDE where they are whole blocks."""
     if FLAGGED:
         if tl.load(FLAG) != 0:
             return
     b = tl.program_id(0)
     t = tl.load(TENSOR + b)
-    first = tl.load(INDEX + b).to(tl.int64) * HIGH
-    row, at = tl.arange(0, HIGH), tl.arange(0, WIDE)
-    left = tl.load(ROWS + t) - first
-    some = row < left
-    if EVEN == WIDE:
-        start = first * WIDE
-        flat = row[:, None] * WIDE + at[None, :]
-        live = some[:, None] & (at >= 0)[None, :]
-    else:
-        columns, across = tl.multiple_of(tl.load(COLUMNS + t), EVEN), tl.load(ACROSS + t).to(tl.int32)
-        block = first.to(tl.int32)  # 2^31 blocks are more than any memory has
-        start = (block // across).to(tl.int64) * columns
-        block = block % across + row
-        column = (block % across * WIDE)[:, None] + at[None, :]
-        flat = (block // across * columns)[:, None] + column
-        live = some[:, None] & (column < columns)
+    first, rows = tl.load(INDEX + b) * (DEEP * HIGH), tl.load(ROWS + t).to(tl.int32)  # no memory has 2^31 blocks
+    columns, across = tl.multiple_of(tl.load(COLUMNS + t), EVEN), tl.load(ACROSS + t).to(tl.int32)
     bases = ()
-    where = ()
-    scales = ()
     for j in tl.static_range(len(ELEMENTS)):
-        base = (tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j]))
-        bases = bases + (base,)
-        base = base + start
-        if ALIGNED and EVEN > 1:
-            base = tl.multiple_of(base, min(16, EVEN * ELEMENTS[j].primitive_bitwidth // 8))
-        where = where + (base,)
-    for j in tl.static_range(len(ELEMENTS)):
-        scales = scales + (bases[SCALES[j]] + first + row,)
+        bases = bases + ((tl.load(ADDRESS + j * T + t) + BASES[j]).to(tl.pointer_type(ELEMENTS[j])),)
     numbers, scale = numbers_of(NUMBERS, SHARED, t, NUMS, ALIKE, F)
     word, own = word_of(KEYS, numbers, t, HALF[1])
-    s, tick = own_numbers(numbers, True), numbers[NUMS - 1]
-    begin, origin = start + tl.load(FIRSTS + t), start + own
+    s, tick, begin = own_numbers(numbers, True), numbers[NUMS - 1], tl.load(FIRSTS + t)
     out = PARTIAL + b.to(tl.int64) * len(SUMS)
-    if EVEN == WIDE and left >= HIGH:
-        one_strip(
-            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, False, ELEMENTS, CODES, GRADIENT,
-            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
+    if EVEN == WIDE and rows - first >= DEEP * HIGH:
+        some_strips(
+            first, rows, columns, across, bases, s, scale, tick, begin, own, word, out, rule, False, ELEMENTS, CODES, SCALES,
+            GRADIENT, HALF, READS, STORES, SUMS, SINGLE, ALIGNED, EVEN, F, HIGH, DEEP, WIDE, TINY,
         )  # fmt: skip
     else:
-        one_strip(
-            where, scales, s, scale, tick, begin, origin, word, flat, some, live, out, rule, True, ELEMENTS, CODES, GRADIENT,
-            HALF, READS, STORES, SUMS, SINGLE, F, TINY,
+        some_strips(
+            first, rows, columns, across, bases, s, scale, tick, begin, own, word, out, rule, True, ELEMENTS, CODES, SCALES,
+            GRADIENT, HALF, READS, STORES, SUMS, SINGLE, ALIGNED, EVEN, F, HIGH, DEEP, WIDE, TINY,
         )  # fmt: skip
 
 

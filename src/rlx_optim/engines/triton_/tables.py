@@ -21,7 +21,7 @@ import torch
 from ... import storage
 from .. import padding
 from . import replay
-from .kernels import BLOCK, DEEP, HALF, HIGH, PLAIN, POSITIVE, SIGNED, STRIPS, WIDE
+from .kernels import BLOCK, DEEP, HALF, HIGH, PLAIN, POSITIVE, SIGNED, STRIPS, TURNS, WIDE
 
 #: how parameters are rounded, as kernels know it
 ROUNDING = {"nearest": 0, "stochastic": 1, "exact": 2}
@@ -86,13 +86,14 @@ class Blocks(Dealt):
 
 
 class Rows(Dealt):
-    """Blocks of neighbours that share a scale (`storage`), STRIPS of them to a program; the last of a row may be shorter."""
+    """Blocks of neighbours that share a scale (`storage`), STRIPS of them TURNS times to a program; the last of a row may be
+    shorter."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], device: torch.device):
         columns = [shape[-1] for shape in shapes]
         across = [-(-n // storage.BLOCK) for n in columns]
         rows = [int(np.prod(shape[:-1], dtype=np.int64)) * a for shape, a in zip(shapes, across, strict=True)]
-        super().__init__([-(-n // STRIPS) for n in rows], device)
+        super().__init__([-(-n // (STRIPS * TURNS)) for n in rows], device)
         self.even = math.gcd(storage.BLOCK, *columns)
         self.rows, self.columns, self.across, self.firsts = (
             torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, columns, across, firsts)
