@@ -15,12 +15,16 @@ from helpers import slowly
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.page import page
 from rlx_optim.check.table import Check, Skip, Wrong, ran
+from rlx_optim.checking import check_rule
 from rlx_optim.cli import main
+from rlx_optim.conformance import present
 from rlx_optim.registry import OURS as RULES
+from rlx_optim.registry import spec_class
 
 TORCH = {check.name: check for check in checks_of("torch")}
 OPTAX = {check.name: check for check in checks_of("optax")}
 FACTORIES = [kind.optax.factory or kind.name for kind in RULES]
+TASTE = {"Prodigy": ["independence"]}  # whose estimate is one for all tensors
 ODD = ("bfloat16-accumulates",)  # nobody's bfloat16 parameter has more bits
 
 
@@ -93,8 +97,8 @@ def test_what_is_right_passes(target, ranks, odd):
 # ---- ours --------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", list(OURS))
 def test_ours_are_right(name):
-    report = check_optimizer(f"rlx_optim.torch:{name}", quick=True)
-    assert report.ok, [each for each in report.results if not each.ok]
+    report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], quick=True)
+    assert failing(report) == set(TASTE.get(name, ())), page(report)
 
 
 @pytest.mark.slow
@@ -103,15 +107,28 @@ def test_ours_are_right(name):
 def test_ours_are_right_in_what_takes_long_too(name):
     only = [check.name for check in TORCH.values() if not check.quick]
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=only, ranks=2)
-    assert report.ok, [each for each in report.results if not each.ok]
+    assert not failing(report), page(report)
+
+
+def test_lion_is_right_as_a_transformation():
+    report = check_optimizer("rlx_optim.optax:lion", quick=True)
+    assert not failing(report), page(report)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_ours_are_right_as_transformations(name):
     report = check_optimizer(f"rlx_optim.optax:{name}", {"learning_rate": 1.0} if name == "prodigy" else None)
-    assert report.ok, [each for each in report.results if not each.ok]
+    assert failing(report) == set(TASTE.get(name.title(), ())), page(report)
+
+
+@pytest.mark.parametrize("name", slowly([kind.name for kind in RULES], ["adamw", "lamb", "adafactor"]))
+def test_ours_are_right_as_rules(name):
+    report = check_rule(spec_class(name))
+    assert report.ok, str(report)
+    assert {row.engine for row in report.rows} >= {"reference", *present()}
+    assert all(len(line) <= 100 for line in str(report).splitlines())
 
 
 CUDA = ("cuda", "cuda-sync", "cuda-graph")

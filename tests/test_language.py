@@ -16,7 +16,6 @@ import rlx_optim
 from rlx_optim import conformance, language, vocabulary
 from rlx_optim.constructs import BROKE, CONSTRUCTS, Small
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
-from rlx_optim.named import spec_class
 from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
 from rlx_optim.spec import Spec, like, real
@@ -578,19 +577,6 @@ def test_all_tensors_in_optax():
 
 
 # ---- check_rule ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor"])
-def test_rules_that_are_fit(name):
-    report = rlx_optim.check_rule(spec_class(name))
-    assert report.ok, str(report)
-    assert {row.engine for row in report.rows} >= {"reference", *HERE}
-    assert all(len(line) <= 100 for line in str(report).splitlines())
-
-
-def test_a_matrix_rule_that_is_fit():
-    report = rlx_optim.check_rule(spec_class("muon"), engines=["cpu"])
-    assert report.ok, str(report)
-
-
 def simple(g, m, beta):
     m = beta * m + g
     u = m

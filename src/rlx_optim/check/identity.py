@@ -163,11 +163,11 @@ def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, ma
 def candidates(rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
     """Ours under its conventions, under other decays, and Adam in other forms; the plainest first."""
     given = list(references(rule, ours))
-    for label, settings in given:
-        one, other = (walked(rule, settings, start, gradient, mark) for mark in ("", "other "))
-        if (apart := gap(one, other, start)) > CLOSE:
-            raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
-        yield label, one
+    one, other = (walked(rule, given[0][1], start, gradient, mark) for mark in ("", "other "))
+    if (apart := gap(one, other, start)) > CLOSE:
+        raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
+    yield given[0][0], one
+    yield from ((label, walked(rule, settings, start, gradient)) for label, settings in given[1:])
     for (label, settings), (decay, words) in itertools.product(given, DECAYS.items()):
         if settings.get("weight_decay") and settings.get("lr"):
             yield _but(label, words), walked(rule, settings, start, gradient, decay=decay)
@@ -210,12 +210,14 @@ def which(s: Subject) -> Answer:
         got = s.walk(start, gradient, STEPS, **theirs)
     if (far := max(float(np.abs(got[n] - start[n]).max()) for n in start)) < LEAST:
         raise Skip(f"in {STEPS} steps it moves by {far:.0e}: too little to tell")
-    forms = list(candidates(rule, ours, start, gradient))
-    ranking = [(gap(got, want, start), label) for label, want in forms]
+    forms: list[tuple[str, Arrays]] = []
+    ranking: list[tuple[float, str]] = []
+    for label, want in candidates(rule, ours, start, gradient):
+        forms.append((label, want))
+        ranking.append((gap(got, want, start), label))
+        if ranking[-1][0] <= CLOSE:
+            return Answer(ranking[0][0], label, ranking[-1][0])
     named = ranking[0][0]
-    for distance, label in ranking:
-        if distance <= CLOSE:
-            return Answer(named, label, distance)
     for words, rest in REST.items():
         if not all(name in ours for name in rest):
             continue

@@ -33,6 +33,8 @@ def resumed(s: TorchSubject, carry: Callable[[Any], Any], dtype: torch.dtype = t
         raise Wrong(f"what was loaded is not what was saved: {where}", where)
     s.run(opt, params, 4, 8)
     s.run(again, others, 4, 8)
+    if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
+        raise Wrong(f"resumed, its state goes on elsewhere: {where}", where)
     return bitwise(others, params, "resumed, it goes on elsewhere")
 
 
@@ -79,18 +81,21 @@ def resume_float64(s: TorchSubject) -> Any:
 
 @check("resume-settings", "lr and every other number of a group come back with the state", "torch")
 def resume_settings(s: TorchSubject) -> Any:
-    lr = s.lr()
     params = s.params()
-    opt = s.make(params, lr=lr)
+    opt, again = s.make(params), s.make(s.params())
     s.run(opt, params, 0, 2)
     for group in opt.param_groups:
-        group["lr"] = lr / 7
-    again = s.make(s.params(), lr=lr)
+        group.update({name: value / 7 for name, value in group.items() if type(value) is float})
     again.load_state_dict(state_of(opt))
-    got = float(again.param_groups[0]["lr"])
-    if got != lr / 7:
-        raise Wrong(f"lr is {got:g} after loading a state with {lr / 7:g}", got)
-    return 0.0
+    count = 0
+    for group, loaded in zip(opt.param_groups, again.param_groups, strict=True):
+        for name in (name for name, value in group.items() if type(value) is float):
+            if loaded.get(name) != group[name]:
+                raise Wrong(f"{name} is {loaded.get(name)} after loading a state with {group[name]:g}", str(loaded.get(name)))
+            count += 1
+    if not count:
+        raise Skip("no setting of its groups is a number")
+    return f"{count} numbers"
 
 
 @check("resume-mismatch", "a state for other parameters is refused", "torch")
@@ -121,21 +126,27 @@ def resume_alias(s: TorchSubject) -> Any:
     again = s.make(others)
     again.load_state_dict(saved)
     s.run(again, others, 2, 4)
-    if where := different(kept["state"], opt.state_dict()["state"]):
+    if where := different(kept, opt.state_dict()):
         raise Wrong(f"steps of one change the other's state: {where}", where)
     return 0.0
 
 
-@check("copies", "deepcopy and pickle of the optimizer itself go on alike", "torch")
+@check("copies", "deepcopy and pickle of the optimizer itself go on alike, under a scheduler too", "torch")
 def copied(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 3)
-    pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
-    s.run(opt, params, 3, 6)
-    for how, (others, again) in pairs.items():
-        s.run(again, others, 3, 6)
-        bitwise(others, params, f"a copy by {how} goes on elsewhere")
+    for scheduled in (False, "lr" in s.keywords):
+        params = s.params()
+        opt = s.make(params)
+        s.run(opt, params, 0, 3)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(opt, 100)  # wraps opt.step: a copy must not step the original
+        pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
+        before = copies(params)
+        for how, (others, again) in pairs.items():
+            s.run(again, others, 3, 6)
+            bitwise(params, before, f"a copy by {how} steps the original")
+        s.run(opt, params, 3, 6)
+        for how, (others, _) in pairs.items():
+            bitwise(others, params, f"a copy by {how} goes on elsewhere")
     return 0.0
 
 

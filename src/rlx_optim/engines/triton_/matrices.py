@@ -326,17 +326,21 @@ class Matrices(Torch):
         return Q
 
     def alike(self, function: Any, stacks: Any) -> Any:
-        """Axes of one size at once."""
+        """Axes of one size at once; those of different sizes beside each other, in a graph."""
         out = [{} for _ in stacks]
         sizes: dict[Any, list[tuple[int, int]]] = {}
         for k, stack in enumerate(stacks):
             for axis, Q in stack[0].items():
                 sizes.setdefault(Q.shape[1:], []).append((k, axis))
-        for chosen in sizes.values():
-            parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
-            found = function(*stacked(parts))
-            for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
-                out[k][axis] = mine
+        others, plan = list(sizes)[1:] if replay.recording() else [], self.now["_plan"]
+        aside = [plan.cached(("aside", n), lambda: torch.cuda.Stream(self.device)) for n in others]
+        with replay.branches(self.device, aside) as branch:
+            for chosen in sizes.values():
+                with branch():
+                    parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
+                    found = function(*stacked(parts))
+                for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
+                    out[k][axis] = mine
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
     def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
