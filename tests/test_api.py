@@ -65,7 +65,11 @@ def test_help_says_every_argument(front_end, name):
         ("rlx_optim", "AdamW", (), "learning_rate", "lr"),
         ("rlx_optim", "AdamW", (), "weight_deacy", "weight_decay"),
         ("rlx_optim.torch", "AdamW", ([],), "learning_rate", "lr"),
+        ("rlx_optim.torch", "AdamW", ([],), "b2", "betas"),
         ("rlx_optim.optax", "adamw", (), "lr", "learning_rate"),
+        ("rlx_optim.optax", "muon", (), "weight_decay_mask", "mask"),
+        ("rlx_optim.optax", "adamw", (), "betas", "b1"),
+        ("rlx_optim.optax", "adamw", (), "beta2", "b2"),
     ],
 )
 def test_a_wrong_keyword_says_what_it_is_called_here(front_end, made, args, wrong, right):

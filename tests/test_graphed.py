@@ -122,7 +122,7 @@ def test_a_capture_that_nobody_follows_is_refused(case):
 @pytest.mark.parametrize(("name", "rank"), [*((name, None) for name in OFTEN), ("SOAP", 5)])
 def test_steps_that_are_recorded_are_those_that_are_not(name, rank, monkeypatch):
     """The engine's own graphs, with gradients that move, hyperparameters that change and a state that is loaded; also where
-    gradients are of low rank, so that bases are settled twice."""
+    gradients are of low rank."""
     from rlx_optim.engines.triton_ import replay
 
     ends = []
@@ -145,6 +145,5 @@ def test_steps_that_are_recorded_are_those_that_are_not(name, rank, monkeypatch)
         made = [(key[1:], passes.graph) for plan in plans for key, passes in plan.made.items() if key[:1] == ("replay",)]
         kept = [key for key, graph in made if graph is not None]
         assert {key[:2] for key in kept} == ({(False, False), (False, True)} if most else set())
-        assert rank is None or not most or any(answer for key in kept for _, answer in key[2:])
     for a, b in zip(*ends, strict=True):
         assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6)

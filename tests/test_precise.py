@@ -1,5 +1,7 @@
 """Products of float32 on half-precision tensor cores, in Triton's interpreter; on a GPU with SOAP and KronPSGD around them."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -60,14 +62,38 @@ def averages(device="cpu"):
     return found
 
 
-@pytest.mark.parametrize("function", ["products", "averages"])
+def inverses(device="cpu"):
+    """Inverse Cholesky factors of one tile and of two, in the midst of larger arrays: how far they are from float64; a row and
+    column that depends on others is left out."""
+    from rlx_optim.engines.triton_ import factors
+
+    torch.manual_seed(2)
+    found = {}
+    for n in (64, 40, 20):
+        X = torch.randn(2, 100, 400, device=device)
+        X[1, 5 + n // 2] = X[1, 6] + X[1, 7]
+        X /= X.norm(dim=-1, keepdim=True)
+        S, C = X @ X.mT, torch.zeros(2, 100, 100, device=device)
+        here, left = slice(5, 5 + n), torch.arange(n, device=device) != n // 2
+        factors.whiten(S[:, here, here], torch.full((2, n), 1e-5, device=device), C[:, here, here])
+        outside = C.clone()
+        outside[:, here, here] = 0
+        lost = float(C[1, 5 + n // 2].abs().sum() + C[1, :, 5 + n // 2].abs().sum() + outside.abs().sum())
+        C, S = C[:, here, here], S[:, here, here].double()
+        found[f"{n}"] = gap(C[0], torch.linalg.inv(torch.linalg.cholesky(S[0])))
+        kept = C[1][left][:, left], S[1][left][:, left]
+        found[f"{n}, one left out"] = lost + gap(kept[0], torch.linalg.inv(torch.linalg.cholesky(kept[1])))
+    return found
+
+
+@pytest.mark.parametrize("function", ["products", "averages", "inverses"])
 def test_they_have_the_bits_of_float32(function):
     found = in_the_interpreter(function, "test_precise")
     assert {name: value for name, value in found.items() if not value < 5e-7} == {}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", [products, averages])
+@pytest.mark.parametrize("function", [products, averages, inverses])
 def test_they_have_the_bits_of_float32_on_the_gpu(function):
     assert {name: value for name, value in function("cuda").items() if not value < 3e-6} == {}
 
@@ -97,3 +123,26 @@ def test_large_matrices_on_the_gpu(name):
         for slot in ("Q1", "Q2") if name == "SOAP" else ():
             Q = opt.state[p][slot].double()
             assert float((Q.T @ Q - torch.eye(len(Q), device="cuda")).abs().max()) < 1e-5
+
+
+@pytest.mark.gpu
+def test_stacks_beside_each_other_give_the_bits_of_one_after_the_other(monkeypatch):
+    """Graphs on streams of their own, and bases of two sizes within one; recorded at the third refresh."""
+    from rlx_optim.engines.triton_ import replay
+
+    def walk():
+        torch.manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((256, 256), (512, 256), (256, 512), (256, 300))
+        ]
+        opt = front.SOAP(params, lr=0.01, precondition_frequency=1, engine="triton")
+        for _ in range(8):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            opt.step()
+        return [t.clone() for p in params for t in (p.detach(), *opt.state[p].values())]
+
+    found = walk()
+    monkeypatch.setattr(replay, "TRACKS", 1)
+    monkeypatch.setattr(replay, "branches", lambda device, streams: contextlib.nullcontext(contextlib.nullcontext))
+    assert all(map(torch.equal, found, walk()))

@@ -172,6 +172,9 @@ def test_links_of_the_index_page_lead_into_the_repository():
 
 def test_the_release_agrees_with_itself():
     version = rlx_optim.__version__
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in citation
+    date = re.search(rf"^## {version} - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f'\ndate-released: "{date[1]}"\n' in citation
     files = {path.name for path in (ROOT / ".github" / "workflows").glob("*.yml")}
     assert files == {"ci.yml", "build.yml", "docs.yml", "release.yml"}

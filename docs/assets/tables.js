@@ -4,7 +4,6 @@ const narrow = matchMedia("screen and (max-width: 44.9375em)");
 
 function fold() {
   for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
-    if (table.closest(".stacked")) continue;
     const heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent.trim());
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, i) => {
@@ -15,7 +14,7 @@ function fold() {
     const wide = () => table.scrollWidth > table.clientWidth + 1 || table.offsetWidth > room;
     for (const name of ["data-folded", "data-close"]) table.removeAttribute(name);
     table.toggleAttribute("data-close", !narrow.matches && wide());
-    table.toggleAttribute("data-folded", narrow.matches && wide());
+    table.toggleAttribute("data-folded", narrow.matches && !table.closest(".stacked") && wide());
   }
 }
 

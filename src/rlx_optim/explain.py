@@ -134,7 +134,11 @@ def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -
 #: where a torch class has its groups
 GROUPS = '; groups stand in params, as for any torch optimizer: [{"params": …, "weight_decay": 0.0}, …]'
 #: what others call it
-SYNONYMS = {"learning_rate": "lr", "lr": "learning_rate", "wd": "weight_decay", "decay": "weight_decay"}
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",), "lr": ("learning_rate",), "wd": ("weight_decay",), "decay": ("weight_decay",),
+    "weight_decay_mask": ("mask",), "betas": ("b1",), "beta1": ("betas", "b1"), "beta2": ("betas", "b2"),
+    "b1": ("betas", "beta1"), "b2": ("betas", "beta2"),
+}  # fmt: skip
 
 
 def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
@@ -142,8 +146,8 @@ def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError
     bad = sorted(set(given) - set(known))
     meant: dict[str, str] = {}
     for word in bad:
-        synonym, near = SYNONYMS.get(word, ""), difflib.get_close_matches(word, known, 1)
-        meant |= {word: synonym} if synonym in known else {word: near[0]} if near else {}
+        found = [*(each for each in SYNONYMS.get(word, ()) if each in known), *difflib.get_close_matches(word, known, 1)]
+        meant |= {word: found[0]} if found else {}
     hint = "".join(f"; {word} is called {here} here" for word, here in meant.items())
     hint += GROUPS if "groups" in bad and "params" in known else ""
     return TypeError(f"{owner}: unknown hyperparameter {', '.join(map(repr, bad))}; known are {', '.join(known)}{hint}")

@@ -14,7 +14,7 @@ from typing import Any
 TINY = 2.0**-126  # the smallest normal float32
 ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
 NOTHING, SINGULAR = 0.25, 1e-6  # pivots that are left out: as a share of what may be rounding; of columns of length 1
-LARGE = 512  # about what entries of such an inverse are at most
+LARGE = 512  # about what entries of such an inverse are at most; products of what is at most this need no scaling
 SKEW = 1e-4  # what is further from orthonormal went wrong: rounding leaves a tenth of it at most
 
 
@@ -117,7 +117,7 @@ def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any, tw
     sizes = (near * X).sum(-2)  # the diagonal of near'X
     low = E.floor(ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf), TINY)
     scale = 1 / E.sqrt(E.where(sizes > low, sizes, low))
-    M = E.precise(near.mT, X, most=1) * scale[:, :, None] * scale[:, None, :]
+    M = E.precise(near.mT, X, most=LARGE) * scale[:, :, None] * scale[:, None, :]
     V, lengths = combined(E, X, whitening(E, M, NOTHING * low * scale * scale) * scale[:, None, :])
     free = free | ~(lengths > low)
     behind = last(E, free, order)
@@ -139,9 +139,9 @@ def signs(E: Any, X: Any) -> Any:
 
 
 def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:
-    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C
-    being of length 1 as well."""
-    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=1)
+    """The columns of X C' made of length 1, where X's entries are about that at most; and how long they were (B, n), the rows of
+    C being of length 1 as well."""
+    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=LARGE)
     lengths = E.sqrt(E.lines(V, -2))
     return V / E.floor(lengths, TINY), lengths[:, 0]
 

@@ -154,7 +154,7 @@ def save(
         return None
     template = _template(path)
     if keep is not None and NUMBER not in template.name:
-        raise ValueError(f"save: keep={keep} needs a folder, or {NUMBER} in the file's name, got {str(path)!r}")
+        raise ValueError(f"save: keep={keep} needs a folder that is there, or {NUMBER} in the file's name, got {str(path)!r}")
     made = target(path, iteration)
     store(take(), made, allow_nan)
     if keep is not None:

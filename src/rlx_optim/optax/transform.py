@@ -235,7 +235,8 @@ class Transform:
                     slots[name][i] = back.pop(name)
                 factors[i] = back
             prefix = self.counters(places[indices[0]].member)
-            counters |= {name: jnp.asarray(x[name.removeprefix(prefix)], float) for name in counters if name.startswith(prefix)}
+            mine = {name: old for name, old in counters.items() if name.startswith(prefix)}
+            counters |= {name: 0 * old + x[name.removeprefix(prefix)] for name, old in mine.items()}  # a constant would be a copy
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
         changed = tree.unflatten(factors) if any(factors) else state.factors
         return tree.unflatten(updates), RuleState(state.count + 1, mirrored, changed, counters)

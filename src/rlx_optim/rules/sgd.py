@@ -86,7 +86,8 @@ class SGD(Spec):
         return {"started": 0} if self.averages else {}
 
     def scalars(self, t, counters):
-        alpha = 1 - self.dampening * counters.get("started", 0)  # the first buffer is d itself, undampened
+        dampened = not (isinstance(self.dampening, float) and self.dampening == 0)  # a traced dampening is one
+        alpha = 1 - self.dampening * counters.get("started", 0) if dampened else 1.0  # the first buffer is d itself, undampened
         return {"step": self.lr, "decay": self.weight_decay, "beta": self.momentum, "alpha": alpha, "started": 1}
 
     def update(self, E, x):

@@ -76,7 +76,7 @@ class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
-    hard: Any = None  # see `_matrices`
+    hard: Any = None  # see `_told`
     phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,11 +89,11 @@ class Matrices(Torch):
         if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
             sent["_t"] = bundle.t
 
-        phase, hard = tuple(decided.values()), plan.cached("hard", lambda: Hard(self.device))
-        key = ("replay", *phase, *(["hard"] if hard else []))
+        phase, hard = tuple(decided.values()), self._told(bundle, numbers)
+        key = ("replay", *phase, *(["hard"] if hard is None else []))
 
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, {**decided, **now}, hard=None if hard else hard)
+            self._matrices(bundle, {**decided, **now}, hard=hard)
             return {}  # the values would keep gradients
 
         track = plan.cached("track", lambda: self._track(bundle.watch))
@@ -102,7 +102,7 @@ class Matrices(Torch):
         return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True, hard: Any = None) -> Values:
-        """A step of a matrix rule. hard: who is told of bases that were not found in the short way; without it none is taken."""
+        """A step of a matrix rule. hard: see `_told`."""
         self.now, self.hard = self.values(bundle, numbers), hard
         start = self.now
         self.phase = tuple(decided_in(numbers).values())
@@ -131,6 +131,15 @@ class Matrices(Torch):
         stack = torch.empty(pile.shape, dtype=self.dtype, device=self.device)
         self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
         return stack
+
+    def _told(self, bundle: Any, numbers: Mapping[str, Any]) -> Hard | None:
+        """Who is told where a basis is not found in the short way; None: all take the longer one, as the host has been told, or
+        could not be."""
+        counted = any(map(torch.is_tensor, numbers.values())) or getattr(bundle.watch, "flag", None) is not None  # on the device
+        if counted or self.device.type != "cuda" or self.sender.capturing():
+            return None
+        hard = bundle.plan.cached("hard", lambda: Hard(self.device))
+        return None if hard else hard
 
     def _track(self, watch: Any) -> replay.Track:
         """The next in turn of those that a lane's stacks run on."""
@@ -326,17 +335,21 @@ class Matrices(Torch):
         return Q
 
     def alike(self, function: Any, stacks: Any) -> Any:
-        """Axes of one size at once."""
+        """Axes of one size at once; those of different sizes beside each other, in a graph."""
         out = [{} for _ in stacks]
         sizes: dict[Any, list[tuple[int, int]]] = {}
         for k, stack in enumerate(stacks):
             for axis, Q in stack[0].items():
                 sizes.setdefault(Q.shape[1:], []).append((k, axis))
-        for chosen in sizes.values():
-            parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
-            found = function(*stacked(parts))
-            for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
-                out[k][axis] = mine
+        others, plan = list(sizes)[1:] if replay.recording() else [], self.now["_plan"]
+        aside = [plan.cached(("aside", n), lambda: torch.cuda.Stream(self.device)) for n in others]
+        with replay.branches(self.device, aside) as branch:
+            for chosen in sizes.values():
+                with branch():
+                    parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
+                    found = function(*stacked(parts))
+                for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
+                    out[k][axis] = mine
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
     def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:

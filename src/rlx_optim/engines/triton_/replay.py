@@ -16,7 +16,7 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ SMALL = 1 << 26  # entries of a stack that `Replay` is for: 128 MiB in and as mu
 PAGES = 8  # sets of numbers that may be under way to the device at once
 SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
-TRACKS = 2  # of stacks of matrices that run beside each other
+TRACKS = 4  # of stacks of matrices that run beside each other
 _thread = threading.local()
 
 
@@ -107,6 +107,29 @@ class Track:
         if self.busy:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             self.busy = False
+
+
+@contextlib.contextmanager
+def branches(device: torch.device, streams: list[Any]) -> Iterator[Callable[[], Any]]:
+    """What is done in each block that this gives does not wait for the others: the first stays where it is, the next ones go to
+    these streams, as far as there are any. What comes after waits for all."""
+    here = torch.cuda.current_stream(device) if streams else None
+    start = here.record_event() if streams else None
+    left: list[Any] = [None, *streams]
+
+    @contextlib.contextmanager
+    def branch() -> Iterator[None]:
+        stream = left.pop(0) if left else None
+        if stream is None:
+            yield
+            return
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            yield
+
+    yield branch
+    for stream in streams:
+        here.wait_stream(stream)
 
 
 class Passes:
