@@ -112,7 +112,7 @@ def test_lion_is_right_as_a_transformation():
 @pytest.mark.parametrize("name", FACTORIES)
 def test_ours_are_right_as_transformations(name):
     report = check_optimizer(f"rlx_optim.optax:{name}", {"learning_rate": 1.0} if name == "prodigy" else None)
-    assert failing(report) == set(TASTE.get(name.title(), ())), page(report)
+    assert report.ok, page(report)
 
 
 @pytest.mark.parametrize(("name", "engine"), [("muon", "cpu"), ("soap", "jax")])
