@@ -15,7 +15,7 @@ from helpers import slowly
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.page import page
 from rlx_optim.check.table import Check, Skip, Wrong, ran
-from rlx_optim.checking import check_rule
+from rlx_optim.checking import REASONS, RuleChecks, check_rule
 from rlx_optim.cli import main
 from rlx_optim.conformance import present
 from rlx_optim.registry import OURS as RULES
@@ -123,6 +123,12 @@ def test_ours_are_right_as_transformations(name):
     assert failing(report) == set(TASTE.get(name.title(), ())), page(report)
 
 
+@pytest.mark.parametrize(("name", "engine"), [("muon", "cpu"), ("soap", "jax")])
+def test_matrix_rules_are_right_on_an_engine(name, engine):
+    report = check_rule(spec_class(name), engines=[engine], only=["engine"] if engine == "jax" else ())
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("name", slowly([kind.name for kind in RULES], ["adamw", "lamb", "adafactor"]))
 def test_ours_are_right_as_rules(name):
     report = check_rule(spec_class(name))
@@ -198,7 +204,10 @@ def test_the_command(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["settings"] == {"momentum": 0.9}
     assert main(["check", "--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{name} " in shown for name in [*TORCH, *OPTAX])
+    assert all(f"{name} " in shown for name in [*TORCH, *OPTAX, *REASONS])
+    asked = {kind for kind, _, _ in RuleChecks(spec_class("adamw"), {}).plan()}
+    assert all(any(kind.startswith(name) for name in REASONS) for kind in asked)
+    assert all(any(kind.startswith(name) for kind in asked) for name in REASONS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .program import Program, trace
 from .spec import MODIFIERS, REQUIRED, Field, Shape, Spec
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
-SMALL: tuple[Shape, ...] = ((5, 4), (7,))
+SMALL: tuple[Shape, ...] = ((5, 4), (3, 6), (7,))
 STEPS, LONG = 4, 12
 BAR, MATRIX_BAR = 2e-5, 1e-3  # of the distance travelled, for rules that multiply matrices the second
 #: what is tried in the place of a hyperparameter's value, where it is in range
@@ -29,6 +29,20 @@ NUMBERS = (0.5, 0.1, 0.01, 0.9, 2.0, 1.0, 0.0, -0.5)
 LEAST = 1e-12  # of p: what moves it less does nothing
 Asked = Callable[[], tuple[bool, float | None, str]]
 
+#: why each is asked; those of hyperparameters are asked of every one
+REASONS = {
+    "language": "what is outside the language of rules no engine can run",
+    "engine": "every engine that is here ends where the reference does",
+    "groups": "groups that differ in every number are stepped each by its own",
+    "same again": "the same steps must give the same bits",
+    "resume": "state that was saved half-way goes on bit for bit",
+    "order": "which tensor comes first must not matter",
+    "one by one": "tensors stepped one by one end where they end together",
+    "NaN": "a NaN in one gradient must not reach another tensor",
+    "zero": "gradients of zero must not make anything NaN",
+    "hyperparameter": "one that does nothing is a bug that no loss curve shows",
+    "schedule": "a constant schedule is that number, and one that moves compiles nothing",
+}
 HINTS = {
     "language": "say it in the language of rules: docs/language.md",
     "engine": "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
@@ -54,6 +68,11 @@ class Finding:
     seen: float | None
     note: str = ""
 
+    @property
+    def skipped(self) -> bool:
+        """Whether it was not asked, which the note says why."""
+        return self.ok and self.seen is None and bool(self.note) and self.check != "language"
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -71,10 +90,12 @@ class Report:
         lines = [f"{self.rule}: {'fit to be used' if self.ok else 'something is wrong'}"]
         for row in self.rows:
             seen = "" if row.seen is None else f"{row.seen:.1e}" if row.seen else "0"
-            lines.append(f"  {'ok   ' if row.ok else 'WRONG'} {row.check:{wide}}  {row.engine:{names}}  {seen}".rstrip())
+            word = "skip " if row.skipped else "ok   " if row.ok else "WRONG"
+            lines.append(f"  {word} {row.check:{wide}}  {row.engine:{names}}  {seen}".rstrip())
             lines += textwrap.wrap(row.note, 96, initial_indent="        ", subsequent_indent="        ")
         wrong = sum(not row.ok for row in self.rows)
-        return "\n".join([*lines, f"{len(self.rows)} checks, {wrong or 'none'} of them wrong"])
+        ran = sum(not row.skipped for row in self.rows)
+        return "\n".join([*lines, f"{ran} checks, {wrong or 'none'} of them wrong, {len(self.rows) - ran} not asked"])
 
     def as_dict(self) -> dict[str, Any]:
         rows = [dataclasses.asdict(row) for row in self.rows]
@@ -328,6 +349,8 @@ class RuleChecks:
         tried: Sequence[Any] = NUMBERS
         if isinstance(now, bool):
             tried = (not now,)
+        elif field.annotation.startswith("bool"):
+            tried = (True, False)
         elif field.annotation.startswith("Literal"):
             tried = [*_options(field.annotation), None]
         elif field.annotation == "int":

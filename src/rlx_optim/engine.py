@@ -263,7 +263,7 @@ class ArrayEngine(storage.Words):
     def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
         """The values of a matrix rule at the end, and what the step did where that was asked."""
         spec = bundle.spec
-        x = spec.mask(self, spec.update(self, start))
+        x = spec.mask(self, self.ended(spec.update(self, start)))
         told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
         return self.moved(spec, x, move).set(**told)
 
@@ -567,6 +567,10 @@ class ArrayEngine(storage.Words):
         """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several
         bundles of a rule give."""
         return then(*function([given])[0])
+
+    def ended(self, update: Any) -> Any:
+        """An update with what it gave to `jointly`, where no other bundle is waited for."""
+        return update
 
     def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
         """A function of what belongs to each axis of each of the stacks; an engine may take those of one size at once."""

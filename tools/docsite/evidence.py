@@ -190,13 +190,16 @@ def marks() -> str:
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
 def results() -> str:
-    """One line an optimizer, the best first; those that were not run at the end."""
-    rows = []
+    """One line an optimizer, the best first; those of which nothing is known are named below."""
+    rows, absent = [], []
     known = {name: result(name) for name in list_optimizers()}
     order = sorted(known, key=lambda name: (known[name] is None, found.mean if (found := known[name]) else 0.0))
     for name in order:
         found, title = known[name], f"[{spec_class(name).title}](optimizers/{name}.md)"
         spent = cost(name)
+        if found is None and spent is None:
+            absent.append(title)
+            continue
         ends = (
             ["–", "–", "–"]
             if spent is None
@@ -217,7 +220,8 @@ def results() -> str:
         "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "seeds", "less AdamW's", "steps to AdamW's loss",
         "of AdamW's seconds", "ms a training step", "the optimizer's", "peak GB",
     ]  # fmt: skip
-    return table(head, rows, right=(1, 2, 4, 6, 7, 8, 9, 10))
+    left = f"\n\nNot run yet: {', '.join(absent)}." if absent else ""
+    return table(head, rows, right=(1, 2, 4, 6, 7, 8, 9, 10)) + left
 
 
 def tried(name: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from rlx_optim import modifiers
 from rlx_optim.named import list_optimizers
 from rlx_optim.registry import required, spec_class
 
-from .text import stacked, table
+from .text import table
 
 CELLS: dict[str, dict[str, Any]] = {
     "cautious=True": {"cautious": True},
@@ -32,4 +32,4 @@ def by_rule() -> str:
     rows = [
         [f"[{spec_class(name).title}](optimizers/{name}.md)", *(cell(name, each) for each in CELLS)] for name in list_optimizers()
     ]
-    return stacked(table(["", *(f"`{each}`" for each in CELLS)], rows))
+    return table(["", *(f"`{each}`" for each in CELLS)], rows)

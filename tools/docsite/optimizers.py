@@ -80,7 +80,7 @@ def state(name: str) -> str:
         rows.append([f"`{counter}`", "–", "–", meaning[counter]])
     size = sum(4 * math.prod(s.shape) for s in spec.slots((768, 3072)).values())
     share = size / (768 * 3072)
-    return stacked(table(["name", "for an n×m matrix", "for a vector of n", "what it is"], rows)) + (
+    return table(["name", "for an n×m matrix", "for a vector of n", "what it is"], rows) + (
         f"\n\nAt the defaults a 768×3072 matrix has {size:,} bytes of state, {share:.3g} a parameter: float32, whatever the "
         "parameter's own type (float64 for float64 parameters). A dash: not in this case."
     )

@@ -148,7 +148,7 @@ def speed(model: str, theme: str) -> bytes:
         for place, name in enumerate(names):
             ratio, peer = ratios[name]
             label = f"{bench.times(ratio)} {peer}"
-            axes.annotate(label, (ratio, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.annotate(label, (max(ratio, 1), place), (5, 0), textcoords="offset points", va="center", fontsize=9)
         axes.axvline(1, color=colours["beside"], lw=1.5)
         axes.set(xlim=(0, 1.2 * max(ratio for ratio, _ in ratios.values())), xlabel="times the speed of the best peer")
     return out.getvalue()

@@ -23,9 +23,9 @@ import typer
 
 from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
 from ..check.page import page, summary
-from ..check.table import Report, Result
+from ..check.table import Check, Report, Result
+from ..checking import REASONS, check_rule
 from ..checking import Report as RuleReport
-from ..checking import check_rule
 from ..conformance import BAR, ENGINES, conformance, present
 from ..constructs import BROKE, CONSTRUCTS
 from ..named import list_optimizers
@@ -77,13 +77,15 @@ def list_all(as_json: bool) -> None:
             checks_of(kind)
         else:
             print(f"{kind}: {why}", file=sys.stderr)
-    rows = [
-        {"name": c.name, "kinds": c.kinds, "quick": c.quick, "taste": c.taste, "ranks": c.ranks, "reason": c.reason}
-        for c in CHECKS.values()
-    ]
+    known = [*CHECKS.values(), *(Check(name, reason, ("rule",), check_rule) for name, reason in REASONS.items())]
     if as_json:
-        return write_json(rows)
-    for c in CHECKS.values():
+        return write_json(
+            [
+                {"name": c.name, "kinds": c.kinds, "quick": c.quick, "taste": c.taste, "ranks": c.ranks, "reason": c.reason}
+                for c in known
+            ]
+        )
+    for c in known:
         marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
         print(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
 
@@ -104,7 +106,11 @@ def show(report: Report) -> None:
 
 def tabled(target: str, settings: dict[str, Any], rule: RuleReport) -> Report:
     """What was found of a rule, as the suite's report."""
-    rows = [Result(row.check, "passed" if row.ok else "failed", row.seen, row.note, row.engine, False, 0.0) for row in rule.rows]
+    status = {True: "skipped", False: "passed"}
+    rows = [
+        Result(row.check, status[row.skipped] if row.ok else "failed", row.seen, row.note, row.engine, False, 0.0)
+        for row in rule.rows
+    ]
     return Report(target, settings, tuple(rows))
 
 

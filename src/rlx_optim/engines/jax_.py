@@ -254,6 +254,9 @@ class Jax(ArrayEngine):
     def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
         return Asked(function, given, then, precision())
 
+    def ended(self, update: Any) -> Any:
+        return answered([("this", update)])[0]
+
     def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
         """One text for each size, whatever the shapes of the tensors are: XLA takes seconds for a basis. One matrix at a time, as
         it tries kernels on all that it compiles for."""

@@ -26,9 +26,9 @@ Conventions.
 - the authors' code: the same rule, defaults included, first call and order of eps and decay too.
 - pytorch_optimizer: the same rule; it keeps m in the parameter's own basis and rotates it each step.
 
-When, and what it costs. The fewest steps to a given loss of all that are here; pays where a step of the model is expensive.
-8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with n×n matrices a step and
-a QR of each L every precondition_frequency steps.
+When, and what it costs. Where a step of the model is expensive: its authors report over 40 % fewer of them than with
+AdamW, at large batches. 8 bytes of state a parameter and 8·n² for every rotated dimension n; four products of the tensor with
+n×n matrices a step and a QR of each L every precondition_frequency steps.
 """
 
 import functools
