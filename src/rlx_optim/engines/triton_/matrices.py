@@ -57,18 +57,23 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
 
 
 class Hard:
-    """Whether bases of a bundle were ever not found in the short way, as far as the host knows: it does not wait for it."""
+    """Whether bases of a bundle were ever not found in the short way. What the host waits for, if it waits, is the last refresh,
+    so that results do not depend on how far it is ahead."""
 
     @torch.inference_mode(False)
     def __init__(self, device: torch.device):
         self.there = torch.zeros((), dtype=torch.bool, device=device)
         self.here = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        self.event = torch.cuda.Event()
 
     def tell(self, failed: torch.Tensor) -> None:
         self.there.logical_or_(failed)
         self.here.copy_(self.there, non_blocking=True)
+        if not replay.recording():
+            self.event.record()
 
-    def __bool__(self) -> bool:
+    def known(self) -> bool:
+        self.event.synchronize()
         return bool(self.here)
 
 
@@ -90,7 +95,7 @@ class Matrices(Torch):
             sent["_t"] = bundle.t
 
         phase, hard = tuple(decided.values()), self._told(bundle, numbers)
-        key = ("replay", *phase, *(["hard"] if hard is None else []))
+        key = ("replay", *phase, *(["hard"] if any(phase) and hard is None else []))
 
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
             self._matrices(bundle, {**decided, **now}, hard=hard)
@@ -99,6 +104,8 @@ class Matrices(Torch):
         track = plan.cached("track", lambda: self._track(bundle.watch))
         replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
+        if hard is not None and replayed.graph is not None:
+            hard.event.record(track.stream)
         return {name: numbers[name] for name in counts}
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True, hard: Any = None) -> Values:
@@ -134,12 +141,12 @@ class Matrices(Torch):
 
     def _told(self, bundle: Any, numbers: Mapping[str, Any]) -> Hard | None:
         """Who is told where a basis is not found in the short way; None: all take the longer one, as the host has been told, or
-        could not be."""
+        could not be. It matters where something was decided."""
         counted = any(map(torch.is_tensor, numbers.values())) or getattr(bundle.watch, "flag", None) is not None  # on the device
-        if counted or self.device.type != "cuda" or self.sender.capturing():
+        if counted or self.device.type != "cuda" or self.sender.capturing() or not any(decided_in(numbers).values()):
             return None
         hard = bundle.plan.cached("hard", lambda: Hard(self.device))
-        return None if hard else hard
+        return None if hard.known() else hard
 
     def _track(self, watch: Any) -> replay.Track:
         """The next in turn of those that a lane's stacks run on."""
