@@ -93,8 +93,8 @@ def walk(name, settings, graphed, steps, shapes, capturable=True):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["SOAP", "KronPSGD", "Muon"])
 def test_graphed_steps_are_the_eager_ones_bit_for_bit(name):
-    """Also without capturable=True, but for numbers that are float64 on the device. With it SOAP takes the longer way to every
-    basis; the ways round differently, and rounding orders nearly equal eigenvalues: there only where parameters go is compared."""
+    """Also without capturable=True, but for numbers that are float64 on the device. Rounding orders nearly equal eigenvalues: of
+    SOAP only where parameters go is compared."""
     shapes = {**SHAPES, "large": (256, 768)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

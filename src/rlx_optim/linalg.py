@@ -14,7 +14,7 @@ from typing import Any
 TINY = 2.0**-126  # the smallest normal float32
 ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
 NOTHING, SINGULAR = 0.25, 1e-6  # pivots that are left out: as a share of what may be rounding; of columns of length 1
-LARGE = 512  # about what entries of such an inverse are at most; products of what is at most this need no scaling
+LARGE = 512  # about what entries of such an inverse are at most
 SKEW = 1e-4  # what is further from orthonormal went wrong: rounding leaves a tenth of it at most
 
 
@@ -105,30 +105,32 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     return Q if E.sure else E.cond(~(skew(E, Q) < SKEW).all(), surely, lambda Q: Q, Q)
 
 
-def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any, twice: bool = True) -> tuple[Any, Any]:
-    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came: which are
-    a basis (B,) is given as well, and `near` where there is none.
+def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
+    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came: where that
+    is no basis, `near` stays.
 
     near'X = NN' by Cholesky makes X N'^-1 = near·N, whose columns span what those of X do, with the root of their condition
     number: mostly below ten, so that their own Gram matrix tells the rest. A column of X is taken for dependent where what
     rounding may have left of X outweighs it there. Columns of `near` may nearly be spanned by the others, while a rank grows:
-    where the rest is done twice, a column of which nothing was left begins anew from signs."""
+    so the rest is done twice, and a column of which nothing was left begins anew from signs."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
     sizes = (near * X).sum(-2)  # the diagonal of near'X
     low = E.floor(ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf), TINY)
     scale = 1 / E.sqrt(E.where(sizes > low, sizes, low))
-    M = E.precise(near.mT, X, most=LARGE) * scale[:, :, None] * scale[:, None, :]
+    M = E.precise(near.mT, X, most=1) * scale[:, :, None] * scale[:, None, :]
     V, lengths = combined(E, X, whitening(E, M, NOTHING * low * scale * scale) * scale[:, None, :])
     free = free | ~(lengths > low)
     behind = last(E, free, order)
     Q = permute(E, E.where(free[:, None, :], near, V), behind, 2)
-    for again in range(1 + twice):
-        Q, lengths = combined(E, Q, whitening(E, E.square(Q.mT, most=1), 0 * scale + SINGULAR))
-        if twice and not again:
-            Q = E.where((lengths > 0)[:, None, :], Q, signs(E, Q))
+    Q, lengths = whitened(E, Q, 0 * scale + SINGULAR)
+    Q, _ = whitened(E, E.where((lengths > 0)[:, None, :], Q, signs(E, Q)), 0 * scale + SINGULAR)
     Q = permute(E, straightened(E, Q), E.inverse(behind), 2)
-    basis = skew(E, Q) < SKEW
-    return E.where(basis[:, None, None], Q, near), basis
+    return E.where((skew(E, Q) < SKEW)[:, None, None], Q, near)
+
+
+def whitened(E: Any, X: Any, low: Any) -> tuple[Any, Any]:
+    """Columns that span what those of X do, which are of length 1, and are nearly orthonormal; and how long they came out."""
+    return combined(E, X, whitening(E, E.square(X.mT, most=1), low))
 
 
 def signs(E: Any, X: Any) -> Any:
@@ -139,9 +141,9 @@ def signs(E: Any, X: Any) -> Any:
 
 
 def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:
-    """The columns of X C' made of length 1, where X's entries are about that at most; and how long they were (B, n), the rows of
-    C being of length 1 as well."""
-    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=LARGE)
+    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C
+    being of length 1 as well."""
+    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=1)
     lengths = E.sqrt(E.lines(V, -2))
     return V / E.floor(lengths, TINY), lengths[:, 0]
 

@@ -159,7 +159,7 @@ class Triton(Matrices):
                 return self._execute(bundle)
             numbers = {**bundle.numbers, "_scale": bundle.scale}
             if not move or not self._replayable(bundle, numbers):
-                return self._matrices(bundle, numbers, move, self._told(bundle, numbers))
+                return self._matrices(bundle, numbers, move)
             return self._replayed(bundle, numbers)
 
     # programs ----------------------------------------------------------------------------------------------------------

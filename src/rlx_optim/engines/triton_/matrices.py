@@ -56,32 +56,10 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
     return list(found.split(lengths))
 
 
-class Hard:
-    """Whether bases of a bundle were ever not found in the short way. What the host waits for, if it waits, is the last refresh,
-    so that results do not depend on how far it is ahead."""
-
-    @torch.inference_mode(False)
-    def __init__(self, device: torch.device):
-        self.there = torch.zeros((), dtype=torch.bool, device=device)
-        self.here = torch.zeros((), dtype=torch.bool, pin_memory=True)
-        self.event = torch.cuda.Event()
-
-    def tell(self, failed: torch.Tensor) -> None:
-        self.there.logical_or_(failed)
-        self.here.copy_(self.there, non_blocking=True)
-        if not replay.recording():
-            self.event.record()
-
-    def known(self) -> bool:
-        self.event.synchronize()
-        return bool(self.here)
-
-
 class Matrices(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
-    hard: Any = None  # see `_told`
     phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,24 +72,20 @@ class Matrices(Torch):
         if any(slot.meaning == KEY for slot in bundle.slots.values()):  # noise is drawn by the step
             sent["_t"] = bundle.t
 
-        phase, hard = tuple(decided.values()), self._told(bundle, numbers)
-        key = ("replay", *phase, *(["hard"] if any(phase) and hard is None else []))
+        phase = tuple(decided.values())
 
         def run(now: Mapping[str, Any]) -> dict[str, Any]:
-            self._matrices(bundle, {**decided, **now}, hard=hard)
+            self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
         track = plan.cached("track", lambda: self._track(bundle.watch))
-        replayed = plan.cached(key, lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
+        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
-        if hard is not None and replayed.graph is not None:
-            hard.event.record(track.stream)
         return {name: numbers[name] for name in counts}
 
-    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True, hard: Any = None) -> Values:
-        """A step of a matrix rule. hard: see `_told`."""
-        self.now, self.hard = self.values(bundle, numbers), hard
-        start = self.now
+    def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
+        """A step of a matrix rule."""
+        self.now = start = self.values(bundle, numbers)
         self.phase = tuple(decided_in(numbers).values())
         x, flag = self.updated(bundle, start, move), start["_flag"]
         self.now = None  # its stacks go
@@ -139,15 +113,6 @@ class Matrices(Torch):
         self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
         return stack
 
-    def _told(self, bundle: Any, numbers: Mapping[str, Any]) -> Hard | None:
-        """Who is told where a basis is not found in the short way; None: all take the longer one, as the host has been told, or
-        could not be. It matters where something was decided."""
-        counted = any(map(torch.is_tensor, numbers.values())) or getattr(bundle.watch, "flag", None) is not None  # on the device
-        if counted or self.device.type != "cuda" or self.sender.capturing() or not any(decided_in(numbers).values()):
-            return None
-        hard = bundle.plan.cached("hard", lambda: Hard(self.device))
-        return None if hard.known() else hard
-
     def _track(self, watch: Any) -> replay.Track:
         """The next in turn of those that a lane's stacks run on."""
         if len(watch.tracks) < replay.TRACKS:
@@ -162,9 +127,9 @@ class Matrices(Torch):
         decided = decided_in(numbers)
         if not can or not any(decided.values()):
             return can
-        known = [bundle.plan.made.get(("replay", *decided.values(), *end)) for end in ((), ("hard",))]
+        made = bundle.plan.made.get(("replay", *decided.values()))  # computes with all of the state
         state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
-        return any(made is not None and made.graph is not None for made in known) or replay.spare(self.device, state)
+        return (made is not None and made.graph is not None) or replay.spare(self.device, state)
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
@@ -336,10 +301,7 @@ class Matrices(Torch):
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""
-        Q, basis = linalg.orthonormal_by_products(self, X, near, order, free, twice=self.hard is None)
-        if self.hard is not None:
-            self.hard.tell(~basis.all())
-        return Q
+        return linalg.orthonormal_by_products(self, X, near, order, free)
 
     def alike(self, function: Any, stacks: Any) -> Any:
         """Axes of one size at once; those of different sizes beside each other, in a graph."""
