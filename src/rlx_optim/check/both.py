@@ -201,7 +201,7 @@ def rosenbrock(s: Subject) -> Any:
         x, y = p["w"].ravel()
         return {"w": np.array([[-2 * (1 - x) - 400 * x * (y - x * x)], [200 * (y - x * x)]], np.float32)}
 
-    return descended(s, {"w": np.array([[-1.2], [1.0]], np.float32)}, loss, gradient, 0.25)
+    return descended(s, {"w": np.array([[-1.2], [1.0]], np.float32)}, loss, gradient, 0.3)
 
 
 @check("regression", "a small network fits forty points", quick=False)
