@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from helpers import distance, problem  # noqa: E402
+from helpers import problem  # noqa: E402
 from interpreter import in_the_interpreter  # noqa: E402
 from test_triton import DECIDING, give, two_groups  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_replayed_is_refused(make, message):
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------------
 def walk(name, settings, graphed, steps, shapes, capturable=True):
-    """Losses, parameters and state of some steps, forward and backward among them; what was called; the parameters by name."""
+    """A model's parameters and state after some steps, forward and backward among them."""
     params, gradients = problem(shapes, steps=steps)
     tensors = {k: torch.nn.Parameter(torch.tensor(v, device="cuda")) for k, v in params.items()}
     inputs = {k: torch.zeros_like(p) for k, p in tensors.items()}
@@ -87,27 +87,24 @@ def walk(name, settings, graphed, steps, shapes, capturable=True):
     torch.cuda.synchronize()
     assert all(float(opt.state[p]["step"]) == steps for p in tensors.values())
     state = [value.cpu() for p in tensors.values() for value in (p.detach(), *opt.state[p].values())]
-    return [*losses, *state], call, {k: p.detach().cpu().numpy() for k, p in tensors.items()}
+    return [*losses, *state], call
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["SOAP", "KronPSGD", "Muon"])
 def test_graphed_steps_are_the_eager_ones_bit_for_bit(name):
-    """Also without capturable=True, but for numbers that are float64 on the device. Rounding orders nearly equal eigenvalues: of
-    SOAP only where parameters go is compared."""
+    """Also without capturable=True, but for numbers that are float64 on the device."""
     shapes = {**SHAPES, "large": (256, 768)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        eager, _, there = walk(name, OFTEN.get(name, {}), False, 20, shapes)
-        found, call, _ = walk(name, OFTEN.get(name, {}), True, 20, shapes)
-        plain, _, ends = walk(name, OFTEN.get(name, {}), False, 20, shapes, capturable=False)
+        eager, _ = walk(name, OFTEN.get(name, {}), False, 20, shapes)
+        found, call = walk(name, OFTEN.get(name, {}), True, 20, shapes)
+        plain, _ = walk(name, OFTEN.get(name, {}), False, 20, shapes, capturable=False)
     assert len(call.graphs) == {"SOAP": 2, "KronPSGD": 2, "Muon": 1}[name]
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(eager, found, strict=True))
-    if name == "SOAP":
-        assert distance(ends, there, problem(shapes, steps=20)[0]) < 0.05
-    else:
-        pairs = [(a.cpu().double(), b.cpu().double()) for a, b in zip(eager, plain, strict=True)]
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+    assert all(
+        torch.allclose(a.cpu().double(), b.cpu().double(), rtol=1e-4, atol=1e-5) for a, b in zip(eager, plain, strict=True)
+    )
 
 
 @pytest.mark.gpu
