@@ -487,9 +487,14 @@ class ArrayEngine(storage.Words):
         """X rounded to what is stored, and back in this engine's arithmetic."""
         return X.astype(self.stored, copy=False).astype(self.dtype, copy=False)
 
-    def eigh(self, L: Array) -> Array:
-        """Eigenvectors of symmetric matrices, by descending eigenvalue."""
-        return self.xp.linalg.eigh(L)[1][..., ::-1]
+    def eigh(self, L: Array) -> tuple[Array, Array]:
+        """Eigenvalues (B, n) of symmetric matrices, descending, and eigenvectors; of a null space they may be any."""
+        values, vectors = self.xp.linalg.eigh(L)
+        return values[..., ::-1], vectors[..., ::-1]
+
+    def applied(self, L: Array, Q: Array) -> Array:
+        """L Q as `precise`, of an average Gram matrix and a basis; a column of which L leaves rounding alone may be 0."""
+        return self.precise(L, Q)
 
     def product(self, A: Array, B: Array) -> Array:
         """A B where rounding does no more than round the step: engines may use fewer bits."""
@@ -509,15 +514,21 @@ class ArrayEngine(storage.Words):
         return X @ X.mT
 
     def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:
-        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and before it is rounded. L where it is not finite."""
+        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and what `wide` makes it of before it is rounded. L where it
+        is not finite."""
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
-    def qr(self, X: Array, surely: bool = False) -> Array:
+    def qr(self, X: Array, surely: bool = False, tail: Array | None = None) -> Array:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
-        Unless surely, it may then be no basis at all."""
+        Unless surely, it may then be no basis at all. tail (B, n): its last columns, known to be orthonormal."""
         return self.xp.linalg.qr(X)[0]
 
     sure: bool = True  # whether that is always a basis
+
+    def reach(self, Q: Array, X: Array, free: Array) -> Array:
+        """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, without those that are
+        `free`."""
+        return linalg.reach(self, Q, X, free)
 
     def orthonormal(self, X: Array, near: Array, order: Array, free: Array) -> Array:
         """The basis that follows `near`, the one before, from X = L·near."""

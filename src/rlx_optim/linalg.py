@@ -77,12 +77,12 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     """Eigenvectors of symmetric L, by descending eigenvalue. Of a null space: the unit vectors whose columns of L depend on those
     before, less what the other eigenvectors span, made orthonormal one by one."""
     L = L / E.floor(E.norm(L, math.inf), TINY)
-    Q, order = E.eigh(L), E.counter(L.shape[-1])[None]
+    (values, Q), order = E.eigh(L), E.counter(L.shape[-1])[None]
 
     def units() -> Any:
         return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
-    return settled(E, Q, Q, minor(E, (Q * E.precise(L, Q)).sum(-2)), units, order)
+    return settled(E, Q, Q, minor(E, values), units, order)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
@@ -91,7 +91,7 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
 
     One decomposition tells which others do; where there are any, a second one settles them."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
-    Q = E.qr(E.where(free[:, None, :], near, X))
+    Q = E.qr(E.where(free[:, None, :], near, X), tail=free)
     every = dependent(E, Q, X, free)
 
     def once_more(Q: Any) -> Any:
@@ -196,7 +196,7 @@ def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = Fals
     """The Q of X, whose `free` columns are those of `near`, and come after all others."""
     behind = last(E, free, order)
     chosen = permute(E, E.where(free[:, None, :], near, X), behind, 2)
-    return permute(E, E.qr(chosen, surely), E.inverse(behind), 2)
+    return permute(E, E.qr(chosen, surely, tail=permute(E, free, behind, 1)), E.inverse(behind), 2)
 
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
@@ -209,13 +209,17 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     doubtful = doubtful.any(-1)[:, None]
 
     def examine(free: Any) -> Any:
-        places = E.counter(free.shape[-1])
-        eye = 0 * Q + (places[:, None] == places)
-        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
-        inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
-        return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
+        return free | doubtful & (bar * top * E.reach(Q, X, free) >= 1)
 
     return E.cond(doubtful.any(), examine, lambda free: free, free)
+
+
+def reach(E: Any, Q: Any, X: Any, free: Any) -> Any:
+    """What `E.reach` says."""
+    places = E.counter(free.shape[-1])
+    eye = 0 * Q + (places[:, None] == places)
+    R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
+    return E.sqrt(E.lines(E.solve(R, eye), -1))[..., 0]
 
 
 def gram_schmidt(E: Any, X: Any) -> Any:

@@ -423,10 +423,11 @@ class Torch(ArrayEngine):
     def narrow(self, X: torch.Tensor) -> torch.Tensor:
         return X.to(self.dtype)
 
-    def eigh(self, L: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.eigh(L)[1].flip(-1)
+    def eigh(self, L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, vectors = torch.linalg.eigh(L)
+        return values.flip(-1), vectors.flip(-1)
 
-    def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
+    def qr(self, X: torch.Tensor, surely: bool = False, tail: torch.Tensor | None = None) -> torch.Tensor:
         """On a device by matrix products, where Householder's reflections would wait for the memory."""
         if surely or self.device.type == "cpu":
             return torch.linalg.qr(X)[0]

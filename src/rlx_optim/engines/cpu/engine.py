@@ -16,6 +16,8 @@ from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
+from . import bases
+from .grams import average
 from .kernels import CHUNK, Layout, compiled
 from .orthogonal import WIDE, orthogonalize_wide
 from .parallel import alone, alone_briefly, description, may_spread, spread
@@ -346,8 +348,16 @@ class Cpu(ArrayEngine):
             bundle.plan = {}
         return super().values(bundle).set(_kernels=bundle.plan)
 
-    def wide(self, X: np.ndarray) -> np.ndarray:
-        return X.astype(np.float64)
+    def wide(self, X: Any) -> np.ndarray:
+        return X() if callable(X) else X.astype(np.float64)
+
+    def average_gram(self, L: np.ndarray, X: np.ndarray, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
+        """The first step alone asks for what was not rounded, and finds it then."""
+        U = self.wide(self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1))
+        out = np.empty(L.shape, self.stored)
+        for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
+            average(one, u, beta, alpha, new)
+        return out.astype(self.dtype, copy=False), lambda: linalg.average_gram(self, L, X, axis, beta, alpha)[1]
 
     def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
         """Without a copy of X."""
@@ -359,16 +369,48 @@ class Cpu(ArrayEngine):
         whole = condition.all() and np.shape(yes) == np.broadcast_shapes(np.shape(condition), np.shape(no))
         return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
 
-    def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
+    def take(self, X: np.ndarray, index: np.ndarray, axis: int) -> np.ndarray:
+        if X.shape[0] > 1 or index.size != index.shape[axis]:
+            return super().take(X, index, axis)
+        flat = index.reshape(-1)
+        alike = len(flat) == X.shape[axis] and (flat == np.arange(len(flat))).all()
+        return X if alike else X.take(flat, axis)  # a copy less, mostly
+
+    def eigh(self, L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if L.shape[-1] < LARGE:
+            return super().eigh(L)
+        values, Q = zip(*map(bases.eigen, L), strict=True)
+        return np.stack(values), np.stack(Q)
+
+    def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
+        if L.shape[-1] < LARGE:
+            return super().applied(L, Q)
+        return np.stack([bases.applied(*each, linalg.ROUNDING[L.dtype.itemsize]) for each in zip(L, Q, strict=True)])
+
+    def qr(self, X: np.ndarray, surely: bool = False, tail: np.ndarray | None = None) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
-        from scipy.linalg import qr
-
-        Q: np.ndarray = linalg.gram_schmidt(self, X.copy())
-        for x, q, skew in zip(X, Q, linalg.skew(self, Q), strict=True):
-            if not skew < SKEW:
-                q[...] = qr(x, mode="economic", check_finite=False)[0]
+        Q = X.copy()
+        for i, x in enumerate(X):
+            if surely or not self._by_products(Q[i : i + 1], x.shape[-1] if tail is None else int((~tail[i]).sum())):
+                Q[i] = bases.reflected(x)[0]
         return Q
+
+    def _by_products(self, Q: np.ndarray, first: int) -> bool:
+        """Q <- its Q of QR, whose columns from `first` on are orthonormal. Whether it came out as a basis."""
+        one, two = Q[..., :first], Q[..., first:]
+        if first:
+            linalg.gram_schmidt(self, one)
+        if not bases.completed(Q[0], first):
+            two -= one @ (one.mT @ two)
+            linalg.gram_schmidt(self, two)
+        return bool((linalg.skew(self, Q) < SKEW).all())
+
+    def reach(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
+        out = np.ones(free.shape)
+        for q, x, bound, lengths in zip(Q, X, ~free, out, strict=True):
+            lengths[bound] = bases.reach(q[:, bound], x[:, bound])
+        return out
 
     def cholesky(self, G: np.ndarray) -> np.ndarray:
         try:
