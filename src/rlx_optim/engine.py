@@ -492,9 +492,13 @@ class ArrayEngine(storage.Words):
         values, vectors = self.xp.linalg.eigh(L)
         return values[..., ::-1], vectors[..., ::-1]
 
+    def diagonal(self, A: Array, B: Array) -> Array:
+        """That of A^T B (B, n)."""
+        return (A * B).sum(-2)
+
     def applied(self, L: Array, Q: Array) -> Array:
         """L Q as `precise`, of an average Gram matrix and a basis; a column of which L leaves rounding alone may be 0."""
-        return self.precise(L, Q)
+        return self.precise(self.wide(L), Q)
 
     def product(self, A: Array, B: Array) -> Array:
         """A B where rounding does no more than round the step: engines may use fewer bits."""
@@ -518,12 +522,16 @@ class ArrayEngine(storage.Words):
         is not finite."""
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
-    def qr(self, X: Array, surely: bool = False, tail: Array | None = None) -> Array:
+    def qr(self, X: Array, surely: bool = False) -> Array:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
-        Unless surely, it may then be no basis at all. tail (B, n): its last columns, known to be orthonormal."""
+        Unless surely, it may then be no basis at all."""
         return self.xp.linalg.qr(X)[0]
 
     sure: bool = True  # whether that is always a basis
+
+    def extended(self, X: Array, near: Array, free: Array) -> Array:
+        """`qr` of X, whose last columns, those that are `free` (B, n), are those of orthonormal `near`."""
+        return self.qr(self.where(free[:, None, :], near, X))
 
     def reach(self, Q: Array, X: Array, free: Array) -> Array:
         """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, without those that are

@@ -90,8 +90,8 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
 
     One decomposition tells which others do; where there are any, a second one settles them."""
-    X = X / E.floor(E.norm(X, math.inf), TINY)
-    Q = E.qr(E.where(free[:, None, :], near, X), tail=free)
+    X = E.scaled(X, 1 / E.floor(E.norm(X, math.inf), TINY))
+    Q = E.extended(X, near, free)
     every = dependent(E, Q, X, free)
 
     def once_more(Q: Any) -> Any:
@@ -196,12 +196,12 @@ def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = Fals
     """The Q of X, whose `free` columns are those of `near`, and come after all others."""
     behind = last(E, free, order)
     chosen = permute(E, E.where(free[:, None, :], near, X), behind, 2)
-    return permute(E, E.qr(chosen, surely, tail=permute(E, free, behind, 1)), E.inverse(behind), 2)
+    return permute(E, E.qr(chosen, surely), E.inverse(behind), 2)
 
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     """Which columns of X = QR (B, n) depend on those before, but for rounding; those `known` to are not looked at."""
-    sizes = abs((Q * X).sum(-2))  # the diagonal of R
+    sizes = abs(E.diagonal(Q, X))  # of R
     bar, top = ROUNDING[sizes.dtype.itemsize], E.norm(sizes, math.inf)
     free, doubtful = (~(sizes > share * top) for share in (bar, math.sqrt(bar)))  # NaN is not larger
     if known is not None:

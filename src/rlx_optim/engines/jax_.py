@@ -199,7 +199,7 @@ class Jax(ArrayEngine):
     def eigh(self, L: Array) -> tuple[Array, Array]:
         return _eigen(L)
 
-    def qr(self, X: Array, surely: bool = False, tail: Array | None = None) -> Array:
+    def qr(self, X: Array, surely: bool = False) -> Array:
         return _orthonormal(X)
 
     def solve(self, R: Array, X: Array) -> Array:

@@ -427,7 +427,7 @@ class Torch(ArrayEngine):
         values, vectors = torch.linalg.eigh(L)
         return values.flip(-1), vectors.flip(-1)
 
-    def qr(self, X: torch.Tensor, surely: bool = False, tail: torch.Tensor | None = None) -> torch.Tensor:
+    def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
         """On a device by matrix products, where Householder's reflections would wait for the memory."""
         if surely or self.device.type == "cpu":
             return torch.linalg.qr(X)[0]

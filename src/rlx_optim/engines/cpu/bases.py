@@ -13,6 +13,7 @@ PANEL = 128  # columns whose reflections are applied at once
 NOTHING = 4096  # times the rounding of the largest entry: what is left of columns that others span
 STRAIGHT = 2.0**-20  # how far from orthonormal columns may be for one correction to do, in float32
 STRIP = 256  # columns that are taken at once
+ROWS = 512  # of a matrix that is widened
 
 
 def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
@@ -71,21 +72,26 @@ def completed(Q: np.ndarray, first: int) -> bool:
     return True
 
 
-def applied(L: np.ndarray, Q: np.ndarray, share: float) -> np.ndarray:
-    """L·Q, L symmetric and nowhere negative, Q orthonormal. A column q may be 0 where q'Lq is surely at most a share of the
-    largest: looked for once the trace leaves no more to those that are left."""
-    n, trace = len(L), L.trace()
-    X, sizes = np.zeros_like(Q), np.zeros(n)
+def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
+    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal, X zeros. A column stays so where q'Lq is surely at most a share
+    of the largest: looked for once the trace leaves no more to those that are left."""
+    n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
     for k in range(0, n, STRIP):
         end = min(k + STRIP, n)
-        X[:, k:end] = L @ Q[:, k:end]
-        sizes[k:end] = (Q[:, k:end] * X[:, k:end]).sum(0)
+        multiplied(L, Q[:, k:end], X[:, k:end])
+        sizes[k:end] = np.vecdot(Q[:, k:end], X[:, k:end], axis=0)
         low = share * sizes.max()
         if 4 * end <= 3 * n and abs(trace - sizes.sum()) <= low + 2.0**-22 * trace:
             rest = end + np.flatnonzero(~(bounds(X[:, sizes > low], Q[:, sizes > low], Q[:, end:], trace) < low / 2))
-            X[:, rest] = L @ Q[:, rest]
+            X[:, rest] = multiplied(L, Q[:, rest], np.empty((n, len(rest))))
             break
-    return X
+
+
+def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out <- L Q in the arithmetic of Q, a few rows of L at a time: a whole matrix of new memory takes as long as a product."""
+    for k in range(0, len(L), ROWS):
+        np.matmul(L[k : k + ROWS].astype(Q.dtype), Q, out=out[k : k + ROWS])
+    return out
 
 
 def bounds(X: np.ndarray, Q: np.ndarray, others: np.ndarray, trace: float) -> np.ndarray:

@@ -382,22 +382,41 @@ class Cpu(ArrayEngine):
         values, Q = zip(*map(bases.eigen, L), strict=True)
         return np.stack(values), np.stack(Q)
 
+    def diagonal(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        """Without their product."""
+        return np.einsum("bij,bij->bj", A, B)
+
+    def scaled(self, X: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        return np.multiply(X, factors, out=X)
+
     def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return super().applied(L, Q)
-        return np.stack([bases.applied(*each, linalg.ROUNDING[L.dtype.itemsize]) for each in zip(L, Q, strict=True)])
+        out = np.zeros_like(Q)
+        for one, q, x in zip(L, Q, out, strict=True):
+            bases.applied(one, q, x, linalg.ROUNDING[q.dtype.itemsize])
+        return out
 
-    def qr(self, X: np.ndarray, surely: bool = False, tail: np.ndarray | None = None) -> np.ndarray:
+    def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
         Q = X.copy()
         for i, x in enumerate(X):
-            if surely or not self._by_products(Q[i : i + 1], x.shape[-1] if tail is None else int((~tail[i]).sum())):
+            if surely or not self._by_products(Q[i : i + 1], len(x)):
                 Q[i] = bases.reflected(x)[0]
         return Q
 
+    def extended(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
+        if X.shape[-1] < LARGE:
+            return super().extended(X, near, free)
+        Q = np.where(free[:, None, :], near, X)
+        for i, open_ in enumerate(free):
+            if not self._by_products(Q[i : i + 1], int((~open_).sum())):
+                Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
+        return Q
+
     def _by_products(self, Q: np.ndarray, first: int) -> bool:
-        """Q <- its Q of QR, whose columns from `first` on are orthonormal. Whether it came out as a basis."""
+        """Q <- its Q of QR, where the columns from `first` on are orthonormal already. Whether it is a basis."""
         one, two = Q[..., :first], Q[..., first:]
         if first:
             linalg.gram_schmidt(self, one)
