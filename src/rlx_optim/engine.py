@@ -518,8 +518,8 @@ class ArrayEngine(storage.Words):
         return X @ X.mT
 
     def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:
-        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and what `wide` makes it of before it is rounded. L where it
-        is not finite."""
+        """beta·L + alpha·(Gram matrix of an axis of X), or L where that is not finite: as it is stored, and what `wide` makes it
+        of before it is rounded."""
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
     def qr(self, X: Array, surely: bool = False) -> Array:
@@ -534,8 +534,8 @@ class ArrayEngine(storage.Words):
         return self.qr(self.where(free[:, None, :], near, X))
 
     def reach(self, Q: Array, X: Array, free: Array) -> Array:
-        """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, without those that are
-        `free`."""
+        """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, but for those that
+        are `free`."""
         return linalg.reach(self, Q, X, free)
 
     def orthonormal(self, X: Array, near: Array, order: Array, free: Array) -> Array:
@@ -568,6 +568,10 @@ class ArrayEngine(storage.Words):
     def upper_transposed(self, R: Array, X: Array) -> Array:
         """R^T X for upper triangular R, as `product`."""
         return self.product(R.mT, X)
+
+    def upper_upper(self, T: Array, R: Array) -> Array:
+        """triu(T) R for upper triangular R, as `precise`."""
+        return self.upper(self.triu(T), R)
 
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor

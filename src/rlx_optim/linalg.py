@@ -65,10 +65,11 @@ def finite(E: Any, X: Any) -> Any:
 
 
 def spectral_bound(E: Any, T: Any) -> Any:
-    """A cheap lower bound on the spectral norm of symmetric T: one power step from its largest column, floored at TINY."""
+    """A cheap lower bound on the spectral norm of symmetric T, which is not needed any more: one power step from its largest
+    column, floored at TINY."""
     top = E.floor(E.norm(T, math.inf), TINY)
-    T = T / top
-    largest = (T * T).sum(-2).argmax(-1)[:, None, None]
+    T = E.scaled(T, 1 / top)
+    largest = E.lines(T, -2).argmax(-1)[..., None]
     x = T @ E.take(T, largest, 2)
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
@@ -86,8 +87,9 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
-    """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
-    others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
+    """The Q of X = QR, up to signs; X is not needed any more. A column that depends on those before is that of orthonormal `near`
+    instead, less what the others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and
+    last, are known to.
 
     One decomposition tells which others do; where there are any, a second one settles them."""
     X = E.scaled(X, 1 / E.floor(E.norm(X, math.inf), TINY))

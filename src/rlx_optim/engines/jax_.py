@@ -197,7 +197,8 @@ class Jax(ArrayEngine):
         return jnp.where(order[..., None, :] == places[:, None], places, 0).sum(-1)
 
     def eigh(self, L: Array) -> tuple[Array, Array]:
-        return _eigen(L)
+        values, vectors = _eigen(L)
+        return values, vectors
 
     def qr(self, X: Array, surely: bool = False) -> Array:
         return _orthonormal(X)

@@ -79,7 +79,7 @@ def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
     for k in range(0, n, STRIP):
         end = min(k + STRIP, n)
         multiplied(L, Q[:, k:end], X[:, k:end])
-        sizes[k:end] = np.vecdot(Q[:, k:end], X[:, k:end], axis=0)
+        sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
         low = share * sizes.max()
         if 4 * end <= 3 * n and abs(trace - sizes.sum()) <= low + 2.0**-22 * trace:
             rest = end + np.flatnonzero(~(bounds(X[:, sizes > low], Q[:, sizes > low], Q[:, end:], trace) < low / 2))
@@ -104,7 +104,7 @@ def bounds(X: np.ndarray, Q: np.ndarray, others: np.ndarray, trace: float) -> np
     W = X.T.copy()
     solve_transposed(R, W)
     inside = W.astype(np.float32) @ others.astype(np.float32)
-    found: np.ndarray = np.vecdot(inside, inside, axis=0) + abs(trace - np.vdot(W, W))
+    found: np.ndarray = np.einsum("ij,ij->j", inside, inside) + abs(trace - np.vdot(W, W))
     return found
 
 
