@@ -523,16 +523,12 @@ class ArrayEngine(storage.Words):
         """The basis that follows `near`, the one before, from X = L·near."""
         return linalg.orthonormal(self, X, near, order, free)
 
-    # what `linalg.gram_schmidt` and `linalg.whitening` ask
+    # what `linalg.gram_schmidt` asks
     panel: ClassVar[int] = 128  # columns that are taken at once
 
-    def few(self, X: Array) -> Array:
-        """The Q of such columns."""
-        return linalg.by_cholesky(self, X)
-
-    def whiten(self, S: Array, low: Array, C: Array) -> None:
-        """`linalg.whitening` of as many rows and columns, into C."""
-        linalg.whiten(self, S, low, C)
+    def few(self, X: Array, noise: Array | None = None) -> Array:
+        """The Q of such columns; with noise, as `linalg.gram_schmidt` says."""
+        return linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
 
     def cholesky(self, G: Array) -> Array:
         """R, upper triangular, of G = R^T R."""

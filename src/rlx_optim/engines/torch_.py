@@ -434,9 +434,9 @@ class Torch(ArrayEngine):
 
     panel = 256
 
-    def few(self, X: torch.Tensor) -> torch.Tensor:
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """In float64: a Gram matrix has the square of the condition number."""
-        return linalg.by_cholesky(self, X.double()).to(X.dtype)
+        return super().few(X.double(), noise).to(X.dtype)
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor:
         return torch.linalg.cholesky_ex(G)[0].mT

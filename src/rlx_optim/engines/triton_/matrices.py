@@ -22,7 +22,7 @@ from ...linalg import Coefficients
 from ...program import Values, reordered
 from ...spec import KEY
 from ..torch_ import Torch
-from . import factors, noise, precise, products, replay
+from . import noise, panels, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .tables import Laid, Placed, Plan, Table, placed
@@ -292,12 +292,10 @@ class Matrices(Torch):
         L.written()
         return L, L
 
-    @property
-    def panel(self) -> int:
-        return factors.WIDTH if self.dtype is torch.float32 else factors.TILE
+    panel = panels.WIDTH
 
-    def whiten(self, S: torch.Tensor, low: torch.Tensor, C: torch.Tensor) -> None:
-        factors.whiten(S, low, C)
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        return panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""
