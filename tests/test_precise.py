@@ -81,7 +81,9 @@ def panels(device="cpu"):
         Q = orthonormal(X[..., here], noise[:, here])
         want = linalg.by_pivots(get_engine("reference"), X[..., here].double().cpu().numpy(), off)
         found[f"{n}"] = gap(Q.cpu(), torch.tensor(want))
-        found[f"{n}, one left out"] = float(Q[1, :, n // 2].abs().sum() + (X - before).abs().sum() + (want[1, :, n // 2] != 0).sum())
+        found[f"{n}, one left out"] = float(
+            Q[1, :, n // 2].abs().sum() + (X - before).abs().sum() + (want[1, :, n // 2] != 0).sum()
+        )
         found[f"{n}, noise"] = gap(noise[:, here].cpu(), torch.tensor(off))
     return found
 
