@@ -171,7 +171,9 @@ def test_where_products_give_no_basis_the_one_before_stays():
     assert (found[0] != near[0]).any()
 
 
-@pytest.mark.parametrize(("shape", "rank", "every"), [((40, 8), None, 2), ((24, 16), 1, 2), ((64, 48), None, 5)])
+@pytest.mark.parametrize(
+    ("shape", "rank", "every"), [((40, 8), None, 2), ((24, 16), 1, 2), ((30, 6), 1, 2), ((33, 130), None, 1), ((64, 48), None, 5)]
+)
 def test_with_bases_by_products_soap_goes_where_the_reference_goes(shape, rank, every):
     far = [distance(walk(shape, rank, E, every, scale=scale), walk(shape, rank, "reference", every), draw(shape, rank)[0])
            for E, scale in ((Products(), 1), (Products(), 1.0000001))]  # fmt: skip
