@@ -67,6 +67,7 @@ def panels(device="cpu"):
     one that does but for noise is zero, and the noise follows."""
     from rlx_optim import linalg
     from rlx_optim.engines import get_engine
+    from rlx_optim.engines.triton_.engine import Triton
     from rlx_optim.engines.triton_.panels import orthonormal
 
     torch.manual_seed(2)
@@ -85,6 +86,12 @@ def panels(device="cpu"):
             Q[1, :, n // 2].abs().sum() + (X - before).abs().sum() + (want[1, :, n // 2] != 0).sum()
         )
         found[f"{n}, noise"] = gap(noise[:, here].cpu(), torch.tensor(off))
+    X, noise = before[..., 10:80].contiguous(), torch.full((2, 70), 1e-10, device=device)
+    wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
+    linalg.gram_schmidt(Triton(torch.device(device)), X, noise)
+    linalg.gram_schmidt(get_engine("reference"), *wanted)
+    found["two panels"] = gap(X.cpu(), torch.tensor(wanted[0]))
+    found["two panels, noise"] = gap(noise.cpu(), torch.tensor(wanted[1]))
     return found
 
 

@@ -176,10 +176,10 @@ def _halve(E: Any, X: Any, noise: Any) -> None:
     _halve(E, first, before)
     shares = E.precise(first.mT, rest, most=1)
     if noise is not None:
-        after[...] = larger(E, after, E.most(shares * shares * before[:, :, None], 1))
+        E.follow(after, shares, before)
     E.less(rest, first, shares, most=1)
     if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
-        rest -= E.product(first, E.product(first.mT, rest))
+        E.less(rest, first, E.product(first.mT, rest), rough=True)
     _halve(E, rest, after)
 
 

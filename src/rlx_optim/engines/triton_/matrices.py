@@ -270,11 +270,12 @@ class Matrices(Torch):
         A, B = dense(A), dense(B)
         return precise.product(A, B, most) if precise.pays(A, B) else super().precise(A, B)
 
-    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> None:
-        if precise.pays(A, B):
-            S -= precise.product(A, B, most)
+    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None, rough: bool = False) -> None:
+        if precise.pays(A, B) and not rough:
+            precise.less(S, A, B, most)
         else:
-            S.baddbmm_(A, B, alpha=-1)
+            with products.tf32() if rough and products.pays(A) and products.pays(B) else contextlib.nullcontext():
+                S.baddbmm_(A, B, alpha=-1)
 
     def square(self, X: Any, most: float | None = None) -> torch.Tensor:
         X = dense(X)
@@ -296,6 +297,9 @@ class Matrices(Torch):
 
     def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         return panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
+
+    def follow(self, noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> None:
+        panels.follow(noise, shares, before)
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""

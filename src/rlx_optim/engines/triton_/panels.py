@@ -72,11 +72,14 @@ def factor(S, NOISE, C, n, nb, PARTS: tl.constexpr, W: tl.constexpr):
     N = product(block(S, j, i, PARTS, W), tl.trans(one))
     follows = tl.load(NOISE + j, mask=j < n, other=0.0).to(tl.float64)
     follows = tl.maximum(follows, tl.max(N * N * noise[None, :], 1))
-    two, follows = inverted(block(S, j, j, PARTS, W) - product(N, tl.trans(N)), follows, W)
+    corner = C + j[:, None] * 2 * W + j[None, :]
+    tl.store(corner, block(S, j, j, PARTS, W) - product(N, tl.trans(N)))
+    tl.debug_barrier()
+    two, follows = inverted(tl.load(corner), follows, W)  # not laid out as products are, which are slow to take apart
     tl.store(C + i[:, None] * 2 * W + i[None, :], one)
     tl.store(C + i[:, None] * 2 * W + j[None, :], one * 0)
     tl.store(C + j[:, None] * 2 * W + i[None, :], -product(two, product(N, one)))
-    tl.store(C + j[:, None] * 2 * W + j[None, :], two)
+    tl.store(corner, two)
     tl.store(NOISE + i, noise, mask=i < n)
     tl.store(NOISE + j, follows, mask=j < n)
 
@@ -92,6 +95,28 @@ def combine(X, C, OUT, rows, n, xb, xr, xc, R: tl.constexpr, W: tl.constexpr):
     tl.store(OUT + (b * rows + r[:, None]) * n + w[None, :], found, mask=live)
 
 
+@triton.jit
+def follows(NOISE, SHARES, BEFORE, n, nb, sb, sr, bb, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """NOISE (n) no less than the largest SHARES²·BEFORE of each column (M, n)."""
+    b = tl.program_id(1).to(tl.int64)
+    w, r = tl.program_id(0) * W + tl.arange(0, W), tl.arange(0, R)
+    noise = tl.load(NOISE + b * nb + w, mask=w < n, other=0.0)
+    for k in range(0, M, R):
+        live = (k + r < M)[:, None] & (w < n)[None, :]
+        share = tl.load(SHARES + b * sb + (k + r)[:, None].to(tl.int64) * sr + w[None, :], mask=live, other=0.0)
+        before = tl.load(BEFORE + b * bb + k + r, mask=k + r < M, other=0.0)
+        noise = tl.maximum(noise, tl.max(share * share * before[:, None], 0))
+    tl.store(NOISE + b * nb + w, noise, mask=w < n)
+
+
+def follow(noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> None:
+    """What noise (batch, n) becomes, in its place, of shares (batch, m, n) of columns that are off by `before` (batch, m)."""
+    shares = shares.contiguous()
+    batch, m, n = shares.shape
+    strides = (noise.stride(0), shares.stride(0), shares.stride(1), before.stride(0))
+    follows[(-(-n // TILE), batch)](noise, shares, before, n, *strides, m, WIDTH, TILE, num_warps=4)
+
+
 def orthonormal(X: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The Q of each X = QR (rows, n), n at most WIDTH, up to what noise (n) leaves out, in whose place is what became of it."""
     batch, rows, n = X.shape
@@ -101,6 +126,6 @@ def orthonormal(X: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     S, C = (X.new_empty((batch, k, WIDTH, WIDTH), dtype=torch.float64) for k in (parts, 1))
     out = X.new_empty(X.shape)
     gram[(parts, batch)](X, S, rows, n, *X.stride(), share, ROWS, WIDTH, num_warps=4)
-    factor[(batch,)](S, noise, C, n, noise.stride(0), parts, TILE, num_warps=1)
+    factor[(batch,)](S, noise, C, n, noise.stride(0), parts, TILE, num_warps=4)
     combine[(blocks, batch)](X, C, out, rows, n, *X.stride(), ROWS, WIDTH, num_warps=4)
     return out
