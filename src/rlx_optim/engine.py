@@ -531,7 +531,7 @@ class ArrayEngine(storage.Words):
         return linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
 
     def follow(self, noise: Array, shares: Array, before: Array) -> None:
-        """What noise (B, n) becomes, in its place, as columns get their shares (B, m, n) of those that are off by `before` (B, m)."""
+        """What noise (B, n) becomes, in its place, as columns get shares (B, m, n) of those that are off by `before` (B, m)."""
         noise[...] = linalg.larger(self, noise, self.row_max((shares * shares * before[:, :, None]).mT))
 
     def cholesky(self, G: Array) -> Array:
