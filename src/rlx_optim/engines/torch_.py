@@ -273,7 +273,6 @@ class Torch(ArrayEngine):
 
     def __init__(self, device: Any = "cpu", dtype: torch.dtype = torch.float32):
         self.device, self.dtype = torch.device(device), dtype
-        self.sure = self.device.type == "cpu"
         self._lists: dict[Rule, Rule] = {}
 
     def live(self, spec: Spec) -> str:
@@ -427,12 +426,12 @@ class Torch(ArrayEngine):
         return torch.linalg.eigh(L)[1].flip(-1)
 
     def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
-        """On a device by matrix products, where Householder's reflections would wait for the memory."""
-        if surely or self.device.type == "cpu":
-            return torch.linalg.qr(X)[0]
-        return linalg.straightened(self, linalg.gram_schmidt(self, X.clone()))
+        return torch.linalg.qr(X)[0]
 
-    panel = 256
+    def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """On a device by matrix products, where Householder's reflections would wait for the memory."""
+        made = linalg.orthonormal if self.device.type == "cpu" else linalg.orthonormal_by_products
+        return made(self, X, near, order, free)
 
     def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """In float64: a Gram matrix has the square of the condition number."""
