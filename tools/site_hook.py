@@ -47,6 +47,7 @@ TABLES = {
     "evidence results": evidence.results,
     "evidence rates": evidence.rates,
     "evidence starts": evidence.starts,
+    "evidence decays": evidence.decays,
     "evidence storage": evidence.storage,
     "evidence steps": evidence.steps,
     "evidence figures": evidence.figures,
