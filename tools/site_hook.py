@@ -45,6 +45,7 @@ TABLES = {
     "evidence source": evidence.source,
     "evidence marks": evidence.marks,
     "evidence results": evidence.results,
+    "evidence costs": evidence.costs,
     "evidence rates": evidence.rates,
     "evidence starts": evidence.starts,
     "evidence decays": evidence.decays,

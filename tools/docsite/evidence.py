@@ -172,7 +172,7 @@ def sentence(name: str) -> str:
     """What our run says of an optimizer, for a line of prose."""
     found = result(name)
     if found is None:
-        return "not run by us on a GPU yet"
+        return "its rate is searched, no full run of ours yet" if searched(name) else "not run by us on a GPU yet"
     what = f"our run: {spread(found.losses)} after {STEPS:,} steps ({counted(len(found.losses), 'seed')}{few(found)})"
     if found.lead is None:
         return what
@@ -219,40 +219,46 @@ def marks() -> str:
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
+def page(name: str) -> str:
+    return f"[{spec_class(name).title}](optimizers/{name}.md)"
+
+
 def results() -> str:
     """One line an optimizer, the best first; those of which nothing is known are named below."""
-    rows, absent = [], []
-    known = {name: result(name) for name in list_optimizers()}
-    order = sorted(known, key=lambda name: (known[name] is None, found.mean if (found := known[name]) else 0.0))
-    for name in order:
-        found, title = known[name], f"[{spec_class(name).title}](optimizers/{name}.md)"
-        spent = cost(name)
-        if found is None and spent is None:
-            absent.append(title)
-            continue
-        ends = (
-            ["–", "–", "–"]
-            if spent is None
-            else [f"{1e3 * spent.step:.1f}", f"{1e3 * spent.own:.2f}", NONE if spent.peak is None else f"{spent.peak / 1e9:.2f}"]
-        )
-        if found is None:
-            rows.append([title, *[NONE] * 9, *ends])
-            continue
-        reached = "–" if not found.asked else f"not in {STEPS:,}" if found.least is None else f"{found.least:,}"
+    known = {name: found for name in list_optimizers() if (found := result(name))}
+    rows = []
+    for name, found in sorted(known.items(), key=lambda pair: pair[1].mean):
+        reached = NONE if not found.asked else f"not in {STEPS:,}" if found.least is None else f"{found.least:,}"
         rows.append(
             [
-                title, f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
+                page(name), f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
                 f"{found.learned:.3f}", str(len(found.losses)), str(found.rates),
                 said(found.lead) + so_far(found) * bool(found.lead), reached,
-                NONE if found.share is None else f"{found.share:.0%}", *ends,
+                NONE if found.share is None else f"{found.share:.0%}",
             ]
         )  # fmt: skip
     head = [
         "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "training loss", "seeds", "rates", "less AdamW's",
-        "steps to AdamW's loss", "of AdamW's seconds", "ms a training step", "the optimizer's", "peak GB",
+        "steps to AdamW's loss", "of AdamW's seconds",
     ]  # fmt: skip
-    left = f"\n\nNot run yet: {', '.join(absent)}." if absent else ""
-    return table(head, rows, right=(1, 2, 4, 5, 6, 8, 9, 10, 11, 12)) + left
+    absent = ", ".join(page(name) for name in list_optimizers() if name not in known)
+    return table(head, rows, right=(1, 2, 4, 5, 6, 8, 9)) + (f"\n\nNot run yet: {absent}." if absent else "")
+
+
+def costs() -> str:
+    """What a training step takes with each, and at most of the device's memory."""
+    rows = [
+        [
+            page(name),
+            f"{1e3 * spent.step:.1f}",
+            f"{1e3 * spent.own:.2f}",
+            NONE if spent.peak is None else f"{spent.peak / 1e9:.2f}",
+        ]
+        for name in list_optimizers()
+        if (spent := cost(name))
+    ]
+    head = ["optimizer", "ms a training step", "the optimizer's", "peak GB"]
+    return table(head, rows, right=(1, 2, 3)) if rows else "No run is committed yet."
 
 
 def tried(name: str) -> list[dict[str, Any]]:
@@ -294,7 +300,7 @@ def starts() -> str:
             lr, rests = start(name), "a place to begin a search: not run by us at this size"
         rows.append(
             [
-                f"[{spec_class(name).title}](optimizers/{name}.md)", f"{own:g}" if isinstance(own, float) else NONE,
+                page(name), f"{own:g}" if isinstance(own, float) else NONE,
                 f"{SETTINGS['char-gpt'][name]['lr']:g}", f"{lr:g}", rests,
             ]
         )  # fmt: skip
