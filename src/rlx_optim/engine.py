@@ -487,9 +487,18 @@ class ArrayEngine(storage.Words):
         """X rounded to what is stored, and back in this engine's arithmetic."""
         return X.astype(self.stored, copy=False).astype(self.dtype, copy=False)
 
-    def eigh(self, L: Array) -> Array:
-        """Eigenvectors of symmetric matrices, by descending eigenvalue."""
-        return self.xp.linalg.eigh(L)[1][..., ::-1]
+    def eigh(self, L: Array) -> tuple[Array, Array]:
+        """Eigenvalues (B, n) of symmetric matrices, descending, and eigenvectors; of a null space they may be any."""
+        values, vectors = self.xp.linalg.eigh(L)
+        return values[..., ::-1], vectors[..., ::-1]
+
+    def diagonal(self, A: Array, B: Array) -> Array:
+        """That of A^T B (B, n)."""
+        return (A * B).sum(-2)
+
+    def applied(self, L: Array, Q: Array) -> Array:
+        """L Q as `precise`, of an average Gram matrix and a basis; a column of which L leaves rounding alone may be 0."""
+        return self.precise(self.wide(L), Q)
 
     def product(self, A: Array, B: Array) -> Array:
         """A B where rounding does no more than round the step: engines may use fewer bits."""
@@ -509,7 +518,8 @@ class ArrayEngine(storage.Words):
         return X @ X.mT
 
     def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:
-        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and before it is rounded. L where it is not finite."""
+        """beta·L + alpha·(Gram matrix of an axis of X), or L where that is not finite: as it is stored, and what `wide` makes it
+        of before it is rounded."""
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
     def qr(self, X: Array, surely: bool = False) -> Array:
@@ -518,6 +528,15 @@ class ArrayEngine(storage.Words):
         return self.xp.linalg.qr(X)[0]
 
     sure: bool = True  # whether that is always a basis
+
+    def extended(self, X: Array, near: Array, free: Array) -> Array:
+        """`qr` of X, whose last columns, those that are `free` (B, n), are those of orthonormal `near`."""
+        return self.qr(self.where(free[:, None, :], near, X))
+
+    def reach(self, Q: Array, X: Array, free: Array) -> Array:
+        """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, but for those that
+        are `free`."""
+        return linalg.reach(self, Q, X, free)
 
     def orthonormal(self, X: Array, near: Array, order: Array, free: Array) -> Array:
         """The basis that follows `near`, the one before, from X = L·near."""
@@ -549,6 +568,10 @@ class ArrayEngine(storage.Words):
     def upper_transposed(self, R: Array, X: Array) -> Array:
         """R^T X for upper triangular R, as `product`."""
         return self.product(R.mT, X)
+
+    def upper_upper(self, T: Array, R: Array) -> Array:
+        """triu(T) R for upper triangular R, as `precise`."""
+        return self.upper(self.triu(T), R)
 
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor

@@ -63,10 +63,11 @@ def finite(E: Any, X: Any) -> Any:
 
 
 def spectral_bound(E: Any, T: Any) -> Any:
-    """A cheap lower bound on the spectral norm of symmetric T: one power step from its largest column, floored at TINY."""
+    """A cheap lower bound on the spectral norm of symmetric T, which is not needed any more: one power step from its largest
+    column, floored at TINY."""
     top = E.floor(E.norm(T, math.inf), TINY)
-    T = T / top
-    largest = (T * T).sum(-2).argmax(-1)[:, None, None]
+    T = E.scaled(T, 1 / top)
+    largest = E.lines(T, -2).argmax(-1)[..., None]
     x = T @ E.take(T, largest, 2)
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
@@ -75,21 +76,22 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     """Eigenvectors of symmetric L, by descending eigenvalue. Of a null space: the unit vectors whose columns of L depend on those
     before, less what the other eigenvectors span, made orthonormal one by one."""
     L = L / E.floor(E.norm(L, math.inf), TINY)
-    Q, order = E.eigh(L), E.counter(L.shape[-1])[None]
+    (values, Q), order = E.eigh(L), E.counter(L.shape[-1])[None]
 
     def units() -> Any:
         return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
-    return settled(E, Q, Q, minor(E, (Q * E.precise(L, Q)).sum(-2)), units, order)
+    return settled(E, Q, Q, minor(E, values), units, order)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
-    """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
-    others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
+    """The Q of X = QR, up to signs; X is not needed any more. A column that depends on those before is that of orthonormal `near`
+    instead, less what the others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and
+    last, are known to.
 
     One decomposition tells which others do; where there are any, a second one settles them."""
-    X = X / E.floor(E.norm(X, math.inf), TINY)
-    Q = E.qr(E.where(free[:, None, :], near, X))
+    X = E.scaled(X, 1 / E.floor(E.norm(X, math.inf), TINY))
+    Q = E.extended(X, near, free)
     every = dependent(E, Q, X, free)
 
     def once_more(Q: Any) -> Any:
@@ -138,7 +140,7 @@ def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = Fals
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     """Which columns of X = QR (B, n) depend on those before, but for rounding; those `known` to are not looked at."""
-    sizes = abs((Q * X).sum(-2))  # the diagonal of R
+    sizes = abs(E.diagonal(Q, X))  # of R
     bar, top = ROUNDING[sizes.dtype.itemsize], E.norm(sizes, math.inf)
     free, doubtful = (~(sizes > share * top) for share in (bar, math.sqrt(bar)))  # NaN is not larger
     if known is not None:
@@ -146,13 +148,17 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     doubtful = doubtful.any(-1)[:, None]
 
     def examine(free: Any) -> Any:
-        places = E.counter(free.shape[-1])
-        eye = 0 * Q + (places[:, None] == places)
-        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
-        inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
-        return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
+        return free | doubtful & (bar * top * E.reach(Q, X, free) >= 1)
 
     return E.cond(doubtful.any(), examine, lambda free: free, free)
+
+
+def reach(E: Any, Q: Any, X: Any, free: Any) -> Any:
+    """What `E.reach` says."""
+    places = E.counter(free.shape[-1])
+    eye = 0 * Q + (places[:, None] == places)
+    R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
+    return E.sqrt(E.lines(E.solve(R, eye), -1))[..., 0]
 
 
 def gram_schmidt(E: Any, X: Any, noise: Any = None) -> Any:

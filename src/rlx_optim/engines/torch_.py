@@ -422,8 +422,9 @@ class Torch(ArrayEngine):
     def narrow(self, X: torch.Tensor) -> torch.Tensor:
         return X.to(self.dtype)
 
-    def eigh(self, L: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.eigh(L)[1].flip(-1)
+    def eigh(self, L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, vectors = torch.linalg.eigh(L)
+        return values.flip(-1), vectors.flip(-1)
 
     def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
         return torch.linalg.qr(X)[0]
