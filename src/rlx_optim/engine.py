@@ -524,10 +524,8 @@ class ArrayEngine(storage.Words):
 
     def qr(self, X: Array, surely: bool = False) -> Array:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
-        Unless surely, it may then be no basis at all."""
+        surely: there are such, so that what fails then need not be tried."""
         return self.xp.linalg.qr(X)[0]
-
-    sure: bool = True  # whether that is always a basis
 
     def extended(self, X: Array, near: Array, free: Array) -> Array:
         """`qr` of X, whose last columns, those that are `free` (B, n), are those of orthonormal `near`."""

@@ -97,12 +97,7 @@ def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
     def once_more(Q: Any) -> Any:
         return settle(E, X, every, near, order)
 
-    def surely(Q: Any) -> Any:
-        Q = E.qr(X, surely=True)
-        return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
-
-    Q = E.cond((every & ~free).any(), once_more, lambda Q: Q, Q)
-    return Q if E.sure else E.cond(~(skew(E, Q) < SKEW).all(), surely, lambda Q: Q, Q)
+    return E.cond((every & ~free).any(), once_more, lambda Q: Q, Q)
 
 
 def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
