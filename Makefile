@@ -17,10 +17,14 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 
 PYRIGHT := 1.1.414
 
-# a process for each core; the tests of a file stay together, since they share what they
-# compile; BLAS and torch on one thread each, since more would only wait for each other
+# a process for each core; BLAS and torch on one thread each, since more would only wait for each other
 ALONE := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
-SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+SPREAD := --numprocesses auto --maxprocesses 8
+# the tests of a file stay together, since they share what they compile
+FILES := --dist loadfile --no-loadscope-reorder
+# the slow ones of one file take longer than all others: processes get a run of neighbours each, and who is done
+# takes from the end of another's
+STEAL := --dist worksteal
 
 .PHONY: race test test-all test-browser chromium test-gpu test-integrations lint types setup clean docs docs-serve tables
 
@@ -28,10 +32,10 @@ race: $(VENV)/.run
 	$(BIN)/python -m rlx_optim.race $(ARGS)
 
 test: $(VENV)/.dev
-	$(ALONE) $(BIN)/python -m pytest $(SPREAD) -m "not slow and not gpu and not browser" $(ARGS)
+	$(ALONE) $(BIN)/python -m pytest $(SPREAD) $(FILES) -m "not slow and not gpu and not browser" $(ARGS)
 
 test-all: chromium $(VENV)/.browser $(VENV)/.integrations
-	$(ALONE) $(BIN)/python -m pytest $(SPREAD) -m "not gpu" $(ARGS)
+	$(ALONE) $(BIN)/python -m pytest $(SPREAD) $(STEAL) -m "not gpu" $(ARGS)
 
 test-browser: chromium $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)

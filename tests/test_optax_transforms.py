@@ -234,6 +234,18 @@ def test_state_mirrors_the_parameters():
     assert int(doubled.count) == 0
 
 
+@pytest.mark.parametrize("name", FACTORIES)
+def test_optax_maps_over_the_state(name):
+    """optax.tree.map_params asks init for a state of no leaves, and looks for its parts in that of the parameters."""
+    tx = build(name, **QUICK[name])
+    for shapes in ({"layer": (4, 3), "norm": (3,)}, {"norm": (3,)}):
+        state = tx.init(asarrays(problem(shapes)[0]))
+        more = optax.tree.map_params(tx, lambda x: x + 1, state)
+        assert jax.tree.structure(more) == jax.tree.structure(state)
+        mirrored, factors = jax.tree.map(lambda x: x + 1, (state.slots, state.factors))
+        assert apart(more, state._replace(slots=mirrored, factors=factors)) == 0  # not the counts
+
+
 # ---- weight decay's mask --------------------------------------------------------------------------------------------------
 def not_vectors(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)

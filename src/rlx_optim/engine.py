@@ -509,9 +509,9 @@ class ArrayEngine(storage.Words):
         the two is above, if that is known."""
         return A @ B
 
-    def less(self, S: Array, A: Array, B: Array, most: float | None = None) -> None:
-        """S ← S − A B, in place, likewise."""
-        S -= self.precise(A, B, most)
+    def less(self, S: Array, A: Array, B: Array, most: float | None = None, rough: bool = False) -> None:
+        """S ← S − A B, in place, likewise; rough: as `product` does."""
+        S -= self.product(A, B) if rough else self.precise(A, B, most)
 
     def square(self, X: Array, most: float | None = None) -> Array:
         """X X^T, likewise."""
@@ -524,10 +524,8 @@ class ArrayEngine(storage.Words):
 
     def qr(self, X: Array, surely: bool = False) -> Array:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
-        Unless surely, it may then be no basis at all."""
+        surely: there are such, so that what fails then need not be tried."""
         return self.xp.linalg.qr(X)[0]
-
-    sure: bool = True  # whether that is always a basis
 
     def extended(self, X: Array, near: Array, free: Array) -> Array:
         """`qr` of X, whose last columns, those that are `free` (B, n), are those of orthonormal `near`."""
@@ -542,16 +540,16 @@ class ArrayEngine(storage.Words):
         """The basis that follows `near`, the one before, from X = L·near."""
         return linalg.orthonormal(self, X, near, order, free)
 
-    # what `linalg.gram_schmidt` and `linalg.whitening` ask
+    # what `linalg.gram_schmidt` asks
     panel: ClassVar[int] = 128  # columns that are taken at once
 
-    def few(self, X: Array) -> Array:
-        """The Q of such columns."""
-        return linalg.by_cholesky(self, X)
+    def few(self, X: Array, noise: Array | None = None) -> Array:
+        """The Q of such columns; with noise, as `linalg.gram_schmidt` says."""
+        return linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
 
-    def whiten(self, S: Array, low: Array, C: Array) -> None:
-        """`linalg.whitening` of as many rows and columns, into C."""
-        linalg.whiten(self, S, low, C)
+    def follow(self, noise: Array, shares: Array, before: Array) -> None:
+        """What noise (B, n) becomes, in its place, as columns get shares (B, m, n) of those that are off by `before` (B, m)."""
+        noise[...] = linalg.larger(self, noise, self.row_max((shares * shares * before[:, :, None]).mT))
 
     def cholesky(self, G: Array) -> Array:
         """R, upper triangular, of G = R^T R."""

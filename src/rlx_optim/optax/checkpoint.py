@@ -167,7 +167,8 @@ def _restored(part: Part, snapshot: Snapshot) -> RuleState:
         factors.append(arrays)
     mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
     counters = _counters(transform, snapshot, where)
-    return RuleState(jnp.asarray(count, jnp.int32), mirrored, tree.unflatten(factors) if any(factors) else (), counters)
+    found = tree.unflatten(factors) if transform.has_factors else ()
+    return RuleState(jnp.asarray(count, jnp.int32), mirrored, found, counters)
 
 
 def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> None:

@@ -35,7 +35,7 @@ LARGE = ((64, 128), (16, 16, 32))  # and which of them may be kept in fewer bits
 
 class RuleState(NamedTuple):
     """count: steps taken. slots: by name, each shaped like the parameters. factors: per parameter, matrices by name; () where
-    there are none, as who calls a jitted step takes time for every node of a state."""
+    the rules have none, as who calls a jitted step takes time for every node of a state."""
 
     count: Any
     slots: dict[str, Tree]
@@ -57,12 +57,13 @@ def begun() -> Iterator[list[tuple[Transform, Tree]]]:
         _begun.reset(token)
 
 
-def aligned_slots(member: Member) -> list[str]:
-    """Names of slots that always line up with the parameter; the others are factors."""
-    found = [
-        (name, slot.shape == shape or bool(slot.drop)) for shape in PROBES for name, slot in member.steady.slots(shape).items()
-    ]
-    return list(dict.fromkeys(name for name, _ in found if all(lines_up for n, lines_up in found if n == name)))
+def lines_up(member: Member) -> dict[str, bool]:
+    """Whether a slot always lines up with the parameter; the others are factors."""
+    found: dict[str, bool] = {}
+    for shape in PROBES:
+        for name, slot in member.steady.slots(shape).items():
+            found[name] = found.get(name, True) and (slot.shape == shape or bool(slot.drop))
+    return found
 
 
 def parts_of(member: Member, names: list[str]) -> list[str]:
@@ -94,7 +95,10 @@ class Transform:
         routed = route.values() if isinstance(route, Mapping) else ()
         members = [own, *([] if other is None else [other]), *(each for each in routed if isinstance(each, Member))]
         self.members = list({id(member): member for member in members}.values())
-        self.names = list(dict.fromkeys(name for member in self.members for name in parts_of(member, aligned_slots(member))))
+        aligned = [(member, lines_up(member)) for member in self.members]
+        names = (name for member, slots in aligned for name in parts_of(member, [name for name in slots if slots[name]]))
+        self.names = list(dict.fromkeys(names))
+        self.has_factors = not all(all(slots.values()) for _, slots in aligned)
 
     # ---- which leaf goes where -----------------------------------------------------------------------------------------
     def _admitted(self, given: Any) -> Choice:
@@ -182,7 +186,7 @@ class Transform:
         first = {self.counters(m) + k: v for m in self.members for k, v in m.steady.counters().items()}
         counters = {name: jnp.asarray(value, float) for name, value in first.items()}
         mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-        return RuleState(jnp.zeros((), jnp.int32), mirrored, tree.unflatten(factors) if any(factors) else (), counters)
+        return RuleState(jnp.zeros((), jnp.int32), mirrored, tree.unflatten(factors) if self.has_factors else (), counters)
 
     def update(self, grads: Tree, state: RuleState, params: Tree = None, **extra: Any) -> tuple[Tree, RuleState]:
         if params is None:
