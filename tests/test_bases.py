@@ -60,6 +60,10 @@ class Products(Single):
 
     name, panel = "products", 16
 
+    def few(self, X, noise=None):
+        noise = np.zeros((X.shape[0], X.shape[2]), self.dtype) if noise is None else noise
+        return linalg.by_pivots(self, X.astype(np.float64), noise).astype(self.dtype)
+
     def orthonormal(self, X, near, order, free):
         return linalg.orthonormal_by_products(self, X, near, order, free)
 
@@ -68,27 +72,40 @@ class Wide(Products):
     dtype = np.float64
 
 
-@pytest.mark.parametrize("n", [1, 16, 17, 60])
-def test_whitening_inverts_the_cholesky_factor(n):
-    rng, E = np.random.default_rng(n), Wide()
-    X = rng.standard_normal((2, n, n + 3))
-    X /= np.linalg.norm(X, axis=-1, keepdims=True)
-    S = X @ X.mT
-    C = linalg.whitening(E, S.copy(), np.full((2, n), 1e-9))
-    np.testing.assert_allclose(C, np.linalg.inv(np.linalg.cholesky(S)), rtol=1e-7, atol=1e-9)
+@pytest.mark.parametrize("n", [1, 16, 60])
+def test_a_few_columns_one_after_the_other_are_qr(n):
+    X = np.random.default_rng(n).standard_normal((2, n + 3, n))
+    found, want = linalg.by_pivots(Wide(), X, np.zeros((2, n))), np.linalg.qr(X)[0]
+    np.testing.assert_allclose(found, want * np.sign((want * X).sum(-2, keepdims=True)), atol=1e-9)
 
 
-def test_whitening_leaves_out_what_depends_on_others():
-    rng, n, lost = np.random.default_rng(0), 40, [7, 20, 39]
-    X = rng.standard_normal((1, n, n + 3))
-    X[:, lost] = X[:, [0, 1, 2]] + X[:, [3, 4, 5]]
-    X /= np.linalg.norm(X, axis=-1, keepdims=True)
-    C = linalg.whitening(Wide(), X @ X.mT, np.full((1, n), 1e-9))[0]
+@pytest.mark.parametrize("n", [40, 16])
+def test_columns_that_depend_on_others_but_for_noise_become_zero(n):
+    """Across panels of 16 and within one."""
+    rng, lost, off = np.random.default_rng(0), [7, n // 2, n - 1], 1e-6
+    X = rng.standard_normal((1, n + 3, n))
+    X[..., lost] = X[..., [0, 1, 2]] + X[..., [3, 4, 5]]
+    X /= np.linalg.norm(X, axis=-2, keepdims=True)
+    X[..., lost] += 0.1 * off * rng.standard_normal((1, n + 3, 3)) / np.sqrt(n)
     kept = np.setdiff1d(np.arange(n), lost)
-    assert not C[lost].any()
-    assert not C[:, lost].any()
-    want = np.linalg.inv(np.linalg.cholesky((X @ X.mT)[0][np.ix_(kept, kept)]))
-    np.testing.assert_allclose(C[np.ix_(kept, kept)], want, rtol=1e-6, atol=1e-8)
+    found = linalg.gram_schmidt(Wide(), X.copy(), noise := np.full((1, n), off**2))
+    assert not found[..., lost].any()
+    want = np.linalg.qr(X[..., kept])[0]
+    np.testing.assert_allclose(abs((found[..., kept] * want).sum(-2)), 1, atol=1e-9)
+    # and how far the others may be off: about the noise times the entries of R^-1
+    inverse = np.linalg.norm(np.linalg.inv(np.triu(want[0].T @ X[0][:, kept])), axis=0)
+    assert ((noise[0, kept] / (off * inverse) ** 2 < 2) & (noise[0, kept] / (off * inverse) ** 2 > 1 / n)).all()
+
+
+def test_what_a_small_pivot_does_to_later_columns_is_seen():
+    """Column 1 is nearly column 0: what it is made of is off by a thousandth, so what follows depends on both, but for more."""
+    rng, near = np.random.default_rng(1), 1e-3
+    q = np.linalg.qr(rng.standard_normal((1, 9, 3)))[0]
+    X = np.stack([q[..., 0], q[..., 0] + near * q[..., 1], q[..., 1] + 5e-4 * q[..., 2]], -1)
+    noise = np.full((1, 3), 1e-6**2)
+    found = linalg.gram_schmidt(Wide(), X, noise)
+    assert not found[..., 2].any()
+    np.testing.assert_allclose(noise[0, 1], 1e-6, rtol=1e-2)
 
 
 def refreshed(E, L, Q):
@@ -143,9 +160,8 @@ def test_without_gradients_a_basis_by_products_stays():
 
 def test_where_products_give_no_basis_the_one_before_stays():
     class Failing(Products):
-        def whiten(self, S, low, C):
-            super().whiten(S, low, C)
-            C[1] *= np.nan
+        def few(self, X, noise=None):
+            return super().few(X, noise) * np.array([1, np.nan], self.dtype)[:, None, None]
 
     Q = np.linalg.qr(np.random.default_rng(0).standard_normal((2, 20, 20)))[0].astype(np.float32)
     L = (Q * np.geomspace(1, 0.1, 20, dtype=np.float32)) @ Q.mT + np.float32(0.01)
@@ -155,7 +171,9 @@ def test_where_products_give_no_basis_the_one_before_stays():
     assert (found[0] != near[0]).any()
 
 
-@pytest.mark.parametrize(("shape", "rank", "every"), [((40, 8), None, 2), ((24, 16), 1, 2), ((64, 48), None, 5)])
+@pytest.mark.parametrize(
+    ("shape", "rank", "every"), [((40, 8), None, 2), ((24, 16), 1, 2), ((30, 6), 1, 2), ((33, 130), None, 1), ((64, 48), None, 5)]
+)
 def test_with_bases_by_products_soap_goes_where_the_reference_goes(shape, rank, every):
     far = [distance(walk(shape, rank, E, every, scale=scale), walk(shape, rank, "reference", every), draw(shape, rank)[0])
            for E, scale in ((Products(), 1), (Products(), 1.0000001))]  # fmt: skip

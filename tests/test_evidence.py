@@ -84,27 +84,65 @@ def full(records, name, steps=1000):
 def test_the_table_is_what_the_records_say(raced):
     adamw, muon = full(raced, "adamw"), full(raced, "muon")
     losses = [r["test_loss"] for r in adamw.values()]
-    assert row(evidence.results(), "AdamW")[3:5] == [f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}", "5"]
+    assert row(evidence.results(), "AdamW")[3:7] == [
+        f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}",
+        f"{statistics.fmean(r['train_loss'] for r in adamw.values()):.3f}",
+        "5",
+        "3",
+    ]
     cells = row(evidence.results(), "Muon")
     difference = statistics.fmean(muon[seed]["test_loss"] - adamw[seed]["test_loss"] for seed in range(3))
-    assert cells[5].startswith(f"{difference:+.4f}".replace("-", "−"))
-    assert cells[5].endswith("ahead")
-    assert cells[6] == "600"
-    assert cells[7] == "60%"  # each step takes as long here
-    assert row(evidence.results(), "SOAP")[6:8] == ["400", "40%"]
-    assert row(evidence.results(), "Lion")[5].endswith("behind")
-    assert row(evidence.results(), "Lion")[6] == "not in 1000"
+    assert cells[7].startswith(f"{difference:+.4f}".replace("-", "−"))
+    assert cells[7].endswith("ahead")
+    assert cells[8:10] == ["600", "60%"]  # each step takes as long here
+    assert row(evidence.results(), "SOAP")[8:10] == ["400", "40%"]
+    assert row(evidence.results(), "Lion")[7].endswith("behind")
+    assert row(evidence.results(), "Lion")[8] == "not in 1,000"
     assert evidence.marks().count("reached") == 2
     order = re.findall(r"^\| \[(\w+)\]", evidence.results(), re.MULTILINE)
     assert order[:4] == ["SOAP", "Muon", "AdamW", "Lion"]
 
 
 def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
-    assert row(evidence.results(), "Muon")[8:10] == ["10.0", "0.50"]
-    assert "Adan" in absent()
-    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("adan",))
+    assert row(evidence.costs(), "Muon")[1:] == ["10.0", "0.50", "0.00"]
+    assert "Adan" not in evidence.costs()
+    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("adan", "sophia"))
+    short = plan.read([folder / "c.jsonl"])
+    (folder / "c.jsonl").write_text("".join(json.dumps(r | {"ms_per_step": 2.5, "seconds": 9.0}) + "\n" for r in short))
     forget()
-    assert row(evidence.results(), "Adan")[1:] == ["–"] * 7 + ["10.0", "0.50", "0.00"]
+    # AdamW's passes of 9.5 ms, not the minute in which a few steps were made
+    assert row(evidence.costs(), "Adan")[1:] == ["12.0", "2.50", "0.00"]
+    assert row(evidence.costs(), "Sophia")[1] == f"{9.5 * 1.1 + 2.5:.1f}"  # an estimate every ten steps
+
+
+def test_a_verdict_before_three_rates_were_run_whole_is_one_so_far(raced, folder):
+    def without(left_out):
+        kept = [r for r in raced if not left_out(r)]
+        (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+        forget()
+
+    others = {r["settings"]["lr"] for r in raced if r["steps"] == 1000} - {
+        full(raced, n)[0]["settings"]["lr"] for n in ("muon", "adamw")
+    }
+    without(lambda r: (r["optimizer"], r["steps"]) == ("muon", 1000) and r["settings"]["lr"] in others)
+    assert row(evidence.results(), "Muon")[6] == "1"
+    assert row(evidence.results(), "Muon")[7].endswith("ahead so far")
+    assert row(evidence.results(), "SOAP")[7].endswith("ahead")
+    assert "1 of 3 rates), ahead of AdamW so far" in evidence.sentence("muon")
+    without(lambda r: (r["optimizer"], r["steps"]) == ("adamw", 1000) and r["settings"]["lr"] in others)
+    assert row(evidence.results(), "SOAP")[7].endswith("ahead so far")  # its own are whole
+    assert evidence.marks().count("reached so far") == 2
+
+
+def test_where_to_start_and_with_what_decay_follow_from_what_was_run(raced, folder):
+    assert "the best of 5 rates" in row(evidence.starts(), "Muon")[4]
+    times = iter(range(100))
+    gone(plan.Pool(Valley(best=3.0), file=folder / "d.jsonl"), optimizers=("sgd",), seconds=8, clock=lambda: next(times))
+    forget()
+    assert row(evidence.starts(), "SGD")[3] == "0.9"  # tried, not raced
+    assert "short runs" in row(evidence.starts(), "SGD")[4]
+    assert evidence.sentence("sgd") == "its rate is searched, no full run of ours yet"
+    assert evidence.decays() == "Lion 1, AdamW 0.1, SOAP 0.1, Muon 0.01"
 
 
 def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
@@ -114,8 +152,9 @@ def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
         gone(pool, optimizers=("adamw", "muon"))
         forget()
         cells = row(evidence.results(), "Muon")
-        assert cells[6] == "600"  # losses count
-        assert cells[7:10] == (["–"] * 3 if shared else ["60%", "10.0", "0.50"])
+        assert cells[8] == "600"  # losses count
+        assert cells[9] == ("–" if shared else "60%")
+        assert ("Muon" in evidence.costs()) is not shared
 
 
 def test_training_steps_are_shown_beside_adamw(folder):
@@ -140,6 +179,7 @@ def test_storage_is_compared_at_equal_seeds(raced):
     assert cells[2:] == [cells[2]] * 2
     assert cells[2].startswith("−0.0000") or cells[2].startswith("+0.0000")
     assert cells[2].endswith("level")
+    assert evidence.compared({0: 2.0}, {0: 1.0, 1: 1.1}).endswith("higher (1 seed)")
 
 
 def test_pictures_are_drawn_of_what_is_there(raced):
@@ -167,6 +207,24 @@ def test_the_committed_runs_are_whole():
                 if r["optimizer"] == name and r["steps"] == 1000 and r["settings"] == found.settings and r["seed"] != plan.TUNING_SEED
             ]  # fmt: skip
             assert row(evidence.results(), evidence.spec_class(name).title)[3].startswith(f"{statistics.fmean(losses):.4f}")
+
+
+def test_what_the_page_says_of_learning_by_heart_is_so():
+    forget()
+    found = {name: r for name in list_optimizers() if (r := evidence.result(name))}
+    assert min(found, key=lambda name: found[name].learned) == "soap"
+    search = plan.Search(evidence.pool(), "soap", 1000)
+    assert search.losses(search.winner(), 600)[0] < search.losses(search.winner(), 1000)[0]
+
+    def muon(lr, decay, steps=1000):
+        runs = evidence.pool().of("muon", steps, 0)
+        return next(r for r in runs if (r["settings"]["lr"], r["settings"]["weight_decay"]) == (lr, decay))
+
+    weak = muon(0.0346, 0.01)
+    assert [f"{weak['train_loss']:.3f}", f"{weak['test_loss']:.3f}"] == ["0.436", "0.839"]
+    assert f"{muon(0.0346, 0.01, 600)['test_loss']:.3f}" == "0.813"
+    assert muon(0.0346, 0.25)["test_loss"] < muon(0.0346, 0.25, 600)["test_loss"]
+    assert muon(0.02, 0.25)["test_loss"] - muon(0.06, 0.25)["test_loss"] == pytest.approx(0.02, abs=0.001)
 
 
 # ---- the other pages ----------------------------------------------------------------------------------------------------

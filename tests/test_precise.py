@@ -62,38 +62,47 @@ def averages(device="cpu"):
     return found
 
 
-def inverses(device="cpu"):
-    """Inverse Cholesky factors of one tile and of two, in the midst of larger arrays: how far they are from float64; a row and
-    column that depends on others is left out."""
-    from rlx_optim.engines.triton_ import factors
+def panels(device="cpu"):
+    """A few columns in the midst of larger arrays: how far they are from the Q of float64, one that nearly depends on others, too;
+    one that does but for noise is zero, and the noise follows."""
+    from rlx_optim import linalg
+    from rlx_optim.engines import get_engine
+    from rlx_optim.engines.triton_.engine import Triton
+    from rlx_optim.engines.triton_.panels import orthonormal
 
     torch.manual_seed(2)
     found = {}
-    for n in (64, 40, 20):
-        X = torch.randn(2, 100, 400, device=device)
-        X[1, 5 + n // 2] = X[1, 6] + X[1, 7]
-        X /= X.norm(dim=-1, keepdim=True)
-        S, C = X @ X.mT, torch.zeros(2, 100, 100, device=device)
-        here, left = slice(5, 5 + n), torch.arange(n, device=device) != n // 2
-        factors.whiten(S[:, here, here], torch.full((2, n), 1e-5, device=device), C[:, here, here])
-        outside = C.clone()
-        outside[:, here, here] = 0
-        lost = float(C[1, 5 + n // 2].abs().sum() + C[1, :, 5 + n // 2].abs().sum() + outside.abs().sum())
-        C, S = C[:, here, here], S[:, here, here].double()
-        found[f"{n}"] = gap(C[0], torch.linalg.inv(torch.linalg.cholesky(S[0])))
-        kept = C[1][left][:, left], S[1][left][:, left]
-        found[f"{n}, one left out"] = lost + gap(kept[0], torch.linalg.inv(torch.linalg.cholesky(kept[1])))
+    for n, rows in ((64, 300), (40, 40), (20, 100)):
+        X = torch.randn(2, rows, 100, device=device)
+        X[..., 8] = X[..., 5] + 1e-3 * X[..., 8]
+        X[1, :, 5 + n // 2] = X[1, :, 6] + X[1, :, 7]
+        X /= X.norm(dim=-2, keepdim=True)
+        noise = torch.full((2, 100), 1e-10, device=device)
+        here, before, off = slice(5, 5 + n), X.clone(), noise[:, 5 : 5 + n].double().cpu().numpy()
+        Q = orthonormal(X[..., here], noise[:, here])
+        want = linalg.by_pivots(get_engine("reference"), X[..., here].double().cpu().numpy(), off)
+        found[f"{n}"] = gap(Q.cpu(), torch.tensor(want))
+        found[f"{n}, one left out"] = float(
+            Q[1, :, n // 2].abs().sum() + (X - before).abs().sum() + (want[1, :, n // 2] != 0).sum()
+        )
+        found[f"{n}, noise"] = gap(noise[:, here].cpu(), torch.tensor(off))
+    X, noise = before[..., 10:80].contiguous(), torch.full((2, 70), 1e-10, device=device)
+    wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
+    linalg.gram_schmidt(Triton(torch.device(device)), X, noise)
+    linalg.gram_schmidt(get_engine("reference"), *wanted)
+    found["two panels"] = gap(X.cpu(), torch.tensor(wanted[0]))
+    found["two panels, noise"] = gap(noise.cpu(), torch.tensor(wanted[1]))
     return found
 
 
-@pytest.mark.parametrize("function", ["products", "averages", "inverses"])
+@pytest.mark.parametrize("function", ["products", "averages", "panels"])
 def test_they_have_the_bits_of_float32(function):
     found = in_the_interpreter(function, "test_precise")
     assert {name: value for name, value in found.items() if not value < 5e-7} == {}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", [products, averages, inverses])
+@pytest.mark.parametrize("function", [products, averages, panels])
 def test_they_have_the_bits_of_float32_on_the_gpu(function):
     assert {name: value for name, value in function("cuda").items() if not value < 3e-6} == {}
 

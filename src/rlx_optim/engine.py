@@ -487,9 +487,18 @@ class ArrayEngine(storage.Words):
         """X rounded to what is stored, and back in this engine's arithmetic."""
         return X.astype(self.stored, copy=False).astype(self.dtype, copy=False)
 
-    def eigh(self, L: Array) -> Array:
-        """Eigenvectors of symmetric matrices, by descending eigenvalue."""
-        return self.xp.linalg.eigh(L)[1][..., ::-1]
+    def eigh(self, L: Array) -> tuple[Array, Array]:
+        """Eigenvalues (B, n) of symmetric matrices, descending, and eigenvectors; of a null space they may be any."""
+        values, vectors = self.xp.linalg.eigh(L)
+        return values[..., ::-1], vectors[..., ::-1]
+
+    def diagonal(self, A: Array, B: Array) -> Array:
+        """That of A^T B (B, n)."""
+        return (A * B).sum(-2)
+
+    def applied(self, L: Array, Q: Array) -> Array:
+        """L Q as `precise`, of an average Gram matrix and a basis; a column of which L leaves rounding alone may be 0."""
+        return self.precise(self.wide(L), Q)
 
     def product(self, A: Array, B: Array) -> Array:
         """A B where rounding does no more than round the step: engines may use fewer bits."""
@@ -500,39 +509,47 @@ class ArrayEngine(storage.Words):
         the two is above, if that is known."""
         return A @ B
 
-    def less(self, S: Array, A: Array, B: Array, most: float | None = None) -> None:
-        """S ← S − A B, in place, likewise."""
-        S -= self.precise(A, B, most)
+    def less(self, S: Array, A: Array, B: Array, most: float | None = None, rough: bool = False) -> None:
+        """S ← S − A B, in place, likewise; rough: as `product` does."""
+        S -= self.product(A, B) if rough else self.precise(A, B, most)
 
     def square(self, X: Array, most: float | None = None) -> Array:
         """X X^T, likewise."""
         return X @ X.mT
 
     def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:
-        """beta·L + alpha·(Gram matrix of an axis of X): as it is stored, and before it is rounded. L where it is not finite."""
+        """beta·L + alpha·(Gram matrix of an axis of X), or L where that is not finite: as it is stored, and what `wide` makes it
+        of before it is rounded."""
         return linalg.average_gram(self, L, X, axis, beta, alpha)
 
     def qr(self, X: Array, surely: bool = False) -> Array:
         """The Q of X = QR, up to signs. In directions that X leaves open it may be any (`linalg.orthonormal` settles them).
-        Unless surely, it may then be no basis at all."""
+        surely: there are such, so that what fails then need not be tried."""
         return self.xp.linalg.qr(X)[0]
 
-    sure: bool = True  # whether that is always a basis
+    def extended(self, X: Array, near: Array, free: Array) -> Array:
+        """`qr` of X, whose last columns, those that are `free` (B, n), are those of orthonormal `near`."""
+        return self.qr(self.where(free[:, None, :], near, X))
+
+    def reach(self, Q: Array, X: Array, free: Array) -> Array:
+        """How far an error of X = QR reaches in each column of Q (B, n): the lengths of the columns of R^-1, but for those that
+        are `free`."""
+        return linalg.reach(self, Q, X, free)
 
     def orthonormal(self, X: Array, near: Array, order: Array, free: Array) -> Array:
         """The basis that follows `near`, the one before, from X = L·near."""
         return linalg.orthonormal(self, X, near, order, free)
 
-    # what `linalg.gram_schmidt` and `linalg.whitening` ask
+    # what `linalg.gram_schmidt` asks
     panel: ClassVar[int] = 128  # columns that are taken at once
 
-    def few(self, X: Array) -> Array:
-        """The Q of such columns."""
-        return linalg.by_cholesky(self, X)
+    def few(self, X: Array, noise: Array | None = None) -> Array:
+        """The Q of such columns; with noise, as `linalg.gram_schmidt` says."""
+        return linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
 
-    def whiten(self, S: Array, low: Array, C: Array) -> None:
-        """`linalg.whitening` of as many rows and columns, into C."""
-        linalg.whiten(self, S, low, C)
+    def follow(self, noise: Array, shares: Array, before: Array) -> None:
+        """What noise (B, n) becomes, in its place, as columns get shares (B, m, n) of those that are off by `before` (B, m)."""
+        noise[...] = linalg.larger(self, noise, self.row_max((shares * shares * before[:, :, None]).mT))
 
     def cholesky(self, G: Array) -> Array:
         """R, upper triangular, of G = R^T R."""
@@ -549,6 +566,10 @@ class ArrayEngine(storage.Words):
     def upper_transposed(self, R: Array, X: Array) -> Array:
         """R^T X for upper triangular R, as `product`."""
         return self.product(R.mT, X)
+
+    def upper_upper(self, T: Array, R: Array) -> Array:
+        """triu(T) R for upper triangular R, as `precise`."""
+        return self.upper(self.triu(T), R)
 
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor

@@ -13,8 +13,6 @@ from typing import Any
 
 TINY = 2.0**-126  # the smallest normal float32
 ROUNDING = {8: 2.0**-20, 4: 2.0**-16}  # what it may leave of a matrix kept in float32, by the bytes of the arithmetic
-NOTHING, SINGULAR = 0.25, 1e-6  # pivots that are left out: as a share of what may be rounding; of columns of length 1
-LARGE = 512  # about what entries of such an inverse are at most
 SKEW = 1e-4  # what is further from orthonormal went wrong: rounding leaves a tenth of it at most
 
 
@@ -65,10 +63,11 @@ def finite(E: Any, X: Any) -> Any:
 
 
 def spectral_bound(E: Any, T: Any) -> Any:
-    """A cheap lower bound on the spectral norm of symmetric T: one power step from its largest column, floored at TINY."""
+    """A cheap lower bound on the spectral norm of symmetric T, which is not needed any more: one power step from its largest
+    column, floored at TINY."""
     top = E.floor(E.norm(T, math.inf), TINY)
-    T = T / top
-    largest = (T * T).sum(-2).argmax(-1)[:, None, None]
+    T = E.scaled(T, 1 / top)
+    largest = E.lines(T, -2).argmax(-1)[..., None]
     x = T @ E.take(T, largest, 2)
     return E.floor(E.norm(T @ (x / E.floor(E.norm(x), TINY))) * top, TINY)
 
@@ -77,110 +76,45 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     """Eigenvectors of symmetric L, by descending eigenvalue. Of a null space: the unit vectors whose columns of L depend on those
     before, less what the other eigenvectors span, made orthonormal one by one."""
     L = L / E.floor(E.norm(L, math.inf), TINY)
-    Q, order = E.eigh(L), E.counter(L.shape[-1])[None]
+    (values, Q), order = E.eigh(L), E.counter(L.shape[-1])[None]
 
     def units() -> Any:
         return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
 
-    return settled(E, Q, Q, minor(E, (Q * E.precise(L, Q)).sum(-2)), units, order)
+    return settled(E, Q, Q, minor(E, values), units, order)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
-    """The Q of X = QR, up to signs. A column that depends on those before is that of orthonormal `near` instead, less what the
-    others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and last, are known to.
+    """The Q of X = QR, up to signs; X is not needed any more. A column that depends on those before is that of orthonormal `near`
+    instead, less what the others span, made orthonormal one by one by ascending `order` (B, n). Those that are `free` (B, n), and
+    last, are known to.
 
     One decomposition tells which others do; where there are any, a second one settles them."""
-    X = X / E.floor(E.norm(X, math.inf), TINY)
-    Q = E.qr(E.where(free[:, None, :], near, X))
+    X = E.scaled(X, 1 / E.floor(E.norm(X, math.inf), TINY))
+    Q = E.extended(X, near, free)
     every = dependent(E, Q, X, free)
 
     def once_more(Q: Any) -> Any:
         return settle(E, X, every, near, order)
 
-    def surely(Q: Any) -> Any:
-        Q = E.qr(X, surely=True)
-        return settled(E, Q, X, dependent(E, Q, X), lambda: near, order)
-
-    Q = E.cond((every & ~free).any(), once_more, lambda Q: Q, Q)
-    return Q if E.sure else E.cond(~(skew(E, Q) < SKEW).all(), surely, lambda Q: Q, Q)
+    return E.cond((every & ~free).any(), once_more, lambda Q: Q, Q)
 
 
 def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
-    """`orthonormal` of X = L·near, L symmetric and nowhere negative, by products alone, and nobody is asked what came: where that
-    is no basis, `near` stays.
+    """`orthonormal` by products alone, and nobody is asked what came: where that is no basis, `near` stays.
 
-    near'X = NN' by Cholesky makes X N'^-1 = near·N, whose columns span what those of X do, with the root of their condition
-    number: mostly below ten, so that their own Gram matrix tells the rest. A column of X is taken for dependent where what
-    rounding may have left of X outweighs it there. Columns of `near` may nearly be spanned by the others, while a rank grows:
-    so the rest is done twice, and a column of which nothing was left begins anew from signs."""
+    Columns are made orthonormal twice: those of X, which tells what depends on others; then those that do not, as they are,
+    with columns of `near` behind."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
-    sizes = (near * X).sum(-2)  # the diagonal of near'X
-    low = E.floor(ROUNDING[sizes.dtype.itemsize] * E.norm(sizes, math.inf), TINY)
-    scale = 1 / E.sqrt(E.where(sizes > low, sizes, low))
-    M = E.precise(near.mT, X, most=1) * scale[:, :, None] * scale[:, None, :]
-    V, lengths = combined(E, X, whitening(E, M, NOTHING * low * scale * scale) * scale[:, None, :])
-    free = free | ~(lengths > low)
+    lengths = E.sqrt(E.lines(X, -2))
+    noise = ROUNDING[X.dtype.itemsize] * E.norm(lengths, math.inf) / E.floor(lengths, TINY)
+    noise = E.where(free[:, None, :], 0 * noise + 2, E.cap(noise, 2.0))[:, 0] ** 2
+    V = gram_schmidt(E, X, noise)
+    free = ~(E.lines(V, -2)[:, 0] > 0.5)
     behind = last(E, free, order)
-    Q = permute(E, E.where(free[:, None, :], near, V), behind, 2)
-    Q, lengths = whitened(E, Q, 0 * scale + SINGULAR)
-    Q, _ = whitened(E, E.where((lengths > 0)[:, None, :], Q, signs(E, Q)), 0 * scale + SINGULAR)
+    Q = gram_schmidt(E, permute(E, E.where(free[:, None, :], near, V), behind, 2))
     Q = permute(E, straightened(E, Q), E.inverse(behind), 2)
     return E.where((skew(E, Q) < SKEW)[:, None, None], Q, near)
-
-
-def whitened(E: Any, X: Any, low: Any) -> tuple[Any, Any]:
-    """Columns that span what those of X do, which are of length 1, and are nearly orthonormal; and how long they came out."""
-    return combined(E, X, whitening(E, E.square(X.mT, most=1), low))
-
-
-def signs(E: Any, X: Any) -> Any:
-    """A matrix of columns of length 1 that have nothing in common with any other."""
-    n = X.shape[-1]
-    odd = E.counter(n)[:, None] * (2 * E.counter(n) + 1) * 7919 // 64 % 2
-    return (1 - 2 * E.real(odd)) / math.sqrt(n)
-
-
-def combined(E: Any, X: Any, C: Any) -> tuple[Any, Any]:
-    """The columns of X C' made of length 1, where X's entries are at most that; and how long they were (B, n), the rows of C
-    being of length 1 as well."""
-    V = E.precise(X, (C / E.floor(E.sqrt(E.lines(C, -1)), TINY)).mT, most=1)
-    lengths = E.sqrt(E.lines(V, -2))
-    return V / E.floor(lengths, TINY), lengths[:, 0]
-
-
-def whitening(E: Any, S: Any, low: Any) -> Any:
-    """C = N^-1, lower triangular, of S = NN', by halves; S has a diagonal of ones and is overwritten. A row and column of S whose
-    pivot is at most `low` (B, n) is left out, and zero in C."""
-    C = 0 * S
-    _whiten(E, S, low, C)
-    return C
-
-
-def _whiten(E: Any, S: Any, low: Any, C: Any) -> None:
-    n, width = S.shape[-1], E.panel
-    if n <= width:
-        E.whiten(S, low, C)
-        return
-    middle = width * -(-n // (2 * width))
-    one, two = slice(None, middle), slice(middle, None)
-    _whiten(E, S[:, one, one], low[:, one], C[:, one, one])
-    N = E.precise(S[:, two, one], C[:, one, one].mT, most=LARGE)
-    E.less(S[:, two, two], N, N.mT, most=LARGE)
-    _whiten(E, S[:, two, two], low[:, two], C[:, two, two])
-    E.less(C[:, two, one], C[:, two, two], E.precise(N, C[:, one, one], most=LARGE), most=LARGE)
-
-
-def whiten(E: Any, S: Any, low: Any, C: Any) -> None:
-    """`whitening` of a few rows and columns, one by one, into C."""
-    places = E.counter(S.shape[-1])
-    C += places[:, None] == places
-    for k in range(S.shape[-1]):
-        pivot = S[:, k, k]
-        root = E.where(pivot > low[:, k], 1 / E.sqrt(E.floor(pivot, TINY)), 0 * pivot)
-        column = E.where(places > k, S[:, k], 0.0) * root[:, None]
-        C[:, k] *= root[:, None]
-        C -= column[:, :, None] * C[:, None, k]
-        S -= column[:, :, None] * column[:, None]
 
 
 def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
@@ -201,7 +135,7 @@ def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = Fals
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     """Which columns of X = QR (B, n) depend on those before, but for rounding; those `known` to are not looked at."""
-    sizes = abs((Q * X).sum(-2))  # the diagonal of R
+    sizes = abs(E.diagonal(Q, X))  # of R
     bar, top = ROUNDING[sizes.dtype.itemsize], E.norm(sizes, math.inf)
     free, doubtful = (~(sizes > share * top) for share in (bar, math.sqrt(bar)))  # NaN is not larger
     if known is not None:
@@ -209,35 +143,45 @@ def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
     doubtful = doubtful.any(-1)[:, None]
 
     def examine(free: Any) -> Any:
-        places = E.counter(free.shape[-1])
-        eye = 0 * Q + (places[:, None] == places)
-        R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
-        inverse = E.solve(R, eye)  # transposed: its rows say how much of X's rounding a column of Q has
-        return free | doubtful & (bar * top * E.sqrt((inverse * inverse).sum(-1)) >= 1)
+        return free | doubtful & (bar * top * E.reach(Q, X, free) >= 1)
 
     return E.cond(doubtful.any(), examine, lambda free: free, free)
 
 
-def gram_schmidt(E: Any, X: Any) -> Any:
-    """The Q of X = QR, in X's own memory: by halves, the second less what the first spans. No basis where columns depend on
-    others."""
+def reach(E: Any, Q: Any, X: Any, free: Any) -> Any:
+    """What `E.reach` says."""
+    places = E.counter(free.shape[-1])
+    eye = 0 * Q + (places[:, None] == places)
+    R = E.where(free[:, None, :] | free[:, :, None], eye, E.triu(E.precise(Q.mT, X)))
+    return E.sqrt(E.lines(E.solve(R, eye), -1))[..., 0]
+
+
+def gram_schmidt(E: Any, X: Any, noise: Any = None) -> Any:
+    """The Q of X = QR, in X's own memory: by halves, the second less what the first spans.
+
+    noise (B, n): the square of what a column of length 1 may be off. What that makes of later ones is followed, in its place, and
+    a column of which no more is left becomes zero. Without it, where columns depend on others, Q is no basis."""
     X /= E.floor(E.sqrt(E.lines(X, -2)), TINY)
-    _halve(E, X)
+    _halve(E, X, noise)
     return X
 
 
-def _halve(E: Any, X: Any) -> None:
+def _halve(E: Any, X: Any, noise: Any) -> None:
     n, width = X.shape[-1], E.panel
     if n <= width:
-        X[...] = E.few(X)
+        X[...] = E.few(X, noise)
         return
     middle = width * -(-n // (2 * width))
-    first, rest = X[..., :middle], X[..., middle:]
-    _halve(E, first)
-    rest -= E.precise(first, E.precise(first.mT, rest, most=1), most=1)
+    one, two = slice(None, middle), slice(middle, None)
+    first, rest, (before, after) = X[..., one], X[..., two], (None, None) if noise is None else (noise[:, one], noise[:, two])
+    _halve(E, first, before)
+    shares = E.precise(first.mT, rest, most=1)
+    if noise is not None:
+        E.follow(after, shares, before)
+    E.less(rest, first, shares, most=1)
     if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
-        rest -= E.product(first, E.product(first.mT, rest))
-    _halve(E, rest)
+        E.less(rest, first, E.product(first.mT, rest), rough=True)
+    _halve(E, rest, after)
 
 
 def by_cholesky(E: Any, X: Any) -> Any:
@@ -245,6 +189,26 @@ def by_cholesky(E: Any, X: Any) -> Any:
     X = X / E.floor(E.sqrt(E.lines(X, -2)), TINY)
     G, places = X.mT @ X, E.counter(X.shape[-1])
     return X @ E.solve(E.cholesky(G), 0 * G + (places[:, None] == places)).mT
+
+
+def by_pivots(E: Any, X: Any, noise: Any) -> Any:
+    """The Q of a few columns X = QR, by the Cholesky factor N of their Gram matrix, one after the other; noise as above."""
+    S, places = X.mT @ X, E.counter(X.shape[-1])
+    C = 0 * S + (places[:, None] == places)  # N^-1 at the end; zero in what is left out
+    for k in range(S.shape[-1]):
+        pivot = S[:, k, k]
+        root = E.where(pivot > noise[:, k], 1 / E.sqrt(E.floor(pivot, TINY)), 0 * pivot)
+        column = E.where(places > k, S[:, k], 0.0) * root[:, None]
+        C[:, k] *= root[:, None]
+        C -= column[:, :, None] * C[:, None, k]
+        S -= column[:, :, None] * column[:, None]
+        noise[:, k] *= root * root
+        noise[...] = larger(E, noise, column * column * noise[:, k, None])
+    return X @ C.mT
+
+
+def larger(E: Any, a: Any, b: Any) -> Any:
+    return E.where(a > b, a, b)
 
 
 def straightened(E: Any, Q: Any) -> Any:

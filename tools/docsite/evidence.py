@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlx_optim.named import list_optimizers
 from rlx_optim.race import leads, plan
+from rlx_optim.race.digits import HESSIAN_EVERY
 from rlx_optim.race.rates import SETTINGS
 from rlx_optim.registry import spec_class
 
@@ -21,6 +22,7 @@ from .text import table
 ROOT = Path(__file__).parents[2]
 FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
+RATES = 3  # to be run at full length
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
 NONE = "–"
 
@@ -51,7 +53,8 @@ class Result(NamedTuple):
 
     settings: dict[str, Any]
     losses: dict[int, float]  # of the test text after a full run, by seed
-    tried: list[dict[str, Any]]  # the short runs that searched
+    learned: float  # the loss of what it was trained on, at the end
+    rates: int  # how many of the best were run at full length
     lead: leads.Lead | None  # against AdamW
     least: int | None  # steps of the shortest run that reached AdamW's loss
     asked: bool  # whether shorter ones were run at all
@@ -69,6 +72,7 @@ def result(name: str) -> Result | None:
     if settings is None or not all(map(pool().has, search.decay())):  # a search that is not over is no result
         return None
     losses = search.losses(settings, STEPS)
+    learned = [r["train_loss"] for r in pool().of(name, STEPS) if r["settings"] == settings and "train_loss" in r]
     beside = plan.Search(pool(), "adamw", STEPS)
     lengths = sorted({r["steps"] for r in pool().of(name)})
     ends = {length: found for length in lengths if (found := search.losses(settings, length))}
@@ -77,7 +81,8 @@ def result(name: str) -> Result | None:
     return Result(
         dict(settings),
         losses,
-        tried(name),
+        statistics.fmean(learned),
+        len(search.done(search.three())),
         None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
         least,
         len(ends) > 1 or name == "adamw",
@@ -93,13 +98,22 @@ class Cost(NamedTuple):
 
 @functools.cache
 def cost(name: str) -> Cost | None:
-    """Of full runs, else of the few steps that were run for it; each with the device to itself."""
-    runs = pool().timed(name, STEPS) or pool().timed(name, round(plan.COST * STEPS))
-    if not runs:
+    """Of runs that had the device to themselves. Forward and backward are alike for all and vary more from minute to minute than
+    most optimizers take: where no run is of full length, AdamW's step stands, with this optimizer's part in place of AdamW's."""
+    runs, search = pool().timed(name, STEPS), plan.Search(pool(), name, STEPS)
+    stepped = pool().has(next(search.stepped())) if name in plan.STEPS else None
+    short = [stepped] if stepped else pool().timed(name, round(plan.COST * STEPS))
+    if not (used := runs or short):
         return None
-    peaks = [r["peak_bytes"] for r in runs if r["peak_bytes"]]
-    whole, own = (statistics.median(r["seconds"] / r["steps"] for r in runs), statistics.median(r["ms_per_step"] for r in runs))
-    return Cost(whole, own / 1e3, statistics.median(peaks) if peaks else None)
+    peaks = [r["peak_bytes"] for r in used if r["peak_bytes"]]
+    whole, own = (
+        statistics.median(r["seconds"] / r["steps"] for r in used),
+        statistics.median(r["ms_per_step"] for r in used) / 1e3,
+    )
+    if not runs and name != "adamw" and (beside := cost("adamw")):
+        passes = beside.step - beside.own
+        whole = passes * (1 + spec_class(name).observes / HESSIAN_EVERY) + own
+    return Cost(whole, own, statistics.median(peaks) if peaks else None)
 
 
 def searched(name: str) -> list[dict[str, Any]]:
@@ -144,16 +158,28 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
+def few(found: Result) -> str:
+    return f", {found.rates} of {RATES} rates" if found.rates < RATES else ""
+
+
+def so_far(found: Result) -> str:
+    """What follows a verdict that another rate could change: its own, or AdamW's."""
+    beside = result("adamw")
+    return " so far" if min(found.rates, beside.rates if beside else 0) < RATES else ""
+
+
 def sentence(name: str) -> str:
     """What our run says of an optimizer, for a line of prose."""
     found = result(name)
     if found is None:
-        return "not run by us on a GPU yet"
-    what = f"our run: {spread(found.losses)} after {STEPS:,} steps ({counted(len(found.losses), 'seed')})"
+        return "its rate is searched, no full run of ours yet" if searched(name) else "not run by us on a GPU yet"
+    what = f"our run: {spread(found.losses)} after {STEPS:,} steps ({counted(len(found.losses), 'seed')}{few(found)})"
     if found.lead is None:
         return what
     words = {"ahead": "ahead of AdamW", "behind": "behind AdamW", "level": "level with AdamW", "open": "beside AdamW's one seed"}
-    what += f", {words[found.lead.verdict]} (loss {-found.lead.mean:+.4f})".replace("+-", "−").replace("(loss -", "(loss −")
+    what += f", {words[found.lead.verdict]}{so_far(found)} (loss {-found.lead.mean:+.4f})".replace("+-", "−").replace(
+        "(loss -", "(loss −"
+    )
     if found.share is not None and found.least is not None and found.least < STEPS:
         what += f"; AdamW's loss in {found.least} steps and {found.share:.0%} of its seconds"
     return what
@@ -180,48 +206,59 @@ def marks() -> str:
         found, title = result(name), spec_class(name).title
         if found is None or not found.asked or result("adamw") is None:
             verdict = "not measured yet"
+        elif found.least is None:
+            verdict = f"not reached{so_far(found)}, in {STEPS:,} steps either"
         elif found.share is None:
-            verdict = "not reached by any of the shorter runs"
+            verdict = f"reached in {found.least} steps, whose seconds were not measured"
         else:
-            verdict = f"{found.share:.0%} ({found.least} steps): {'reached' if found.share <= wanted else 'missed'}"
+            verdict = (
+                f"{found.share:.0%} ({found.least} steps): {'reached' if found.share <= wanted else 'missed'}{so_far(found)}"
+            )
         lines.append(f"- {title}, AdamW's loss in at most {wanted:.0%} of AdamW's seconds: **{verdict}**.")
     return "\n".join(lines)
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
+def page(name: str) -> str:
+    return f"[{spec_class(name).title}](optimizers/{name}.md)"
+
+
 def results() -> str:
     """One line an optimizer, the best first; those of which nothing is known are named below."""
-    rows, absent = [], []
-    known = {name: result(name) for name in list_optimizers()}
-    order = sorted(known, key=lambda name: (known[name] is None, found.mean if (found := known[name]) else 0.0))
-    for name in order:
-        found, title = known[name], f"[{spec_class(name).title}](optimizers/{name}.md)"
-        spent = cost(name)
-        if found is None and spent is None:
-            absent.append(title)
-            continue
-        ends = (
-            ["–", "–", "–"]
-            if spent is None
-            else [f"{1e3 * spent.step:.1f}", f"{1e3 * spent.own:.2f}", NONE if spent.peak is None else f"{spent.peak / 1e9:.2f}"]
-        )
-        if found is None:
-            rows.append([title, *[NONE] * 7, *ends])
-            continue
-        reached = "–" if not found.asked else f"not in {STEPS}" if found.least is None else f"{found.least:,}"
+    known = {name: found for name in list_optimizers() if (found := result(name))}
+    rows = []
+    for name, found in sorted(known.items(), key=lambda pair: pair[1].mean):
+        reached = NONE if not found.asked else f"not in {STEPS:,}" if found.least is None else f"{found.least:,}"
         rows.append(
             [
-                title, f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
-                str(len(found.losses)), said(found.lead), reached, NONE if found.share is None else f"{found.share:.0%}",
-                *ends,
+                page(name), f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
+                f"{found.learned:.3f}", str(len(found.losses)), str(found.rates),
+                said(found.lead) + so_far(found) * bool(found.lead), reached,
+                NONE if found.share is None else f"{found.share:.0%}",
             ]
         )  # fmt: skip
     head = [
-        "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "seeds", "less AdamW's", "steps to AdamW's loss",
-        "of AdamW's seconds", "ms a training step", "the optimizer's", "peak GB",
+        "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "training loss", "seeds", "rates", "less AdamW's",
+        "steps to AdamW's loss", "of AdamW's seconds",
     ]  # fmt: skip
-    left = f"\n\nNot run yet: {', '.join(absent)}." if absent else ""
-    return table(head, rows, right=(1, 2, 4, 6, 7, 8, 9, 10)) + left
+    absent = ", ".join(page(name) for name in list_optimizers() if name not in known)
+    return table(head, rows, right=(1, 2, 4, 5, 6, 8, 9)) + (f"\n\nNot run yet: {absent}." if absent else "")
+
+
+def costs() -> str:
+    """What a training step takes with each, and at most of the device's memory."""
+    rows = [
+        [
+            page(name),
+            f"{1e3 * spent.step:.1f}",
+            f"{1e3 * spent.own:.2f}",
+            NONE if spent.peak is None else f"{spent.peak / 1e9:.2f}",
+        ]
+        for name in list_optimizers()
+        if (spent := cost(name))
+    ]
+    head = ["optimizer", "ms a training step", "the optimizer's", "peak GB"]
+    return table(head, rows, right=(1, 2, 3)) if rows else "No run is committed yet."
 
 
 def tried(name: str) -> list[dict[str, Any]]:
@@ -254,19 +291,28 @@ def starts() -> str:
     rows = []
     for name in list_optimizers():
         found, own = result(name), spec_class(name).fields["lr"].default
+        count = counted(len({r["settings"]["lr"] for r in tried(name)}), "rate")
         if found is not None:
-            count = counted(len({r["settings"]["lr"] for r in tried(name)}), "rate")
             lr, rests = found.settings["lr"], f"[our run](evidence.md), the best of {count}"
+        elif searched(name):
+            lr, rests = least(name)[0], f"[short runs](evidence.md#what-was-searched) of ours, the best of {count}"
         else:
             lr, rests = start(name), "a place to begin a search: not run by us at this size"
         rows.append(
             [
-                f"[{spec_class(name).title}](optimizers/{name}.md)", f"{own:g}" if isinstance(own, float) else NONE,
+                page(name), f"{own:g}" if isinstance(own, float) else NONE,
                 f"{SETTINGS['char-gpt'][name]['lr']:g}", f"{lr:g}", rests,
             ]
         )  # fmt: skip
     head = ["optimizer", "default", "width 64, best of 5", "width 512", "which rests on"]
     return table(head, rows, right=(1, 2, 3))
+
+
+def decays() -> str:
+    """The decay of each that was raced, the largest first."""
+    found = {name: r.settings.get("weight_decay", 0.0) for name in list_optimizers() if (r := result(name))}
+    order = sorted(found, key=lambda name: (-found[name], name))
+    return ", ".join(f"{spec_class(name).title} {found[name]:g}" for name in order) or "none yet"
 
 
 def steps() -> str:
@@ -301,11 +347,18 @@ def storage() -> str:
     for name in plan.STORAGE:
         exact, *others = (losses(name, more) for more in forms.values())
         if exact:
-            cells = [said(leads.lead(found, exact)).replace("ahead", "lower").replace("behind", "higher") for found in others]
+            cells = [compared(found, exact) for found in others]
             rows.append([spec_class(name).title, spread(exact), *cells])
     used = [i for i, form in enumerate(["optimizer", *forms]) if i < 4 or any(row[i] != NONE for row in rows)]
     head = ["optimizer", *(f"state {form}" if form in plan.FORMATS else form for form in forms)]
     return table([head[i] for i in used], [[row[i] for i in used] for row in rows]) if rows else "No run is committed yet."
+
+
+def compared(own: Mapping[int, float], exact: Mapping[int, float]) -> str:
+    """How much higher a loss is, and over how many seeds where not over all."""
+    found = leads.lead(own, exact)
+    words = said(found).replace("ahead", "lower").replace("behind", "higher")
+    return words + (f" ({counted(found.seeds, 'seed')})" if found and found.seeds < len(exact) else "")
 
 
 WORDS = {"state_dtype", "weights", "rounding"}

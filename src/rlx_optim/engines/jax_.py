@@ -60,8 +60,9 @@ def traceable(function: Rule) -> Rule:
 # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated). Jitted here, as
 # outside jit a map is compiled anew in every call.
 @jax.jit
-def _eigenvectors(L: Array) -> Array:
-    return _one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1][..., ::-1], L)
+def _eigen(L: Array) -> tuple[Array, Array]:
+    values, vectors = _one_by_one(jnp.linalg.eigh, L)
+    return values[..., ::-1], vectors[..., ::-1]
 
 
 @jax.jit
@@ -69,8 +70,8 @@ def _orthonormal(X: Array) -> Array:
     return _one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0], X)
 
 
-def _one_by_one(function: Callable[[Array], Array], X: Array) -> Array:
-    return function(X[0])[None] if X.shape[0] == 1 else jax.lax.map(function, X)
+def _one_by_one(function: Callable[[Array], Any], X: Array) -> Any:
+    return jax.tree.map(lambda one: one[None], function(X[0])) if X.shape[0] == 1 else jax.lax.map(function, X)
 
 
 LEAST = 128  # the smaller side from which half precision pays
@@ -195,8 +196,9 @@ class Jax(ArrayEngine):
         places = jnp.arange(order.shape[-1])
         return jnp.where(order[..., None, :] == places[:, None], places, 0).sum(-1)
 
-    def eigh(self, L: Array) -> Array:
-        return _eigenvectors(L)
+    def eigh(self, L: Array) -> tuple[Array, Array]:
+        values, vectors = _eigen(L)
+        return values, vectors
 
     def qr(self, X: Array, surely: bool = False) -> Array:
         return _orthonormal(X)

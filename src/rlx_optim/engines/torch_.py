@@ -273,7 +273,6 @@ class Torch(ArrayEngine):
 
     def __init__(self, device: Any = "cpu", dtype: torch.dtype = torch.float32):
         self.device, self.dtype = torch.device(device), dtype
-        self.sure = self.device.type == "cpu"
         self._lists: dict[Rule, Rule] = {}
 
     def live(self, spec: Spec) -> str:
@@ -423,20 +422,21 @@ class Torch(ArrayEngine):
     def narrow(self, X: torch.Tensor) -> torch.Tensor:
         return X.to(self.dtype)
 
-    def eigh(self, L: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.eigh(L)[1].flip(-1)
+    def eigh(self, L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, vectors = torch.linalg.eigh(L)
+        return values.flip(-1), vectors.flip(-1)
 
     def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
+        return torch.linalg.qr(X)[0]
+
+    def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """On a device by matrix products, where Householder's reflections would wait for the memory."""
-        if surely or self.device.type == "cpu":
-            return torch.linalg.qr(X)[0]
-        return linalg.straightened(self, linalg.gram_schmidt(self, X.clone()))
+        made = linalg.orthonormal if self.device.type == "cpu" else linalg.orthonormal_by_products
+        return made(self, X, near, order, free)
 
-    panel = 256
-
-    def few(self, X: torch.Tensor) -> torch.Tensor:
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """In float64: a Gram matrix has the square of the condition number."""
-        return linalg.by_cholesky(self, X.double()).to(X.dtype)
+        return super().few(X.double(), noise).to(X.dtype)
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor:
         return torch.linalg.cholesky_ex(G)[0].mT

@@ -69,14 +69,14 @@ def based(E, begins, refreshes, stacks):
 
 
 def first_basis(E, Q, L):
-    return E.narrow(linalg.eigenbasis(E, L[1], E.wide(Q)))  # Q is the identity
+    return E.narrow(linalg.eigenbasis(E, E.wide(L[1]), E.wide(Q)))  # Q is the identity
 
 
 def next_basis(E, Q, L):
     """The basis, and the order that the columns of the one before have in it."""
     near = E.wide(Q)
-    LQ = E.precise(E.wide(L[0]), near)
-    sizes = (Q * LQ).sum(-2)  # the estimated eigenvalues diag(Q' L Q)
+    LQ = E.applied(L[0], near)
+    sizes = E.diagonal(near, LQ)  # the estimated eigenvalues diag(Q' L Q)
     order = linalg.descending(E, sizes)
     # L times the permuted Q is the permuted L Q
     LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, near))

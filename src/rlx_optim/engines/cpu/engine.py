@@ -9,25 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from ... import linalg, storage, threads
-from ...engine import ArrayEngine, Bundle, counted, without
+from ... import storage, threads
+from ...engine import Bundle, counted, without
 from ...language import REDUCTIONS, Reduction, Rule, signature
-from ...linalg import Coefficients
 from ...program import Drop, Each, Pass, Values
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
 from .kernels import CHUNK, Layout, compiled
-from .orthogonal import WIDE, orthogonalize_wide
+from .matrices import Matrices
 from .parallel import alone, alone_briefly, description, may_spread, spread
-from .triangular import multiply, multiply_transposed, solve_transposed
 from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
 BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
 #: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
 WORTHWHILE = 1 << 19
-LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
-SKEW = 1e-9  # how far from orthonormal what they give may be
 
 
 class Kernel:
@@ -294,7 +290,7 @@ def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
     return {end: [each.parts[end] for each in buffers] for end in buffers[0].parts}
 
 
-class Cpu(ArrayEngine):
+class Cpu(Matrices):
     """numba for what goes coordinate by coordinate, BLAS and LAPACK for matrices; float32 arithmetic unless asked for more."""
 
     name = "cpu"
@@ -345,66 +341,6 @@ class Cpu(ArrayEngine):
         if bundle.plan is None:
             bundle.plan = {}
         return super().values(bundle).set(_kernels=bundle.plan)
-
-    def wide(self, X: np.ndarray) -> np.ndarray:
-        return X.astype(np.float64)
-
-    def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
-        """Without a copy of X."""
-        flat = X.reshape(X.shape[0], -1)
-        norm: np.ndarray = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
-        return norm.reshape(-1, *[1] * (X.ndim - 1))
-
-    def where(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
-        whole = condition.all() and np.shape(yes) == np.broadcast_shapes(np.shape(condition), np.shape(no))
-        return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
-
-    def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
-        if X.shape[-1] < LARGE:
-            return np.linalg.qr(X)[0]
-        from scipy.linalg import qr
-
-        Q: np.ndarray = linalg.gram_schmidt(self, X.copy())
-        for x, q, skew in zip(X, Q, linalg.skew(self, Q), strict=True):
-            if not skew < SKEW:
-                q[...] = qr(x, mode="economic", check_finite=False)[0]
-        return Q
-
-    def cholesky(self, G: np.ndarray) -> np.ndarray:
-        try:
-            return np.linalg.cholesky(G).mT
-        except np.linalg.LinAlgError:
-            return np.full_like(G, np.nan)
-
-    def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
-        out = np.array(X, order="C")
-        for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
-            solve_transposed(r, x)
-        return out
-
-    def upper(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
-        out = np.empty(X.shape, self.dtype)
-        for r, x, y in zip(R, X, out, strict=True):
-            multiply(r, x, y)
-        return out
-
-    def upper_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
-        out = np.empty(X.shape, self.dtype)
-        for r, x, y in zip(R, X, out, strict=True):
-            multiply_transposed(r, x, y)
-        return out
-
-    def orthogonalize(self, X: np.ndarray, steps: int, coefficients: Coefficients, eps: float) -> np.ndarray:
-        shape = X.shape
-        X = X.reshape(*shape[:2], -1)
-        tall = X.shape[1] > X.shape[2]
-        wide = X.mT if tall else X
-        if wide.shape[2] < WIDE * wide.shape[1]:
-            plain: np.ndarray = super().orthogonalize(X, steps, coefficients, eps)
-            return plain.reshape(shape)
-        start = wide / (self.norm(wide) + eps)
-        done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
-        return (done.mT if tall else done).reshape(shape)
 
     # the compiled pass ---------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:

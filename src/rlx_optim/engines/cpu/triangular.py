@@ -1,4 +1,4 @@
-"""Products and solves with upper triangular matrices by recursion onto NumPy's matrix product, half of a full one's work.
+"""Products and solves with upper triangular matrices through NumPy's matrix product, half of a full one's work.
 
 Not through SciPy's BLAS: it is a second library with threads of its own, and the two keep each other's cores busy while they wait
 for work. Small solves are a compiled loop on the calling thread.
@@ -16,7 +16,8 @@ from numba import njit, types
 
 from .cache import compiled
 
-SMALL = 96  # rows below which a block is not split further
+SMALL = 96  # rows below which a solve is not split further
+STRIP = 192  # rows of a product that are taken at once
 
 
 def _substitute(R, X):
@@ -52,23 +53,23 @@ def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
 
 def multiply(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
     """out <- R X."""
-    n = len(R)
-    if n <= 2 * SMALL:
-        np.matmul(R, X, out=out)
-        return
-    k = n // 2
-    multiply(R[:k, :k], X[:k], out[:k])
-    out[:k] += R[:k, k:] @ X[k:]
-    multiply(R[k:, k:], X[k:], out[k:])
+    for k in range(0, len(R), STRIP):
+        np.matmul(R[k : k + STRIP, k:], X[k:], out=out[k : k + STRIP])
 
 
 def multiply_transposed(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
     """out <- R^T X."""
-    n = len(R)
-    if n <= 2 * SMALL:
-        np.matmul(R.T, X, out=out)
-        return
-    k = n // 2
-    multiply_transposed(R[:k, :k], X[:k], out[:k])
-    multiply_transposed(R[k:, k:], X[k:], out[k:])
-    out[k:] += R[:k, k:].T @ X[:k]
+    for k in range(0, len(R), STRIP):
+        end = k + STRIP
+        np.matmul(R[:end, k:end].T, X[:end], out=out[k:end])
+
+
+def multiply_upper(T: np.ndarray, R: np.ndarray, out: np.ndarray) -> None:
+    """out <- triu(T) R, a third of a full product's work."""
+    for k in range(0, len(R), STRIP):
+        rows, end = T[k : k + STRIP, k:].copy(), k + STRIP
+        rows[:, :STRIP] = np.triu(rows[:, :STRIP])
+        out[k:end, :k] = 0
+        for j in range(k, len(R), STRIP):
+            last = j + STRIP
+            np.matmul(rows[:, : last - k], R[k:last, j:last], out=out[k:end, j:last])

@@ -22,7 +22,7 @@ from ...linalg import Coefficients
 from ...program import Values, reordered
 from ...spec import KEY
 from ..torch_ import Torch
-from . import factors, noise, precise, products, replay
+from . import noise, panels, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .tables import Laid, Placed, Plan, Table, placed
@@ -270,11 +270,12 @@ class Matrices(Torch):
         A, B = dense(A), dense(B)
         return precise.product(A, B, most) if precise.pays(A, B) else super().precise(A, B)
 
-    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> None:
-        if precise.pays(A, B):
-            S -= precise.product(A, B, most)
+    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None, rough: bool = False) -> None:
+        if precise.pays(A, B) and not rough:
+            precise.less(S, A, B, most)
         else:
-            S.baddbmm_(A, B, alpha=-1)
+            with products.tf32() if rough and products.pays(A) and products.pays(B) else contextlib.nullcontext():
+                S.baddbmm_(A, B, alpha=-1)
 
     def square(self, X: Any, most: float | None = None) -> torch.Tensor:
         X = dense(X)
@@ -292,12 +293,13 @@ class Matrices(Torch):
         L.written()
         return L, L
 
-    @property
-    def panel(self) -> int:
-        return factors.WIDTH if self.dtype is torch.float32 else factors.TILE
+    panel = panels.WIDTH
 
-    def whiten(self, S: torch.Tensor, low: torch.Tensor, C: torch.Tensor) -> None:
-        factors.whiten(S, low, C)
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        return panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
+
+    def follow(self, noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> None:
+        panels.follow(noise, shares, before)
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""

@@ -111,13 +111,24 @@ def parts(X: torch.Tensor, factor: torch.Tensor | float, low: tuple[bool, ...], 
 
 def product(A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> torch.Tensor:
     """A B; most: what no entry is above, a power of two."""
-    left, right = (scales(sizes(A)), scales(sizes(B))) if most is None else (2.0 ** (HIGH - 1) / most,) * 2
+    if most is not None:
+        factor = 2.0 ** (HIGH - 1) / most
+        return scaled(A, B, factor, factor).mul_(factor**-2)
+    left, right = scales(sizes(A)), scales(sizes(B))
+    return scaled(A, B, left, right).mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # 1/(l·r) may be too small
+
+
+def less(S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float) -> None:
+    """S ← S − A B, in place."""
+    factor = 2.0 ** (HIGH - 1) / most
+    S.sub_(scaled(A, B, factor, factor), alpha=factor**-2)
+
+
+def scaled(A: torch.Tensor, B: torch.Tensor, left: torch.Tensor | float, right: torch.Tensor | float) -> torch.Tensor:
+    """(left·A)(right·B)."""
     high, low = False, True
     X, Y = parts(A, left, (high, high, low), 2), parts(B, right, (high, low, high), 1)
-    out = torch.bmm(X, Y, out_dtype=torch.float32) if A.device.type == "cuda" else X.float() @ Y.float()
-    if most is not None:
-        return out if left == 1 else out.mul_(left**-2)
-    return out.mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # their product may be too small a number
+    return torch.bmm(X, Y, out_dtype=torch.float32) if A.device.type == "cuda" else X.float() @ Y.float()
 
 
 def pays(*arrays: torch.Tensor) -> bool:

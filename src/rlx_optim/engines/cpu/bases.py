@@ -1,0 +1,116 @@
+"""Orthonormal bases of large matrices through NumPy's matrix products, with less work where a matrix leaves directions open.
+
+Not through SciPy's LAPACK: see `triangular`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .triangular import solve_transposed
+
+PANEL = 128  # columns whose reflections are applied at once
+NOTHING = 4096  # times the rounding of the largest entry: what is left of columns that others span
+STRAIGHT = 2.0**-20  # how far from orthonormal columns may be for one correction to do, in float32
+STRIP = 256  # columns that are taken at once
+ROWS = 512  # of a matrix that is widened
+
+
+def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
+    """The Q of X = QR by Householder's reflections, and how many columns they took: fewer than all where those span the rest."""
+    A, n = X.copy(), len(X)
+    nothing = NOTHING * np.finfo(A.dtype).eps * abs(A).max(initial=0)
+    blocks = []
+    for k in range(0, n, PANEL):
+        panel = A[k:, k : k + PANEL]
+        if not abs(panel).max() > nothing and not abs(A[k:, k:]).max() > nothing:
+            break
+        h, tau = np.linalg.qr(panel, mode="raw")
+        V = np.where(tau != 0, np.tril(h.T, -1) + np.eye(*panel.shape, dtype=A.dtype), 0)
+        T = np.linalg.inv(np.triu(V.T @ V, 1) + np.diag(1 / np.where(tau != 0, tau, 1)))  # their product is I − V T V^T
+        rest = A[k:, k + PANEL :]
+        rest -= V @ (T.T @ (V.T @ rest))
+        blocks.append((k, V, T))
+    Q = np.eye(n, dtype=A.dtype)
+    for k, V, T in reversed(blocks):
+        corner = Q[k:, k:]
+        corner -= V @ (T @ (V.T @ corner))
+    return Q, min(n, PANEL * len(blocks))
+
+
+def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues of symmetric L, descending, and eigenvectors: within its range, where a part of its columns spans it. Those of
+    eigenvalue 0 are any then, and come last."""
+    Q, rank = reflected(L)
+    if 2 * rank > len(L):
+        values, Q = np.linalg.eigh(L)
+        return values[::-1], Q[:, ::-1]
+    values, inside = np.zeros(len(L), L.dtype), Q[:, :rank]
+    values[:rank], V = np.linalg.eigh(inside.T @ (L @ inside))
+    values[:rank], Q[:, :rank] = values[:rank][::-1], inside @ V[:, ::-1]
+    order = np.argsort(-values, kind="stable")
+    return values[order], Q[:, order]
+
+
+def completed(Q: np.ndarray, first: int) -> bool:
+    """Q <- its Q of QR, of which the first columns are orthonormal, the others nearly, and nearly orthogonal to those. False
+    where they are not: then Q has changed, but not what its leading columns span."""
+    narrow = Q.astype(np.float32)
+    for k in range(first, len(Q), STRIP):
+        end = min(k + STRIP, len(Q))
+        strip = Q[:, k:end]
+        D = Q[:, :end].T @ strip
+        own = D[k:]
+        lengths = own.diagonal().copy()
+        np.fill_diagonal(own, lengths - 1)
+        if not max(D.max(), -D.min()) < STRAIGHT:
+            return False
+        own[...] = np.triu(own, 1)
+        strip -= narrow[:, :end] @ D.astype(np.float32)
+        strip /= np.sqrt(lengths)
+        narrow[:, k:end] = strip
+    return True
+
+
+def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
+    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal, X zeros. A column stays so where q'Lq is surely at most a share
+    of the largest: looked for once the trace leaves no more to those that are left."""
+    n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
+    for k in range(0, n, STRIP):
+        end = min(k + STRIP, n)
+        multiplied(L, Q[:, k:end], X[:, k:end])
+        sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
+        low = share * sizes.max()
+        if 4 * end <= 3 * n and abs(trace - sizes.sum()) <= low + 2.0**-22 * trace:
+            rest = end + np.flatnonzero(~(bounds(X[:, sizes > low], Q[:, sizes > low], Q[:, end:], trace) < low / 2))
+            X[:, rest] = multiplied(L, Q[:, rest], np.empty((n, len(rest))))
+            break
+
+
+def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """out <- L Q in the arithmetic of Q, a few rows of L at a time: a whole matrix of new memory takes as long as a product."""
+    for k in range(0, len(L), ROWS):
+        np.matmul(L[k : k + ROWS].astype(Q.dtype), Q, out=out[k : k + ROWS])
+    return out
+
+
+def bounds(X: np.ndarray, Q: np.ndarray, others: np.ndarray, trace: float) -> np.ndarray:
+    """What q'Lq is at most, for each of the others, where X = L·Q. L = W'W + rest with W'W = X (Q'X)^-1 X', and no eigenvalue of
+    what is left is above its trace."""
+    try:
+        R = np.linalg.cholesky(Q.T @ X).T
+    except np.linalg.LinAlgError:
+        return np.full(others.shape[1], np.inf)
+    W = X.T.copy()
+    solve_transposed(R, W)
+    inside = W.astype(np.float32) @ others.astype(np.float32)
+    found: np.ndarray = np.einsum("ij,ij->j", inside, inside) + abs(trace - np.vdot(W, W))
+    return found
+
+
+def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
+    """The lengths of the columns of R^-1, X = QR."""
+    inverse = np.eye(Q.shape[1], dtype=X.dtype)
+    solve_transposed(np.triu(Q.T @ X), inverse)
+    lengths: np.ndarray = np.sqrt(np.vecdot(inverse, inverse))
+    return lengths

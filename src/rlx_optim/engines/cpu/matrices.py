@@ -1,0 +1,158 @@
+"""What matrix rules ask of the cpu engine: products through NumPy's BLAS, and as little new memory as may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ... import linalg
+from ...engine import ArrayEngine
+from ...linalg import Coefficients
+from . import bases
+from .grams import average
+from .orthogonal import WIDE, orthogonalize_wide
+from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
+
+LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
+SKEW = 1e-9  # how far from orthonormal what they give may be
+
+
+class Matrices(ArrayEngine):
+    """The half of the engine that has no passes."""
+
+    dtype: np.dtype
+    stored: np.dtype
+
+    def wide(self, X: Any) -> np.ndarray:
+        found: np.ndarray = X() if callable(X) else X.astype(np.float64)
+        return found
+
+    def average_gram(self, L: np.ndarray, X: np.ndarray, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
+        """The first step alone asks for what was not rounded, and finds it then."""
+        U = self.wide(self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1))
+        out = np.empty(L.shape, self.stored)
+        for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
+            average(one, u, beta, alpha, new)
+        return out.astype(self.dtype, copy=False), lambda: linalg.average_gram(self, L, X, axis, beta, alpha)[1]
+
+    def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
+        """Without a copy of X."""
+        flat = X.reshape(X.shape[0], -1)
+        norm: np.ndarray = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
+        return norm.reshape(-1, *[1] * (X.ndim - 1))
+
+    def lines(self, X: np.ndarray, axis: int) -> np.ndarray:
+        """Likewise."""
+        sums: np.ndarray = np.vecdot(X, X) if axis == -1 else self.diagonal(X, X)
+        return np.expand_dims(sums, axis)
+
+    def where(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+        whole = condition.all() and np.shape(yes) == np.broadcast_shapes(np.shape(condition), np.shape(no))
+        return yes if whole else np.where(condition, yes, no)  # a copy less, nearly always
+
+    def take(self, X: np.ndarray, index: np.ndarray, axis: int) -> np.ndarray:
+        if X.shape[0] > 1 or index.size != index.shape[axis]:
+            return np.take_along_axis(X, index, axis)
+        flat = index.reshape(-1)
+        alike = len(flat) == X.shape[axis] and (flat == np.arange(len(flat))).all()
+        return X if alike else X.take(flat, axis)  # a copy less, mostly
+
+    def eigh(self, L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if L.shape[-1] < LARGE:
+            return super().eigh(L)
+        values, Q = zip(*map(bases.eigen, L), strict=True)
+        return np.stack(values), np.stack(Q)
+
+    def diagonal(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        """Without their product."""
+        found: np.ndarray = np.einsum("bij,bij->bj", A, B)
+        return found
+
+    def scaled(self, X: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        X *= factors
+        return X
+
+    def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
+        if L.shape[-1] < LARGE:
+            return super().applied(L, Q)  # type: ignore[no-any-return]
+        out = np.zeros_like(Q)
+        for one, q, x in zip(L, Q, out, strict=True):
+            bases.applied(one, q, x, linalg.ROUNDING[q.dtype.itemsize])
+        return out
+
+    def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
+        if X.shape[-1] < LARGE:
+            return np.linalg.qr(X)[0]
+        Q = X.copy()
+        for i, x in enumerate(X):
+            if surely or not self._by_products(Q[i : i + 1], len(x)):
+                Q[i] = bases.reflected(x)[0]
+        return Q
+
+    def extended(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
+        if X.shape[-1] < LARGE:
+            return self.qr(self.where(free[:, None, :], near, X))
+        Q = np.where(free[:, None, :], near, X)
+        for i, open_ in enumerate(free):
+            if not self._by_products(Q[i : i + 1], int((~open_).sum())):
+                Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
+        return Q
+
+    def _by_products(self, Q: np.ndarray, first: int) -> bool:
+        """Q <- its Q of QR, where the columns from `first` on are orthonormal already. Whether it is a basis."""
+        one, two = Q[..., :first], Q[..., first:]
+        if first:
+            linalg.gram_schmidt(self, one)
+        if first < len(Q[0]) and not bases.completed(Q[0], first):
+            two -= one @ (one.mT @ two)
+            linalg.gram_schmidt(self, two)
+        return bool((linalg.skew(self, Q) < SKEW).all())
+
+    def reach(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
+        out = np.ones(free.shape)
+        for q, x, bound, lengths in zip(Q, X, ~free, out, strict=True):
+            lengths[bound] = bases.reach(q[:, bound], x[:, bound])
+        return out
+
+    def cholesky(self, G: np.ndarray) -> np.ndarray:
+        try:
+            return np.linalg.cholesky(G).mT
+        except np.linalg.LinAlgError:
+            return np.full_like(G, np.nan)
+
+    def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+        out = np.array(X, order="C")
+        for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
+            solve_transposed(r, x)
+        return out
+
+    def upper(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
+        out = np.empty(X.shape, self.dtype)
+        for r, x, y in zip(R, X, out, strict=True):
+            multiply(r, x, y)
+        return out
+
+    def upper_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+        out = np.empty(X.shape, self.dtype)
+        for r, x, y in zip(R, X, out, strict=True):
+            multiply_transposed(r, x, y)
+        return out
+
+    def upper_upper(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
+        out = np.empty(R.shape, self.dtype)
+        for t, r, y in zip(T, R, out, strict=True):
+            multiply_upper(t, r, y)
+        return out
+
+    def orthogonalize(self, X: np.ndarray, steps: int, coefficients: Coefficients, eps: float) -> np.ndarray:
+        shape = X.shape
+        X = X.reshape(*shape[:2], -1)
+        tall = X.shape[1] > X.shape[2]
+        wide = X.mT if tall else X
+        if wide.shape[2] < WIDE * wide.shape[1]:
+            plain: np.ndarray = super().orthogonalize(X, steps, coefficients, eps)
+            return plain.reshape(shape)
+        start = wide / (self.norm(wide) + eps)
+        done = np.stack([orthogonalize_wide(matrix, steps, coefficients) for matrix in start])
+        return (done.mT if tall else done).reshape(shape)
