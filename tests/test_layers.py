@@ -79,8 +79,7 @@ MAY = {
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
 HEAVY_IN = {
-    "engine": {"scipy"},
-    "engines": {"numba", "llvmlite", "scipy", "torch", "jax", "triton"},
+    "engines": {"numba", "llvmlite", "torch", "jax", "triton"},
     "optax": {"jax", "optax"},
     "torch": {"torch"},
     "race": {"torch"},

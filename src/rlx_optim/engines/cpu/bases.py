@@ -73,18 +73,23 @@ def completed(Q: np.ndarray, first: int) -> bool:
 
 
 def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
-    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal, X zeros. A column stays so where q'Lq is surely at most a share
-    of the largest: looked for once the trace leaves no more to those that are left."""
+    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding, X zeros. A column stays so where q'Lq is surely
+    at most a share of the largest: all that are left, once they are found to have no more together."""
     n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
     for k in range(0, n, STRIP):
         end = min(k + STRIP, n)
         multiplied(L, Q[:, k:end], X[:, k:end])
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
-        low = share * sizes.max()
-        if 4 * end <= 3 * n and abs(trace - sizes.sum()) <= low + 2.0**-22 * trace:
-            rest = end + np.flatnonzero(~(bounds(X[:, sizes > low], Q[:, sizes > low], Q[:, end:], trace) < low / 2))
-            X[:, rest] = multiplied(L, Q[:, rest], np.empty((n, len(rest))))
+        low, left = share * sizes.max(), trace - sizes.sum()
+        if 4 * end <= 3 * n and abs(left) <= low + 2.0**-22 * trace and abs(left + overlap(Q[:, :end], X[:, :end])) < low / 2:
             break
+
+
+def overlap(Q: np.ndarray, X: np.ndarray) -> float:
+    """By how much tr(Q'X) exceeds that of X's part in what Q spans, (Q'Q)^-1 Q'X, Q being nearly orthonormal."""
+    D = Q.T @ Q
+    D[np.diag_indices_from(D)] -= 1
+    return float(np.vdot(D, Q.T @ X))
 
 
 def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -92,20 +97,6 @@ def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> np.ndarray:
     for k in range(0, len(L), ROWS):
         np.matmul(L[k : k + ROWS].astype(Q.dtype), Q, out=out[k : k + ROWS])
     return out
-
-
-def bounds(X: np.ndarray, Q: np.ndarray, others: np.ndarray, trace: float) -> np.ndarray:
-    """What q'Lq is at most, for each of the others, where X = L·Q. L = W'W + rest with W'W = X (Q'X)^-1 X', and no eigenvalue of
-    what is left is above its trace."""
-    try:
-        R = np.linalg.cholesky(Q.T @ X).T
-    except np.linalg.LinAlgError:
-        return np.full(others.shape[1], np.inf)
-    W = X.T.copy()
-    solve_transposed(R, W)
-    inside = W.astype(np.float32) @ others.astype(np.float32)
-    found: np.ndarray = np.einsum("ij,ij->j", inside, inside) + abs(trace - np.vdot(W, W))
-    return found
 
 
 def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:

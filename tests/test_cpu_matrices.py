@@ -1,0 +1,149 @@
+"""What the cpu engine does with large matrices, against NumPy."""
+
+import numpy as np
+import pytest
+
+from rlx_optim import linalg
+from rlx_optim.engines import get_engine
+from rlx_optim.engines.cpu import bases, triangular
+
+E = get_engine("cpu")
+
+
+def low_rank(n, rank, seed=0, least=1e-3):
+    """An average Gram matrix whose eigenvalues fall to `least` and then vanish, and its eigenvectors."""
+    V = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
+    return (V[:, :rank] * np.geomspace(1, least, rank)) @ V[:, :rank].T, V
+
+
+def apart(Q):
+    return abs(Q.T @ Q - np.eye(Q.shape[1])).max()
+
+
+@pytest.mark.parametrize(("n", "columns"), [(1, 3), (70, 5), (256, 9), (300, 40), (600, 20)])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_average_gram_is_that_of_float64_rounded(n, columns, precision):
+    rng, engine = np.random.default_rng(n), get_engine("cpu", precision=precision)
+    X, L = (rng.standard_normal((2, n, k)).astype(precision) for k in (columns, n))  # L need not be symmetric
+    for axis, Y in ((1, X), (2, X.mT.copy())):
+        stored, later = engine.average_gram(L, Y, axis, 0.9, 0.1)
+        want = 0.9 * L.astype(np.float64) + 0.1 * (X.astype(np.float64) @ X.astype(np.float64).mT)
+        np.testing.assert_allclose(stored, want.astype(np.float32), rtol=3e-7, atol=3e-8)
+        np.testing.assert_allclose(engine.wide(later), want, rtol=1e-12, atol=1e-13)
+        assert stored.dtype == engine.dtype
+    symmetric, _ = engine.average_gram(L + L.mT, X, 1, 0.9, 0.1)
+    np.testing.assert_array_equal(symmetric, symmetric.mT)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e30])
+def test_a_gram_matrix_that_is_not_finite_leaves_its_own_alone(bad):
+    X, L = np.ones((2, 300, 2), np.float32), np.ones((2, 300, 300), np.float32)
+    X[1, 299, 0] = bad
+    stored, _ = E.average_gram(L, X, 1, 0.5, 0.5)
+    np.testing.assert_array_equal(stored[1], L[1])
+    np.testing.assert_array_equal(stored[0], np.full((300, 300), 1.5, np.float32))
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 300])
+@pytest.mark.parametrize("rank", [0.2, 1.0])
+def test_reflections_are_a_qr_that_ends_where_nothing_is_left(n, rank):
+    X, rank = np.random.default_rng(n).standard_normal((n, n)), max(1, int(rank * n))
+    X[:, rank:] = X[:, :rank] @ np.random.default_rng(1).standard_normal((rank, n - rank))
+    X[:, n // 3] *= rank == n  # a zero before the others
+    Q, taken = bases.reflected(X)
+    assert apart(Q) < 1e-13
+    np.testing.assert_allclose(np.tril(Q.T @ X, -1), 0, atol=1e-10)
+    assert taken == min(n, -(-rank // bases.PANEL) * bases.PANEL)
+
+
+def test_reflections_of_nothing():
+    Q, taken = bases.reflected(np.zeros((300, 300)))
+    np.testing.assert_array_equal(Q, np.eye(300))
+    assert taken == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 100, 128, 290, 300])
+def test_eigenvectors_within_the_range(rank):
+    L, V = low_rank(300, rank)
+    values, Q = bases.eigen(L)
+    want = np.zeros(300)
+    want[:rank] = np.geomspace(1, 1e-3, rank)
+    np.testing.assert_allclose(values, want, atol=1e-13)
+    assert apart(Q) < 1e-12
+    np.testing.assert_allclose(abs((Q * V).sum(0))[:rank], 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("first", [0, 10, 300, 500])
+def test_what_is_nearly_orthonormal_is_completed(first):
+    """As bases are that were rounded to float32."""
+    n = 500
+    X = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0].astype(np.float32).astype(np.float64)
+    X[:, :first] = np.linalg.qr(X[:, :first])[0]
+    Q = X.copy()
+    assert bases.completed(Q, first)
+    assert apart(Q) < 1e-11
+    want = np.linalg.qr(X)[0]
+    np.testing.assert_allclose(Q, want * np.sign((want * X).sum(0)), atol=1e-11)
+
+
+def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did():
+    n, first = 600, 100
+    X = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
+    X[:, 450] += 1e-3 * X[:, 3]
+    Q = X.copy()
+    assert not bases.completed(Q, first)
+    np.testing.assert_allclose(abs((np.linalg.qr(Q)[0] * np.linalg.qr(X)[0]).sum(0)), 1, atol=1e-12)
+    found = E.extended(X[None], X[None], np.arange(n)[None] >= first)[0]
+    assert apart(found) < 1e-12
+
+
+@pytest.mark.parametrize("rank", [100, 256, 300, 900, 1000])
+def test_a_column_is_left_out_where_l_leaves_rounding_alone(rank):
+    n, share = 1000, linalg.ROUNDING[8]
+    L, V = low_rank(n, rank, least=1e-4)
+    L, Q = L.astype(np.float32), V.astype(np.float32).astype(np.float64)
+    X, want = np.zeros((n, n)), L.astype(np.float64) @ Q
+    bases.applied(L, Q, X, share)
+    missing = ~X.any(0)
+    np.testing.assert_allclose(X[:, ~missing], want[:, ~missing], atol=1e-14)
+    sizes = (Q * want).sum(0)
+    assert (sizes[missing] <= share * sizes.max()).all()
+    assert missing.sum() == (n - bases.STRIP * -(-rank // bases.STRIP) if rank <= 300 else 0)
+
+
+def test_a_column_that_l_does_not_leave_alone_is_found_behind_those_that_it_does():
+    n, share = 1000, linalg.ROUNDING[8]
+    L, V = low_rank(n, 200)
+    for size in (3 * share, 1e-2):
+        X = np.zeros((n, n))
+        bases.applied(L + size * np.outer(V[:, 990], V[:, 990]), V, X, share)
+        np.testing.assert_allclose(X[:, 990], size * V[:, 990], atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 191, 192, 193, 500])
+def test_products_with_triangular_matrices(n):
+    rng = np.random.default_rng(n)
+    T, X = rng.standard_normal((n, n)), rng.standard_normal((n, 7))
+    R = np.triu(rng.standard_normal((n, n)))
+    for multiply, A, B, want in (
+        (triangular.multiply, R, X, R @ X),
+        (triangular.multiply_transposed, R, X, R.T @ X),
+        (triangular.multiply_upper, T, R, np.triu(T) @ R),
+    ):
+        out = np.full(B.shape, np.nan)
+        multiply(A, B, out)
+        np.testing.assert_allclose(out, want, atol=1e-11)
+
+
+def test_reach_of_columns_that_are_not_free():
+    rng, n = np.random.default_rng(0), 40
+    X, free = rng.standard_normal((2, n, n)), rng.random((2, n)) < 0.3
+    Q = np.linalg.qr(X)[0]
+    np.testing.assert_allclose(E.reach(Q, X, free), linalg.reach(get_engine("reference"), Q, X, free), rtol=1e-9)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_take_by_an_order(axis):
+    X, order = np.random.default_rng(0).standard_normal((1, 5, 5)), np.array([[3, 1, 0, 4, 2]])
+    np.testing.assert_array_equal(linalg.permute(E, X, order, axis), X.take(order[0], axis))
+    assert linalg.permute(E, X, np.arange(5)[None], axis) is X
