@@ -11,20 +11,29 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-#: the files that take longest; they go first, so that no process is left alone with one at the end
+#: the files that take longest, compiling included; they go first, so that no process is left alone with one at the end
 LONG = (
     "test_distributed",
     "test_triton",
     "test_optax_routing",
-    "test_checkpoint_optax",
     "test_optax",
+    "test_optax_transforms",
+    "test_checkpoint_optax",
     "test_language",
     "test_torch_growth",
+    "test_torch",
     "test_faults_soap",
     "test_docs",
     "test_own",
+    "test_storage_torch",
     "test_sequences",
     "test_check",
+    "test_race",
+    "test_modifiers",
+    "test_storage_optax",
+    "test_engines",
+    "test_rounding",
+    "test_checkpoint_faults",
 )
 
 

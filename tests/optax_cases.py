@@ -11,6 +11,8 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 
 
+import helpers  # noqa: E402
+
 import rlx_optim  # noqa: E402
 from rlx_optim import optax as ours  # noqa: E402
 
@@ -18,6 +20,7 @@ jnp = jax.numpy
 FACTORIES = tuple(ours.known())
 TITLES = {name: kind.title for name, kind in ours.known().items()}
 MATRIX = tuple(name for name, kind in ours.known().items() if kind.matrix)
+KINDS = tuple(name for name, kind in ours.known().items() if kind.name in helpers.KINDS)
 FEW = {"w": (8, 6), "b": (8,), "s": ()}
 #: for tests of what all do
 QUICK = {name: {"learning_rate": 0.02} for name in FACTORIES} | {"sgd": {"learning_rate": 0.05, "momentum": 0.9}}

@@ -387,7 +387,7 @@ def by_number(opt, saved):
     return {**saved, "state": {i: saved["state"][name] for i, name in enumerate(names)}}
 
 
-@scenario(3, 4)
+@scenario(3, *MORE)
 def resumed(world):
     """What two ranks (or one process) saved, loaded here, and ten more steps."""
     import torch.distributed.checkpoint as dcp

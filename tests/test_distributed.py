@@ -241,7 +241,8 @@ def test_a_ddp_model_is_shared_out(results, size):
 @pytest.mark.parametrize(
     ("name", "size", "way"),
     [(name, 3, "dcp") for name in ALL]
-    + [(name, size, way) for name in KINDS for size, way in ((3, "own"), (3, "single"), (4, "dcp"))],
+    + [(name, 3, way) for name in KINDS for way in ("own", "single")]
+    + [pytest.param(name, 4, "dcp", marks=pytest.mark.slow) for name in KINDS],
 )
 def test_ten_steps_on_two_ranks_and_ten_on_others_are_twenty(results, name, size, way):
     params, state = results[size]["resumed"][0][name, way]

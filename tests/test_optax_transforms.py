@@ -6,14 +6,14 @@ import pytest
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 
-from helpers import distance  # noqa: E402
-from optax_cases import FACTORIES, FEW, QUICK, advance, apart, asarrays, build, jnp, objected, problem, run  # noqa: E402
+from helpers import distance, slowly  # noqa: E402
+from optax_cases import FACTORIES, FEW, KINDS, QUICK, advance, apart, asarrays, build, jnp, objected, problem, run  # noqa: E402
 
 from rlx_optim import optax as ours  # noqa: E402
 
 
 # ---- JAX's transformations -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", slowly(FACTORIES, KINDS))
 def test_one_trace_serves_every_step_and_rate(name):
     """The rate is an argument of the jitted step; the state keeps its structure, shapes and types."""
     traces = 0
