@@ -246,7 +246,8 @@ def test_everything_compiles_for_hopper():
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     of_rules = {"sweep", "tiles", "strips", "fold", "fold_lines", "fill"}
-    assert set(kernels) == of_rules | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew", "factor"}
+    of_panels = {"gram", "factor", "combine", "follows"}
+    assert set(kernels) == of_rules | of_panels | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
 
@@ -291,7 +292,7 @@ def built():
             half = torch.nn.Parameter(p.detach().bfloat16())
             half.grad = torch.ones_like(half)
             (front.AdamW if wanted == "int8" else front.Adafactor)([half], engine="triton", rounding=how).step()
-    from rlx_optim.engines.triton_ import factors, precise, products
+    from rlx_optim.engines.triton_ import panels, precise, products
 
     for side in (1024, 136):
         U = torch.ones(1, side, side)
@@ -300,8 +301,10 @@ def built():
         precise.product(U, U.mT)
         precise.product(U, U.mT, most=1)
         precise.square(U)
-    for n, dtype in ((64, torch.float32), (20, torch.float32), (32, torch.float64)):
-        factors.whiten(torch.ones(1, n, n, dtype=dtype), torch.ones(1, n, dtype=dtype), torch.ones(1, n, n, dtype=dtype))
+    for n, dtype in ((64, torch.float32), (20, torch.float64)):
+        noise = torch.ones(1, n, dtype=dtype)
+        panels.orthonormal(torch.ones(1, 300, n, dtype=dtype), noise)
+        panels.follow(noise, torch.ones(1, 40, n, dtype=dtype), torch.ones(1, 40, dtype=dtype))
     return {name: list(sizes.values()) for name, sizes in seen.items()}
 
 
