@@ -79,19 +79,20 @@ def panels(device="cpu"):
         X /= X.norm(dim=-2, keepdim=True)
         noise = torch.full((2, 100), 1e-10, device=device)
         here, before, off = slice(5, 5 + n), X.clone(), noise[:, 5 : 5 + n].double().cpu().numpy()
-        Q = orthonormal(X[..., here], noise[:, here])
-        want = linalg.by_pivots(get_engine("reference"), X[..., here].double().cpu().numpy(), off)
+        orthonormal(X[..., here], noise[:, here])
+        Q, beside = X[..., here], torch.cat((X - before, noise[:, None] - 1e-10), 1)
+        want = linalg.by_pivots(get_engine("reference"), before[..., here].double().cpu().numpy(), off)
         found[f"{n}"] = gap(Q.cpu(), torch.tensor(want))
-        found[f"{n}, one left out"] = float(
-            Q[1, :, n // 2].abs().sum() + (X - before).abs().sum() + (want[1, :, n // 2] != 0).sum()
-        )
+        found[f"{n}, one left out"] = float(Q[1, :, n // 2].abs().sum() + (want[1, :, n // 2] != 0).sum())
+        found[f"{n}, beside it"] = float(beside[..., :5].abs().sum() + beside[..., 5 + n :].abs().sum())
         found[f"{n}, noise"] = gap(noise[:, here].cpu(), torch.tensor(off))
-    X, noise = before[..., 10:80].contiguous(), torch.full((2, 70), 1e-10, device=device)
-    wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
-    linalg.gram_schmidt(Triton(torch.device(device)), X, noise)
-    linalg.gram_schmidt(get_engine("reference"), *wanted)
-    found["two panels"] = gap(X.cpu(), torch.tensor(wanted[0]))
-    found["two panels, noise"] = gap(noise.cpu(), torch.tensor(wanted[1]))
+    for rows, n in ((100, 70), (300, 200)):
+        X, noise = torch.randn(2, rows, n, device=device), torch.full((2, n), 1e-10, device=device)
+        wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
+        linalg.gram_schmidt(Triton(torch.device(device)), X, noise)
+        linalg.gram_schmidt(get_engine("reference"), *wanted)
+        found[f"{n} columns"] = gap(X.cpu(), torch.tensor(wanted[0]))
+        found[f"{n} columns, noise"] = gap(noise.cpu(), torch.tensor(wanted[1]))
     return found
 
 

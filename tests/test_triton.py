@@ -246,7 +246,7 @@ def test_everything_compiles_for_hopper():
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     of_rules = {"sweep", "tiles", "strips", "fold", "fold_lines", "fill"}
-    of_panels = {"gram", "factor", "combine", "follows"}
+    of_panels = {"gram", "factor", "combine", "follows", "shares", "less"}
     assert set(kernels) == of_rules | of_panels | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
@@ -305,7 +305,20 @@ def built():
         noise = torch.ones(1, n, dtype=dtype)
         panels.orthonormal(torch.ones(1, 300, n, dtype=dtype), noise)
         panels.follow(noise, torch.ones(1, 40, n, dtype=dtype), torch.ones(1, 40, dtype=dtype))
+    first, rest = torch.ones(1, 300, 64), torch.ones(1, 300, 20)
+    panels.without(rest, first, torch.ones(1, 20), torch.ones(1, 64))
+    panels.without(rest, first, None, None)
     return {name: list(sizes.values()) for name, sizes in seen.items()}
+
+
+def test_stacks_of_matrices_run_on_as_many_tracks_as_there_are(monkeypatch):
+    from rlx_optim.engines.triton_ import matrices, replay
+
+    monkeypatch.setattr(replay, "Track", lambda device: object())
+    engine, watch = types.SimpleNamespace(device=None), types.SimpleNamespace(tracks=[])
+    given = [matrices.Matrices._track(engine, watch) for _ in range(2 * replay.TRACKS)]
+    assert len(set(given[: replay.TRACKS])) == replay.TRACKS == len(watch.tracks)
+    assert given[replay.TRACKS :] == given[: replay.TRACKS]
 
 
 def test_without_a_gpu_it_is_refused():

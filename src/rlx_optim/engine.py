@@ -509,10 +509,6 @@ class ArrayEngine(storage.Words):
         the two is above, if that is known."""
         return A @ B
 
-    def less(self, S: Array, A: Array, B: Array, most: float | None = None, rough: bool = False) -> None:
-        """S ← S − A B, in place, likewise; rough: as `product` does."""
-        S -= self.product(A, B) if rough else self.precise(A, B, most)
-
     def square(self, X: Array, most: float | None = None) -> Array:
         """X X^T, likewise."""
         return X @ X.mT
@@ -543,13 +539,13 @@ class ArrayEngine(storage.Words):
     # what `linalg.gram_schmidt` asks
     panel: ClassVar[int] = 128  # columns that are taken at once
 
-    def few(self, X: Array, noise: Array | None = None) -> Array:
-        """The Q of such columns; with noise, as `linalg.gram_schmidt` says."""
-        return linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
+    def few(self, X: Array, noise: Array | None = None) -> None:
+        """The Q of such columns, in their memory; with noise, as `linalg.gram_schmidt` says."""
+        X[...] = linalg.by_cholesky(self, X) if noise is None else linalg.by_pivots(self, X, noise)
 
-    def follow(self, noise: Array, shares: Array, before: Array) -> None:
-        """What noise (B, n) becomes, in its place, as columns get shares (B, m, n) of those that are off by `before` (B, m)."""
-        noise[...] = linalg.larger(self, noise, self.row_max((shares * shares * before[:, :, None]).mT))
+    def without(self, rest: Array, first: Array, after: Array | None = None, before: Array | None = None) -> None:
+        """What `linalg.without` says."""
+        linalg.without(self, rest, first, after, before)
 
     def cholesky(self, G: Array) -> Array:
         """R, upper triangular, of G = R^T R."""

@@ -160,7 +160,8 @@ def gram_schmidt(E: Any, X: Any, noise: Any = None) -> Any:
     """The Q of X = QR, in X's own memory: by halves, the second less what the first spans.
 
     noise (B, n): the square of what a column of length 1 may be off. What that makes of later ones is followed, in its place, and
-    a column of which no more is left becomes zero. Without it, where columns depend on others, Q is no basis."""
+    a column of which no more is left becomes zero. Without it, where columns depend on others, Q is no basis, and where they
+    nearly do, none that `straightened` would mend."""
     X /= E.floor(E.sqrt(E.lines(X, -2)), TINY)
     _halve(E, X, noise)
     return X
@@ -169,19 +170,25 @@ def gram_schmidt(E: Any, X: Any, noise: Any = None) -> Any:
 def _halve(E: Any, X: Any, noise: Any) -> None:
     n, width = X.shape[-1], E.panel
     if n <= width:
-        X[...] = E.few(X, noise)
+        E.few(X, noise)
         return
     middle = width * -(-n // (2 * width))
-    one, two = slice(None, middle), slice(middle, None)
-    first, rest, (before, after) = X[..., one], X[..., two], (None, None) if noise is None else (noise[:, one], noise[:, two])
+    (first, rest), (before, after) = ((None, None) if of is None else (of[..., :middle], of[..., middle:]) for of in (X, noise))
     _halve(E, first, before)
-    shares = E.precise(first.mT, rest, most=1)
-    if noise is not None:
-        E.follow(after, shares, before)
-    E.less(rest, first, shares, most=1)
-    if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
-        E.less(rest, first, E.product(first.mT, rest), rough=True)
+    E.without(rest, first, after, before)
     _halve(E, rest, after)
+
+
+def without(E: Any, rest: Any, first: Any, after: Any, before: Any) -> None:
+    """Columns less what orthonormal `first` span, in their memory. With noise, which then decides, twice; `after` (B, k) follows,
+    where columns of `first` are off by `before` (B, m)."""
+    shares = E.precise(first.mT, rest, most=1)
+    rest -= E.precise(first, shares, most=1)
+    if after is None:
+        return
+    after[...] = larger(E, after, E.row_max((shares * shares * before[:, :, None]).mT))
+    if rest.dtype.itemsize < 8:  # what rounding left of it, which the columns' shrinking would enlarge
+        rest -= E.product(first, E.product(first.mT, rest))
 
 
 def by_cholesky(E: Any, X: Any) -> Any:

@@ -434,9 +434,11 @@ class Torch(ArrayEngine):
         made = linalg.orthonormal if self.device.type == "cpu" else linalg.orthonormal_by_products
         return made(self, X, near, order, free)
 
-    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
         """In float64: a Gram matrix has the square of the condition number."""
-        return super().few(X.double(), noise).to(X.dtype)
+        wide = X.double()
+        super().few(wide, noise)
+        X.copy_(wide)
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor:
         return torch.linalg.cholesky_ex(G)[0].mT

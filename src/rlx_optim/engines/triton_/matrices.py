@@ -116,7 +116,7 @@ class Matrices(Torch):
     def _track(self, watch: Any) -> replay.Track:
         """The next in turn of those that a lane's stacks run on."""
         if len(watch.tracks) < replay.TRACKS:
-            watch.tracks.append(replay.Track(self.device))
+            watch.tracks.insert(0, replay.Track(self.device))
         watch.tracks.append(watch.tracks.pop(0))
         return watch.tracks[-1]
 
@@ -270,13 +270,6 @@ class Matrices(Torch):
         A, B = dense(A), dense(B)
         return precise.product(A, B, most) if precise.pays(A, B) else super().precise(A, B)
 
-    def less(self, S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float | None = None, rough: bool = False) -> None:
-        if precise.pays(A, B) and not rough:
-            precise.less(S, A, B, most)
-        else:
-            with products.tf32() if rough and products.pays(A) and products.pays(B) else contextlib.nullcontext():
-                S.baddbmm_(A, B, alpha=-1)
-
     def square(self, X: Any, most: float | None = None) -> torch.Tensor:
         X = dense(X)
         return precise.square(X, most) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
@@ -295,11 +288,22 @@ class Matrices(Torch):
 
     panel = panels.WIDTH
 
-    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        return panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
+    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
+        panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
 
-    def follow(self, noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> None:
-        panels.follow(noise, shares, before)
+    def without(self, rest: torch.Tensor, first: torch.Tensor, after: Any = None, before: Any = None) -> None:
+        if precise.pays(rest, first):
+            shares = precise.product(first.mT, rest, 1)
+            precise.less(rest, first, shares, 1)
+            if after is not None:
+                panels.follow(after, shares, before)
+                with products.tf32():
+                    rest.baddbmm_(first, first.mT @ rest, alpha=-1)
+        elif panels.takes(rest, first):
+            for noise in (None,) if after is None else (after, None):
+                panels.without(rest, first, noise, before)
+        else:
+            super().without(rest, first, after, before)
 
     def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""

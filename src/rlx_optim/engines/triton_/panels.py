@@ -1,4 +1,5 @@
-"""A few columns made orthonormal (`linalg.by_pivots`), in float64 wherever their own number would be squared: three launches."""
+"""A few columns made orthonormal (`linalg.by_pivots`), in float64 wherever their own number would be squared: three launches.
+And columns less what a few others span (`linalg.without`): two."""
 
 # mypy: ignore-errors
 
@@ -12,6 +13,10 @@ import triton.language as tl
 TILE, WIDTH = 32, 64
 #: rows of a panel that a program takes at once, and most programs that share a Gram matrix
 ROWS, SHARED = 32, 8
+#: what entries up to 1 are scaled by for half precision, far from its overflow and its smallest
+SCALE = tl.constexpr(2.0**9)
+#: programs that share a product, if there are no others
+BUSY = 256
 TINY = tl.constexpr(2.0**-1000)
 
 
@@ -85,14 +90,72 @@ def factor(S, NOISE, C, n, nb, PARTS: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def combine(X, C, OUT, rows, n, xb, xr, xc, R: tl.constexpr, W: tl.constexpr):
-    """OUT (rows, n), contiguous, = X C'."""
+def combine(X, C, rows, n, xb, xr, xc, R: tl.constexpr, W: tl.constexpr):
+    """X (rows, n) ← X C'."""
     b = tl.program_id(1).to(tl.int64)
     w, r = tl.arange(0, W), tl.program_id(0) * R + tl.arange(0, R)
-    live = (r < rows)[:, None] & (w < n)[None, :]
-    x = tl.load(X + b * xb + r[:, None].to(tl.int64) * xr + w[None, :] * xc, mask=live, other=0.0).to(tl.float64)
-    found = product(x, tl.load(C + b * W * W + w[None, :] * W + w[:, None]))
-    tl.store(OUT + (b * rows + r[:, None]) * n + w[None, :], found, mask=live)
+    live, at = (r < rows)[:, None] & (w < n)[None, :], X + b * xb + r[:, None].to(tl.int64) * xr + w[None, :] * xc
+    x = tl.load(at, mask=live, other=0.0).to(tl.float64)
+    tl.store(at, product(x, tl.load(C + b * W * W + w[None, :] * W + w[:, None])), mask=live)
+
+
+@triton.jit
+def halves(x):
+    """x·SCALE as a sum of two of half precision, 22 bits of its 24."""
+    x *= SCALE
+    h = x.to(tl.float16)
+    return h, (x - h.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def shares(A, B, P, rows, m, k, ab, ar, bb, br, SHARE: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """A part of A'B, of SHARE rows of A (rows, m) and B (rows, k): part by part (m, k) in P."""
+    part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    tiles = tl.cdiv(k, W)
+    i, j = tl.program_id(1) // tiles * W + tl.arange(0, W), tl.program_id(1) % tiles * W + tl.arange(0, W)
+    acc = tl.zeros((W, W), tl.float32)
+    for start in range(0, SHARE, R):
+        r = part * SHARE + start + tl.arange(0, R)
+        live, at = (r < rows)[:, None], r[:, None].to(tl.int64)
+        ah, al = halves(tl.load(A + b * ab + at * ar + i[None, :], mask=live & (i < m)[None, :], other=0.0))
+        bh, bl = halves(tl.load(B + b * bb + at * br + j[None, :], mask=live & (j < k)[None, :], other=0.0))
+        acc = tl.dot(tl.trans(al), bh, acc)
+        acc = tl.dot(tl.trans(ah), bl, acc)
+        acc = tl.dot(tl.trans(ah), bh, acc)
+    inside = (i < m)[:, None] & (j < k)[None, :]
+    tl.store(P + (b * tl.num_programs(0) + part) * m * k + i[:, None] * k + j[None, :], acc * (1 / (SCALE * SCALE)), mask=inside)
+
+
+@triton.jit
+def less(
+    A, B, P, NOISE, BEFORE, rows, k, ab, ar, bb, br, nb, fb,
+    M: tl.constexpr, PARTS: tl.constexpr, FOLLOW: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """B (rows, k) ← B − A P, of the sum P (M, k) of parts; NOISE (k) no less than the largest P²·BEFORE of each column."""
+    b = tl.program_id(2).to(tl.int64)
+    r, j, w = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * W + tl.arange(0, W), tl.arange(0, W)
+    acc = tl.zeros((R, W), tl.float32)
+    noise = tl.zeros((W,), tl.float32)
+    for i in range(0, M, W):
+        live, at = (i + w < M)[:, None] & (j < k)[None, :], P + b * PARTS * M * k + (i + w)[:, None] * k + j[None, :]
+        p = tl.load(at, mask=live, other=0.0)
+        for part in range(1, PARTS):
+            p += tl.load(at + part * M * k, mask=live, other=0.0)
+        if FOLLOW:
+            before = tl.load(BEFORE + b * fb + i + w, mask=i + w < M, other=0.0)
+            noise = tl.maximum(noise, tl.max(p * p * before[:, None], 0))
+        ph, pl = halves(p)
+        inside = (r < rows)[:, None] & (i + w < M)[None, :]
+        ah, al = halves(tl.load(A + b * ab + r[:, None].to(tl.int64) * ar + (i + w)[None, :], mask=inside, other=0.0))
+        acc = tl.dot(al, ph, acc)
+        acc = tl.dot(ah, pl, acc)
+        acc = tl.dot(ah, ph, acc)
+    inside, at = (r < rows)[:, None] & (j < k)[None, :], B + b * bb + r[:, None].to(tl.int64) * br + j[None, :]
+    tl.store(at, tl.load(at, mask=inside, other=0.0) - acc * (1 / (SCALE * SCALE)), mask=inside)
+    if FOLLOW:
+        if tl.program_id(0) == 0:
+            off = NOISE + b * nb + j
+            tl.store(off, tl.maximum(tl.load(off, mask=j < k, other=0.0), noise), mask=j < k)
 
 
 @triton.jit
@@ -117,15 +180,36 @@ def follow(noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> N
     follows[(-(-n // TILE), batch)](noise, shares, before, n, *strides, m, WIDTH, TILE, num_warps=4)
 
 
-def orthonormal(X: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The Q of each X = QR (rows, n), n at most WIDTH, up to what noise (n) leaves out, in whose place is what became of it."""
+def orthonormal(X: torch.Tensor, noise: torch.Tensor) -> None:
+    """X ← the Q of each X = QR (rows, n), n at most WIDTH, but for what noise (n) leaves out; it becomes what it then is."""
     batch, rows, n = X.shape
-    blocks = -(-rows // ROWS)
-    share = ROWS * -(-blocks // SHARED)
+    share = shared(rows, ROWS, SHARED)
     parts = -(-rows // share)
     S, C = (X.new_empty((batch, k, WIDTH, WIDTH), dtype=torch.float64) for k in (parts, 1))
-    out = X.new_empty(X.shape)
     gram[(parts, batch)](X, S, rows, n, *X.stride(), share, ROWS, WIDTH, num_warps=4)
     factor[(batch,)](S, noise, C, n, noise.stride(0), parts, TILE, num_warps=4)
-    combine[(blocks, batch)](X, C, out, rows, n, *X.stride(), ROWS, WIDTH, num_warps=4)
-    return out
+    combine[(-(-rows // ROWS), batch)](X, C, rows, n, *X.stride(), ROWS, WIDTH, num_warps=4)
+
+
+def shared(rows: int, block: int, among: int) -> int:
+    """How many rows each of so many takes, in blocks."""
+    return block * -(-rows // (block * among))
+
+
+def takes(*arrays: torch.Tensor) -> bool:
+    return all(X.dtype is torch.float32 and X.stride(-1) == 1 for X in arrays)
+
+
+def without(rest: torch.Tensor, first: torch.Tensor, after: torch.Tensor | None, before: torch.Tensor | None) -> None:
+    """`linalg.without`, once; entries are at most 1."""
+    (batch, rows, k), m = rest.shape, first.shape[-1]
+    across, down = -(-k // WIDTH), -(-m // WIDTH)
+    share = shared(rows, WIDTH, max(1, min(SHARED, BUSY // (across * down * batch))))
+    parts = -(-rows // share)
+    P = rest.new_empty((batch, parts, m, k))
+    strides = (first.stride(0), first.stride(1), rest.stride(0), rest.stride(1))
+    shares[(parts, across * down, batch)](first, rest, P, rows, m, k, *strides, share, WIDTH, WIDTH, num_warps=4)
+    noise = (rest, rest, 0, 0) if after is None else (after, before, after.stride(0), before.stride(0))
+    less[(-(-rows // WIDTH), across, batch)](
+        first, rest, P, *noise[:2], rows, k, *strides, *noise[2:], m, parts, after is not None, WIDTH, WIDTH, num_warps=4,
+    )  # fmt: skip
