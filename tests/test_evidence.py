@@ -103,6 +103,25 @@ def test_the_table_is_what_the_records_say(raced):
     assert order[:4] == ["SOAP", "Muon", "AdamW", "Lion"]
 
 
+def test_without_shorter_runs_it_is_known_what_was_enough(raced, folder):
+    kept = [r for r in raced if r["optimizer"] != "muon" or r["seed"] == plan.TUNING_SEED or r["steps"] == 1000]
+    (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("muon", "lion"))  # a few steps, which are no shorter run
+    forget()
+    assert row(evidence.results(), "Muon")[8:10] == ["≤ 1,000", "≤ 100%"]
+    assert row(evidence.results(), "Lion")[8:10] == ["not in 1,000", "–"]
+    assert "Muon, AdamW's loss in at most 60% of AdamW's seconds: **not measured yet**" in evidence.marks()
+
+
+def test_where_no_decay_is_given_it_is_the_default(folder):
+    gone(plan.Pool(Valley(), file=folder / "a.jsonl"), optimizers=("adamw", "scion"))
+    forget()
+    assert row(evidence.results(), "Scion")[2] == "1"
+    assert row(evidence.rates(), "Scion")[1] == "1"
+    assert [cell.partition(":")[0] for cell in row(evidence.rates(), "Scion")[3].split(", ")] == ["0.1", "1"]
+    assert "Scion 1" in evidence.decays()
+
+
 def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
     assert row(evidence.costs(), "Muon")[1:] == ["10.0", "0.50", "0.00"]
     assert "Adan" not in evidence.costs()

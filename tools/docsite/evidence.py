@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def result(name: str) -> Result | None:
     losses = search.losses(settings, STEPS)
     learned = [r["train_loss"] for r in pool().of(name, STEPS) if r["settings"] == settings and "train_loss" in r]
     beside = plan.Search(pool(), "adamw", STEPS)
-    lengths = sorted({r["steps"] for r in pool().of(name)})
+    lengths = [round(share * STEPS) for share in (*plan.SHORTER, plan.LONGER, 1)]
     ends = {length: found for length in lengths if (found := search.losses(settings, length))}
     least = leads.reached(ends, plan.goal_of(pool(), STEPS))
     own, theirs = cost(name), cost("adamw")
@@ -204,7 +204,7 @@ def marks() -> str:
     lines = []
     for name, wanted in MARKS.items():
         found, title = result(name), spec_class(name).title
-        if found is None or not found.asked or result("adamw") is None:
+        if found is None or result("adamw") is None or (found.least and not found.asked):
             verdict = "not measured yet"
         elif found.least is None:
             verdict = f"not reached{so_far(found)}, in {STEPS:,} steps either"
@@ -228,13 +228,14 @@ def results() -> str:
     known = {name: found for name in list_optimizers() if (found := result(name))}
     rows = []
     for name, found in sorted(known.items(), key=lambda pair: pair[1].mean):
-        reached = NONE if not found.asked else f"not in {STEPS:,}" if found.least is None else f"{found.least:,}"
+        most = "" if found.asked else "≤ "
         rows.append(
             [
-                page(name), f"{found.settings['lr']:g}", f"{found.settings.get('weight_decay', 0):g}", spread(found.losses),
+                page(name), f"{found.settings['lr']:g}", f"{decay(name, found.settings):g}", spread(found.losses),
                 f"{found.learned:.3f}", str(len(found.losses)), str(found.rates),
-                said(found.lead) + so_far(found) * bool(found.lead), reached,
-                NONE if found.share is None else f"{found.share:.0%}",
+                said(found.lead) + so_far(found) * bool(found.lead),
+                f"not in {STEPS:,}" if found.least is None else f"{most}{found.least:,}",
+                NONE if found.share is None else f"{most}{found.share:.0%}",
             ]
         )  # fmt: skip
     head = [
@@ -266,22 +267,27 @@ def tried(name: str) -> list[dict[str, Any]]:
     return pool().of(name, plan.Search(pool(), name, STEPS).tuning, plan.TUNING_SEED)
 
 
+def decay(name: str, settings: Mapping[str, Any]) -> float:
+    """What it is given, or its default."""
+    field = spec_class(name).fields.get("weight_decay")
+    return float(settings.get("weight_decay", 0.0 if field is None else field.default))
+
+
 def rates() -> str:
     """The loss of the runs that searched, by the rate and by the decay that was tried."""
     rows = []
 
-    def cells(records: list[dict[str, Any]], key: str) -> str:
-        by = {
-            r["settings"].get(key, 0.0): f"{r['validation_loss']:.3f}" if "validation_loss" in r else "diverged" for r in records
-        }
+    def cells(found: Iterable[tuple[float, dict[str, Any]]]) -> str:
+        by = {value: f"{r['validation_loss']:.3f}" if "validation_loss" in r else "diverged" for value, r in found}
         return ", ".join(f"{value:g}: {by[value]}" for value in sorted(by)) or NONE
 
     for name in list_optimizers():
-        begun = SETTINGS["gpt"][name].get("weight_decay", 0.0)
-        rated = [r for r in tried(name) if r["settings"].get("weight_decay", 0.0) == begun]
+        begun = decay(name, SETTINGS["gpt"][name])
+        rated = [r for r in tried(name) if decay(name, r["settings"]) == begun]
         if rated:
-            decayed = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
-            rows.append([spec_class(name).title, f"{begun:g}", cells(rated, "lr"), cells(decayed, "weight_decay")])
+            longer = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
+            by_rate = cells((r["settings"]["lr"], r) for r in rated)
+            rows.append([spec_class(name).title, f"{begun:g}", by_rate, cells((decay(name, r["settings"]), r) for r in longer)])
     head = ["optimizer", "decay", "loss by rate", "loss by decay, at the best rate"]
     return table(head, rows) if rows else "None is committed yet."
 
@@ -310,7 +316,7 @@ def starts() -> str:
 
 def decays() -> str:
     """The decay of each that was raced, the largest first."""
-    found = {name: r.settings.get("weight_decay", 0.0) for name in list_optimizers() if (r := result(name))}
+    found = {name: decay(name, r.settings) for name in list_optimizers() if (r := result(name))}
     order = sorted(found, key=lambda name: (-found[name], name))
     return ", ".join(f"{spec_class(name).title} {found[name]:g}" for name in order) or "none yet"
 
