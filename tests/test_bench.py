@@ -22,7 +22,7 @@ REPORT = {"model", "tensors", "parameters", "settings", "machine", "rows", "note
 ROW = {
     "optimizer", "implementation", "ms_per_step", "ms_best", "ms_worst", "ns_per_parameter", "gb_per_second",
     "copy_gb_per_second", "copy_fraction", "state_bytes_per_parameter", "ratio_to_best_peer", "turns", "steps_per_turn",
-    "host_ms",
+    "host_ms", "compile_s",
 }  # fmt: skip
 MACHINE = {"cpu", "cores", "threads", "memory_gb", "load_average", "platform", "date", "versions"}
 
@@ -45,7 +45,9 @@ def test_the_jax_front_end(capsys, monkeypatch):
         assert not [label for label in field if "torch" in label]
         mine = field["ours, in JAX"]()
         mine.step()
+        mine.step()
         assert mine.state_bytes() > 0
+        assert mine.compile_s > 0
 
 
 @pytest.fixture(autouse=True)

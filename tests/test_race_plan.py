@@ -421,6 +421,14 @@ def test_the_gpt_learns_and_repeats(tiny, name):
     assert tiny.train(name, settings, 1, 4, "auto", quiet).losses[0] != run.losses[0]
 
 
+def test_what_takes_a_whole_run_is_told_its_steps(tiny):
+    settings = rates.SETTINGS["gpt"]["ademamix"]
+    whole = {**settings, "alpha_warmup": 12, "beta3_warmup": 12}
+    runs = [tiny.train("ademamix", each, 12, 0, "auto", lambda loss: None).losses for each in (settings, whole)]
+    assert settings != whole
+    assert runs[0] == runs[1]
+
+
 def test_a_gpt_that_leaves_is_stopped(tiny):
     run = tiny.train("sgd", {"lr": 1e38}, 60, 0, "auto", quiet)
     assert run.diverged_at is not None

@@ -175,7 +175,7 @@ def compete(name: str, request: Request, arrays: Any, copy: Contender, report: R
 
 def timing(entrant: Entrant) -> Timing:
     contender = entrant.contender
-    held = contender.state_bytes(), entrant.host, contender.kept, contender.rounding
+    held = contender.state_bytes(), entrant.host, contender.kept, contender.rounding, contender.compile_s
     return Timing(contender.label, entrant.seconds, entrant.steps, *held)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class Contender:
     moved: int = 0  # bytes of a step, for the copy
     kept: str = "float32"  # the format of its state
     rounding: str | None = None  # of weights in bfloat16
+    compile_s: float | None = None  # seconds until a step was traced and compiled, where that comes first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +201,11 @@ def jitted(label: str, rule: Any, params: Arrays, grads: Arrays, device: Any = N
     def put(arrays: Arrays) -> Any:
         return {name: jax.device_put(jax.numpy.array(array), place) for name, array in arrays.items()}
 
-    compiled, p, g = jax.jit(advance, donate_argnums=(0, 1)), put(params), put(grads)
-    now = [p, jax.device_put(jax.jit(rule.init)(p), place), g]  # all committed to the device, or the second step compiles again
+    p, g = put(params), put(grads)
+    now = [p, jax.device_put(jax.jit(rule.init)(p), place), g]  # all committed to the device
+    start = time.perf_counter()
+    compiled = jax.jit(advance, donate_argnums=(0, 1)).lower(*now).compile()
+    took = time.perf_counter() - start
 
     def step() -> None:
         now[:2] = compiled(*now)
@@ -214,7 +219,7 @@ def jitted(label: str, rule: Any, params: Arrays, grads: Arrays, device: Any = N
         now[2] = {name: jax.device_put(jax.numpy.array(array), place) for name, array in now[2].items()}
 
     held = lambda: sum(leaf.nbytes for leaf in jax.tree.leaves(now[1]))  # noqa: E731
-    return Contender(label, step, held, renew, None if device is None else wait)
+    return Contender(label, step, held, renew, None if device is None else wait, compile_s=took)
 
 
 def contender(peer: Peer, params: Arrays, grads: Arrays) -> Contender:

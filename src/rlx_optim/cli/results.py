@@ -58,6 +58,7 @@ class Timing:
     host_seconds: float | None = None  # until a step is enqueued
     kept: str = "float32"  # the format of its state
     rounding: str | None = None  # of weights in bfloat16
+    compile_s: float | None = None  # seconds until a step was compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Row:
     turns: int
     steps_per_turn: int
     host_ms: float | None = None  # until a step is enqueued, on a device
+    compile_s: float | None = None  # seconds until a step of a JAX program is traced and compiled
 
 
 @dataclasses.dataclass
@@ -210,6 +212,7 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
                 turns=len(t.seconds),
                 steps_per_turn=t.steps_per_turn,
                 host_ms=None if t.host_seconds is None else 1e3 * t.host_seconds,
+                compile_s=t.compile_s,
             )
         )
     return made

@@ -30,6 +30,7 @@ from ..torch.engines import KNOWN
 from . import Run, Settings, Tick
 from .char_gpt import build, tensors
 from .digits import HESSIAN_EVERY, finished
+from .rates import RUN
 
 CHECK = 50  # steps between looks at the loss
 WARM = 36  # steps before the clock starts, once an optimizer: they compile, and record what comes in every tenth step too
@@ -252,7 +253,7 @@ class Gpt:
     def train(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> Run:
         """`weights` among the settings is the format of the parameters; the rest is the optimizer's."""
         kind = f"{optimizer} {engine} {[(key, value) for key, value in settings.items() if isinstance(value, str)]}"
-        settings = dict(settings)
+        settings = {key: steps if value == RUN else value for key, value in settings.items()}
         self.weights = settings.pop("weights", "float32")
         if kind not in self.warmed:
             self._walk(optimizer, settings, min(WARM, steps), seed, engine, lambda loss: None)

@@ -1,7 +1,7 @@
 """The committed settings, by model and optimizer. lr is the peak: it falls to 0 along half a cosine (`gpt`: along a line).
 
 They come from `rlx-optim race --model M --tune`, rounded. "otherwise" is the AdamW for tensors that the rule does not take;
-"groups" gives a rule the head of a NumPy network too, which its name would keep out.
+"groups" gives a rule the head of a NumPy network too, which its name would keep out. RUN is as many steps as a run has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ SGD = {"momentum": 0.9, "nesterov": True}
 HEAD = {"groups": [{"match": "head.*", "use": "own"}]}
 DECAY = {"weight_decay": 0.1}
 SHORT = {"betas": (0.9, 0.95)}
+RUN = "run"
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "digits-mlp": {
@@ -106,9 +107,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "radam": {"lr": 2e-3, **SHORT},
         "qhadamw": {"lr": 2e-3, "betas": (0.95, 0.95), **DECAY},
         "stableadamw": {"lr": 2e-3, **SHORT, **DECAY},
-        "ademamix": {"lr": 2e-3, "betas": (0.9, 0.95, 0.999), **DECAY},
+        "ademamix": {"lr": 2e-3, "betas": (0.9, 0.95, 0.999), **DECAY, "alpha_warmup": RUN, "beta3_warmup": RUN},
         "adan": {"lr": 3e-3},
-        "adopt": {"lr": 2e-3, "betas": (0.9, 0.95)},
+        "adopt": {"lr": 2e-3, **SHORT},
         "laprop": {"lr": 2e-3, **SHORT},
         "lamb": {"lr": 1e-2, **SHORT},
         "lars": {"lr": 10.0, "weight_decay": 1e-4},
