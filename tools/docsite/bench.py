@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,9 +142,9 @@ def measured(name: str) -> str:
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
-def by_optimizer(model: str = "two-blocks") -> str:
+def by_optimizer(model: str = "two-blocks", among: Sequence[str] | None = None) -> str:
     rows = []
-    for name in list_optimizers():
+    for name in among or list_optimizers():
         if (model, name) in newest():
             m = newest()[model, name]
             peer = f"{m.peer}, {duration(m.peer_ms)}" if m.peer_ms else "none measured"

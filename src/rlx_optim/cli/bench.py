@@ -85,9 +85,10 @@ def show(report: Report) -> None:
     copies = sorted({row.copy_gb_per_second for row in report.rows if row.copy_gb_per_second is not None})
     if copies:
         say(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
-    compiled = [f"{row.optimizer}, {row.implementation}: {row.compile_s:.1f} s" for row in report.rows if row.compile_s is not None]
+    compiled = [row for row in report.rows if row.compile_s is not None]
     if compiled:
-        say(f"traced and compiled in: {'; '.join(compiled)}")
+        each = (f"{row.optimizer}, {row.implementation}: {row.compile_s:.1f} s" for row in compiled)
+        say(f"traced and compiled in: {'; '.join(each)}")
     for note in report.notes:
         say(note)
 
