@@ -116,11 +116,15 @@ def cost(name: str) -> Cost | None:
     return Cost(whole, own, statistics.median(peaks) if peaks else None)
 
 
+def rated(name: str) -> list[dict[str, Any]]:
+    """The short runs that tried rates, at the decay a search begins with."""
+    begun = decay(name, SETTINGS["gpt"][name])
+    return [r for r in tried(name) if decay(name, r["settings"]) == begun]
+
+
 def searched(name: str) -> list[dict[str, Any]]:
-    """The short runs that tried rates at the decay a search begins with, the smallest rate first; none that diverged."""
-    begun = SETTINGS["gpt"][name].get("weight_decay")
-    good = [r for r in tried(name) if "validation_loss" in r and r["settings"].get("weight_decay") == begun]
-    return sorted(good, key=lambda r: r["settings"]["lr"])
+    """Those that did not diverge, the smallest rate first."""
+    return sorted((r for r in rated(name) if "validation_loss" in r), key=lambda r: r["settings"]["lr"])
 
 
 def least(name: str) -> tuple[float, float]:
@@ -282,12 +286,10 @@ def rates() -> str:
         return ", ".join(f"{value:g}: {by[value]}" for value in sorted(by)) or NONE
 
     for name in list_optimizers():
-        begun = decay(name, SETTINGS["gpt"][name])
-        rated = [r for r in tried(name) if decay(name, r["settings"]) == begun]
-        if rated:
-            longer = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
-            by_rate = cells((r["settings"]["lr"], r) for r in rated)
-            rows.append([spec_class(name).title, f"{begun:g}", by_rate, cells((decay(name, r["settings"]), r) for r in longer)])
+        if by_rate := rated(name):
+            by_decay = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
+            begun, rates_ = decay(name, SETTINGS["gpt"][name]), cells((r["settings"]["lr"], r) for r in by_rate)
+            rows.append([spec_class(name).title, f"{begun:g}", rates_, cells((decay(name, r["settings"]), r) for r in by_decay)])
     head = ["optimizer", "decay", "loss by rate", "loss by decay, at the best rate"]
     return table(head, rows) if rows else "None is committed yet."
 

@@ -92,11 +92,10 @@ def overlap(Q: np.ndarray, X: np.ndarray) -> float:
     return float(np.vdot(D, Q.T @ X))
 
 
-def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> np.ndarray:
+def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> None:
     """out <- L Q in the arithmetic of Q, a few rows of L at a time: a whole matrix of new memory takes as long as a product."""
     for k in range(0, len(L), ROWS):
         np.matmul(L[k : k + ROWS].astype(Q.dtype), Q, out=out[k : k + ROWS])
-    return out
 
 
 def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
