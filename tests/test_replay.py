@@ -29,8 +29,10 @@ CASES = [
     ("Muon", {}),
     ("NorMuon", {}),
     ("Scion", {"momentum": 0.1}),
+    ("SOAP", {"precondition_frequency": 2}),
+    ("KronPSGD", {"preconditioner_update_probability": 0.5}),
 ]
-SHAPES = [(64, 48), (33, 17), (5,), (1,), (40, 3), (1000,)]
+SHAPES = [(64, 48), (33, 17), (64, 48), (48, 32), (5,), (1,), (40, 3), (1000,)]  # of matrices three stacks in one group
 
 
 def replays(opt):
@@ -44,7 +46,7 @@ def walk(case, moves, steps=12):
     name, settings = case
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.1) for shape in SHAPES]
-    groups = [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.1}]
+    groups = [{"params": params[:6]}, {"params": params[6:], "weight_decay": 0.1}]
     opt = getattr(ours, name)(groups, **settings)
     kept = []
     for t in range(steps):

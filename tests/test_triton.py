@@ -20,6 +20,7 @@ from test_engines import EVERY  # noqa: E402
 
 import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402
+from rlx_optim.engines.triton_.matrices import Matrices  # noqa: E402
 from rlx_optim.named import spec_class  # noqa: E402
 
 #: settings under which the front end does what the named API does
@@ -153,6 +154,37 @@ def capturable(cases=EVERY):
 def give(tensors, grads):
     for k, p in tensors.items():
         p.grad = torch.tensor(grads[k], device=p.device)
+
+
+def test_numbers_on_the_device_are_those_of_the_host_in_the_interpreter():
+    """A replayed step reads its numbers from the device, the first steps have them from the host: no bit may differ."""
+    assert in_the_interpreter("numbers") == []
+
+
+def numbers():
+    """The matrix rules of which one does."""
+    warnings.simplefilter("ignore")
+    launched, found = Matrices._matrices, []
+
+    def sent(self, bundle, numbers, move=True):
+        there = {"_t": torch.tensor(float(bundle.t), dtype=torch.float64)}
+        for name, value in numbers.items():
+            counts = name in bundle.spec.counters() or isinstance(value, (bool, np.bool_)) or value is None
+            there[name] = value if counts else torch.tensor(value, dtype=torch.float64)
+        return launched(self, bundle, there, move)
+
+    for case in ONCE:
+        if case[0] in MATRIX:
+            ends = []
+            for Matrices._matrices in (launched, sent):
+                tensors, opt, gradients, _ = two_groups(case, False)
+                for grads in gradients:
+                    give(tensors, grads)
+                    opt.step()
+                ends.append([p.detach() for p in tensors.values()])
+            found += [] if all(map(torch.equal, *ends)) else [case[0]]
+    Matrices._matrices = launched
+    return found
 
 
 def test_decisions_on_the_device_in_the_interpreter():

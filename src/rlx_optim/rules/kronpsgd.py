@@ -161,7 +161,8 @@ class KronPSGD(Spec):
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
-                    new[i] = f - E.scaled(E.upper_upper(T1 - T2, f), x.precond_lr / linalg.spectral_bound(E, T1 + T2))
+                    share = 1 / linalg.spectral_bound(E, T1 + T2)
+                    new[i] = f - E.scaled(E.upper_upper(T1 - T2, f), x.precond_lr * share)
                 else:
                     new[i] = f - x.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
