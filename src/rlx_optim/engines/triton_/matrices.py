@@ -9,6 +9,7 @@ shapes differ.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -316,8 +317,10 @@ class Matrices(Torch):
         for k, stack in enumerate(stacks):
             for axis, Q in stack[0].items():
                 sizes.setdefault(Q.shape[1:], []).append((k, axis))
-        others, plan = list(sizes)[1:] if replay.recording() else [], self.now["_plan"]
-        aside = [plan.cached(("aside", n), lambda: torch.cuda.Stream(self.device)) for n in others]
+        plan, aside = self.now["_plan"], []
+        for n, _ in sizes if replay.recording() else ():
+            made = functools.partial(torch.cuda.Stream, self.device, priority=replay.urgency(n))
+            aside.append(plan.cached(("aside", n), made))
         with replay.branches(self.device, aside) as branch:
             for chosen in sizes.values():
                 with branch():

@@ -9,12 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .precise import HIGH, halves
+
 #: rows and columns of a tile of a Cholesky factor, and columns of a panel
 TILE, WIDTH = 32, 64
 #: rows of a panel that a program takes at once, and most programs that share a Gram matrix
 ROWS, SHARED = 32, 8
 #: what entries up to 1 are scaled by for half precision, far from its overflow and its smallest
-SCALE = tl.constexpr(2.0**9)
+SCALE = tl.constexpr(2.0 ** (HIGH - 1))
 #: programs that share a product, if there are no others
 BUSY = 256
 TINY = tl.constexpr(2.0**-1000)
@@ -100,14 +102,6 @@ def combine(X, C, rows, n, xb, xr, xc, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def halves(x):
-    """x·SCALE as a sum of two of half precision, 22 bits of its 24."""
-    x *= SCALE
-    h = x.to(tl.float16)
-    return h, (x - h.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def shares(A, B, P, rows, m, k, ab, ar, bb, br, SHARE: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """A part of A'B, of SHARE rows of A (rows, m) and B (rows, k): part by part (m, k) in P."""
     part, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -117,8 +111,8 @@ def shares(A, B, P, rows, m, k, ab, ar, bb, br, SHARE: tl.constexpr, R: tl.const
     for start in range(0, SHARE, R):
         r = part * SHARE + start + tl.arange(0, R)
         live, at = (r < rows)[:, None], r[:, None].to(tl.int64)
-        ah, al = halves(tl.load(A + b * ab + at * ar + i[None, :], mask=live & (i < m)[None, :], other=0.0))
-        bh, bl = halves(tl.load(B + b * bb + at * br + j[None, :], mask=live & (j < k)[None, :], other=0.0))
+        ah, al = halves(tl.load(A + b * ab + at * ar + i[None, :], mask=live & (i < m)[None, :], other=0.0) * SCALE)
+        bh, bl = halves(tl.load(B + b * bb + at * br + j[None, :], mask=live & (j < k)[None, :], other=0.0) * SCALE)
         acc = tl.dot(tl.trans(al), bh, acc)
         acc = tl.dot(tl.trans(ah), bl, acc)
         acc = tl.dot(tl.trans(ah), bh, acc)
@@ -144,9 +138,9 @@ def less(
         if FOLLOW:
             before = tl.load(BEFORE + b * fb + i + w, mask=i + w < M, other=0.0)
             noise = tl.maximum(noise, tl.max(p * p * before[:, None], 0))
-        ph, pl = halves(p)
+        ph, pl = halves(p * SCALE)
         inside = (r < rows)[:, None] & (i + w < M)[None, :]
-        ah, al = halves(tl.load(A + b * ab + r[:, None].to(tl.int64) * ar + (i + w)[None, :], mask=inside, other=0.0))
+        ah, al = halves(tl.load(A + b * ab + r[:, None].to(tl.int64) * ar + (i + w)[None, :], mask=inside, other=0.0) * SCALE)
         acc = tl.dot(al, ph, acc)
         acc = tl.dot(ah, pl, acc)
         acc = tl.dot(ah, ph, acc)

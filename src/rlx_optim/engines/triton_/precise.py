@@ -26,6 +26,13 @@ SIDE, DEPTH = 128, 64
 
 
 @triton.jit
+def halves(x):
+    """x as the sum of two of half precision, 22 bits of its 24."""
+    h = x.to(tl.float16)
+    return h, (x - h.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def split(
     X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, EACH: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
@@ -36,8 +43,7 @@ def split(
     c = tl.program_id(1) * C + tl.arange(0, C)
     live = (r[:, None] < rows) & (c[None, :] < columns)
     x = tl.load(X + b * sb + r[:, None] * sr + c[None, :], mask=live, other=0.0) * (tl.load(FACTOR + b) if EACH else FACTOR)
-    h = x.to(tl.float16)
-    l = (x - h.to(tl.float32)).to(tl.float16)
+    h, l = halves(x)
     for k in tl.static_range(len(LOW)):
         value = l if LOW[k] else h
         tl.store(OUT + k * part + b * ob + r[:, None] * orow + c[None, :], value, mask=live)

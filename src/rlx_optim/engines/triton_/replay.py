@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ PAGES = 8  # sets of numbers that may be under way to the device at once
 SHORT = 1 << 28  # entries up to which a single launch is recorded: above, numbers that are read from tables cost more than it
 PATIENCE = 8  # how often passes are recorded anew before they are launched one by one for good
 TRACKS = 4  # of stacks of matrices that run beside each other
+SOON = 512  # a basis of more rows has a longer way to go than others: it goes first, by the logarithm
 _thread = threading.local()
 
 
@@ -90,6 +92,11 @@ class Page:
         self.sent.record(torch.cuda.current_stream(room.device))
 
 
+def urgency(n: int) -> int:
+    """The priority of the stream of a basis of n rows; what is less than 0 goes first, and -3 is as far as it goes."""
+    return -min(3, max(0, round(math.log2(n / SOON))))
+
+
 class Track:
     """A stream with scratch of its own. Who sends something down it lets what comes after wait for it (`joined`)."""
 
@@ -111,11 +118,11 @@ class Track:
 
 @contextlib.contextmanager
 def branches(device: torch.device, streams: list[Any]) -> Iterator[Callable[[], Any]]:
-    """What is done in each block that this gives does not wait for the others: the first stays where it is, the next ones go to
-    these streams, as far as there are any. What comes after waits for all."""
+    """What is done in each block that this gives does not wait for the others: each goes to the next of these streams, or stays
+    where it is when there are none. What comes after waits for all."""
     here = torch.cuda.current_stream(device) if streams else None
     start = here.record_event() if streams else None
-    left: list[Any] = [None, *streams]
+    left = list(streams)
 
     @contextlib.contextmanager
     def branch() -> Iterator[None]:
