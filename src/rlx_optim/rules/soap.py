@@ -65,7 +65,10 @@ def based(E, begins, refreshes, stacks):
     def same(stacks):
         return [stack[:3] for stack in stacks]
 
-    return E.cond(begins, begin, lambda stacks: E.cond(refreshes, refresh, same, stacks), stacks)
+    def renewed(stacks):
+        return E.cond(begins, begin, refresh, stacks)
+
+    return E.cond(refreshes, renewed, same, stacks)  # which the first call is too
 
 
 def first_basis(E, Q, L):
