@@ -1,6 +1,7 @@
 """What the documentation says of races and numbers, against the files it is made from."""
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -177,11 +178,17 @@ def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
 
 
 def test_training_steps_are_shown_beside_adamw(folder):
-    assert evidence.steps() == "No run is committed yet."
+    assert evidence.steps() == evidence.frequencies() == "No run is committed yet."
     gone(plan.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
     forget()
     assert row(evidence.steps(), "SOAP, precondition frequency 1")[1:] == ["10.0", "1.00×", "0.50"]
     assert len(evidence.steps().splitlines()) == 2 + 3
+    gone(plan.Pool(Valley(), file=folder / "f.jsonl"), "frequency", ("soap",))
+    forget()
+    short, half = (f"{1 + 100 / steps + 0.01 * math.sin(plan.TUNING_SEED):.3f}" for steps in (250, 500))
+    assert row(evidence.frequencies(), "SOAP, a new basis every step")[1:] == [short, half, "10.0"]
+    assert row(evidence.frequencies(), "SOAP, every 2 steps")[1:] == [short, "–", "–"]
+    assert row(evidence.frequencies(), "AdamW")[1:] == ["–", "–", "10.0"]
 
 
 def test_sentences_go_with_the_verdicts(raced):
@@ -232,18 +239,32 @@ def test_what_the_page_says_of_learning_by_heart_is_so():
     forget()
     found = {name: r for name in list_optimizers() if (r := evidence.result(name))}
     assert min(found, key=lambda name: found[name].learned) == "soap"
-    search = plan.Search(evidence.pool(), "soap", 1000)
-    assert search.losses(search.winner(), 600)[0] < search.losses(search.winner(), 1000)[0]
 
-    def muon(lr, decay, steps=1000):
-        runs = evidence.pool().of("muon", steps, 0)
+    def run(name, lr, decay, steps=1000):
+        runs = evidence.pool().of(name, steps, 0)
         return next(r for r in runs if (r["settings"]["lr"], r["settings"]["weight_decay"]) == (lr, decay))
 
-    weak = muon(0.0346, 0.01)
+    long, *shorter = (run("soap", 0.00173, 0.5, steps)["test_loss"] for steps in (1000, 600, 750))
+    assert long > max(shorter)
+    weak = run("muon", 0.0346, 0.01)
     assert [f"{weak['train_loss']:.3f}", f"{weak['test_loss']:.3f}"] == ["0.436", "0.839"]
-    assert f"{muon(0.0346, 0.01, 600)['test_loss']:.3f}" == "0.813"
-    assert muon(0.0346, 0.25)["test_loss"] < muon(0.0346, 0.25, 600)["test_loss"]
-    assert muon(0.02, 0.25)["test_loss"] - muon(0.06, 0.25)["test_loss"] == pytest.approx(0.02, abs=0.001)
+    assert f"{run('muon', 0.0346, 0.01, 600)['test_loss']:.3f}" == "0.813"
+    assert run("muon", 0.0346, 0.25)["test_loss"] < run("muon", 0.0346, 0.25, 600)["test_loss"]
+    for name, small, large, decay, said in (
+        ("muon", 0.02, 0.06, 0.25, "0.02"), ("soap", 0.00173, 0.003, 0.5, "0.03"), ("nadamw", 0.002, 0.00346, 0.5, "0.01"),
+    ):  # fmt: skip
+        assert f"{run(name, small, decay)['test_loss'] - run(name, large, decay)['test_loss']:.2f}" == said
+
+
+def test_what_the_page_says_of_soaps_frequency_is_so():
+    forget()
+    by = {n: row(evidence.frequencies(), f"SOAP, {evidence.often(n)}") for n in plan.FREQUENCIES}
+    adamw = row(evidence.frequencies(), "AdamW")
+    assert float(by[1][1]) < float(by[2][1]) < float(by[4][1]) < float(adamw[1]) < float(by[10][1])
+    assert float(by[2][1]) - float(by[1][1]) < 0.011
+    assert 500 * float(by[1][3]) / (1000 * float(adamw[3])) == pytest.approx(1.3, abs=0.05)
+    beside = plan.Search(evidence.pool(), "adamw", 1000)
+    assert float(by[1][2]) > beside.tried(1000, 0)[0]["validation_loss"]  # not reached in these either
 
 
 # ---- the other pages ----------------------------------------------------------------------------------------------------

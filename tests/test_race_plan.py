@@ -94,7 +94,7 @@ def test_decays_are_tried_at_half_length_while_the_largest_is_the_best(optimizer
 
 
 def test_shorter_runs_until_adamws_loss_is_missed():
-    for gain, expected in ((0.0, [600, 750]), (0.08, [600, 500]), (0.3, [600, 500, 400])):
+    for gain, expected in ((-0.1, []), (0.0, [600, 750]), (0.08, [600, 500]), (0.3, [600, 500, 400])):
         model = Valley(muon=gain, noise=0.0)
         pool = plan.Pool(model)
         assert gone(pool, optimizers=("adamw", "muon"))
@@ -103,7 +103,7 @@ def test_shorter_runs_until_adamws_loss_is_missed():
         again = {
             (steps, seed) for name, _, steps, seed in model.trained if name == "muon" and 250 < steps < 1000 and seed in (1, 2)
         }
-        least = {0.0: None, 0.08: 600, 0.3: 400}[gain]
+        least = {0.08: 600, 0.3: 400}.get(gain)
         assert again == ({(least, 1), (least, 2)} if least else set())
 
 
@@ -147,11 +147,24 @@ def test_training_steps_are_compared_at_more_than_one_setting():
     pool = plan.Pool(model)
     assert gone(pool, "steps", rlx_optim.list_optimizers())
     assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 120) for n, more in plan.STEPS.items() for _ in more]
-    assert [r["settings"]["precondition_frequency"] for r in pool.of("soap")] == [10, 1]
+    assert [r["settings"]["precondition_frequency"] for r in pool.whose["soap"]] == [10, 1]
+    assert pool.of("soap") == []  # they are no part of a search
     assert all(r["training_ms"] == pytest.approx(10.0) for r in pool.records)
     assert plan.late_ms([5.0]) == 5000.0
     assert plan.late_ms([100.0, 101.0, 102.0, 104.0]) == 1500.0  # the first may take long
     assert plan.late_ms([100.0, 101.0, 103.0]) == 1500.0
+
+
+def test_bases_are_renewed_at_several_frequencies():
+    model = Valley()
+    pool = plan.Pool(model)
+    assert gone(pool, optimizers=("soap",))
+    winner, made = plan.Search(pool, "soap", 1000).winner(), len(pool.records)
+    assert gone(pool, "frequency", rlx_optim.list_optimizers())
+    found = [(r["steps"], r["settings"]["precondition_frequency"], r["settings"]["weight_decay"]) for r in pool.records[made:]]
+    assert found == [(steps, n, winner["weight_decay"]) for steps, n in [*((250, n) for n in plan.FREQUENCIES), (500, 1)]]
+    assert {r["seed"] for r in pool.records[made:]} == {plan.TUNING_SEED}
+    assert plan.following(pool, "race", ("soap",), 1000) is None
 
 
 def test_what_diverges_everywhere_is_no_winner():

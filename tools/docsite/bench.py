@@ -253,3 +253,21 @@ def on_a_gpu(model: str) -> str:
         "best of each, graphs too",
     ]
     return table(head, lines)
+
+
+def in_jax() -> str:
+    """Ours under JAX beside optax, from the committed run on a GPU."""
+    rows = json.loads((ROOT / "benchmarks" / "jax-h200-2026-11-16.json").read_text())["rows"]
+    pairs: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        pairs.setdefault(row["optimizer"], {})[row["implementation"]] = row
+    lines = []
+    for name, by in pairs.items():
+        ours, theirs = by["ours, in JAX"], by["optax"]
+        milliseconds = [f"{figures(row[key])}" for row in (ours, theirs) for key in ("ms_per_step", "ms_best", "ms_worst")]
+        lines.append(
+            [spec_class(name).title, "{}, {} … {}".format(*milliseconds[:3]), "{}, {} … {}".format(*milliseconds[3:]),
+             times(theirs["ms_per_step"] / ours["ms_per_step"]), f"{ours['compile_s']:.1f}", f"{theirs['compile_s']:.1f}"]
+        )  # fmt: skip
+    head = ["rule", "ours, ms: median, best … worst", "optax's", "ratio", "compiled in, s", "optax's, s"]
+    return table(head, lines, right=(3, 4, 5))

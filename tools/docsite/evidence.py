@@ -340,6 +340,30 @@ def steps() -> str:
     return table(head, rows, right=(1, 2, 3)) if rows else "No run is committed yet."
 
 
+def frequencies() -> str:
+    """SOAP's loss by how many steps there are between two bases, and AdamW's in runs as long."""
+    search, beside = (plan.Search(pool(), name, STEPS) for name in ("soap", "adamw"))
+    lengths = (search.tuning, search.half)
+    found = {(job.settings["precondition_frequency"], job.steps): pool().has(job) for job in search.frequencies()}
+    stepped = {job.settings["precondition_frequency"]: pool().has(job) for job in search.stepped()}
+    best = [next(iter(beside.tried(steps, plan.TUNING_SEED)), None) for steps in lengths]
+    rows = [["AdamW", *best, pool().has(next(beside.stepped()))]]
+    rows += [[f"SOAP, {often(n)}", *(found.get((n, steps)) for steps in lengths), stepped.get(n)] for n in plan.FREQUENCIES[::-1]]
+    if not any(row[1] for row in rows[1:]):
+        return "No run is committed yet."
+    cells = [[words, *(loss_of(r) for r in ends), f"{r['training_ms']:.1f}" if r else NONE] for words, *ends, r in rows]
+    return table(["", *(f"loss after {steps} steps" for steps in lengths), "ms a training step"], cells, right=(1, 2, 3))
+
+
+def often(n: int) -> str:
+    return "a new basis every step" if n == 1 else f"every {n} steps"
+
+
+def loss_of(record: Mapping[str, Any] | None) -> str:
+    """What settings are chosen by."""
+    return f"{record['validation_loss']:.3f}" if record and "validation_loss" in record else NONE
+
+
 def storage() -> str:
     """The loss with state in fewer bits and with bfloat16 weights, and how far it is from float32's at equal seeds."""
     rows, forms = [], {**plan.FORMATS, **plan.HALVES}

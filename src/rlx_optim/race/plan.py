@@ -53,7 +53,9 @@ FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float3
 HALVES: dict[str, Settings] = {
     f"weights bfloat16, {how}": {"weights": "bfloat16", "rounding": how} for how in ("nearest", "stochastic", "exact")
 }
-STORED = {"state_dtype", "weights"}  # settings of runs that are no part of a search
+FREQUENCIES = (1, 2, 4, 10)  # steps between two bases of SOAP's
+#: settings of runs that are no part of a search
+ASIDE = {"state_dtype", "weights", "precondition_frequency", "preconditioner_update_probability"}
 
 Record = dict[str, Any]
 
@@ -149,10 +151,10 @@ class Pool:
         return record
 
     def of(self, optimizer: str, steps: int | None = None, seed: int | None = None) -> list[Record]:
-        """The runs of an optimizer in the order they were made; those that store their state in fewer bits are not among them."""
+        """The runs of an optimizer in the order they were made, but for those of a setting that is not searched (ASIDE)."""
         return [
             record for record in self.whose.get(optimizer, ())
-            if not STORED & record["settings"].keys() and steps in (None, record["steps"]) and seed in (None, record["seed"])
+            if not ASIDE & record["settings"].keys() and steps in (None, record["steps"]) and seed in (None, record["seed"])
         ]  # fmt: skip
 
     def timed(self, optimizer: str, steps: int) -> list[Record]:
@@ -281,9 +283,9 @@ class Search:
         return None if settings is None else Job(self.optimizer, settings, round(share * self.steps), seed)
 
     def lengths(self) -> Iterator[Job]:
-        """Ever shorter runs, while they end at or below AdamW's loss after a full one; a longer one where the first does not."""
+        """Where a full run reaches AdamW's loss: ever shorter ones, while they do; a longer one where the first does not."""
         goal = goal_of(self.pool, self.steps)
-        if not goal or self.optimizer == "adamw":
+        if not goal or self.optimizer == "adamw" or not reaches(self.losses(self.winner(), self.steps), goal):
             return
         for share in SHORTER:
             if (job := self.length(share)) is None:
@@ -312,6 +314,14 @@ class Search:
         """What a training step costs with it: a few dozen, for each of STEPS."""
         for more in () if self.pool.shared else STEPS[self.optimizer]:
             yield Job(self.optimizer, plain({**self.start, **more}), max(1, round(STEPPED * self.steps)), 0)
+
+    def frequencies(self) -> Iterator[Job]:
+        """Bases made anew after so many steps; after each also at half of a run's length, with the decay that a search found."""
+        known = self.done(self.decay())
+        best = {"weight_decay": min(known, key=self.score)["settings"]["weight_decay"]} if known else {}
+        for n in FREQUENCIES:
+            yield self.tune({**self.start, "precondition_frequency": n})
+        yield self.tune({**self.start, **best, "precondition_frequency": FREQUENCIES[0]}, self.half)
 
     def formats(self, forms: Mapping[str, Settings] = FORMATS) -> Iterator[Job]:
         """State in each format, at half length, where a search would begin."""
@@ -345,6 +355,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
     "cost": ((ALL, ("cost",)),),
     "storage": ((STORAGE, ("formats",)), (STORAGE, ("halves",))),
     "steps": ((tuple(STEPS), ("stepped",)),),
+    "frequency": ((("soap",), ("frequencies",)),),
 }
 
 

@@ -107,7 +107,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "radam": {"lr": 2e-3, **SHORT},
         "qhadamw": {"lr": 2e-3, "betas": (0.95, 0.95), **DECAY},
         "stableadamw": {"lr": 2e-3, **SHORT, **DECAY},
-        "ademamix": {"lr": 2e-3, "betas": (0.9, 0.95, 0.999), **DECAY, "alpha_warmup": RUN, "beta3_warmup": RUN},
+        "ademamix": {"lr": 2e-3, "betas": (0.9, 0.95, 0.99), **DECAY, "alpha_warmup": RUN, "beta3_warmup": RUN},
         "adan": {"lr": 3e-3},
         "adopt": {"lr": 2e-3, **SHORT},
         "laprop": {"lr": 2e-3, **SHORT},
