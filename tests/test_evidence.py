@@ -11,7 +11,7 @@ import pytest
 from test_race_plan import Valley, gone
 
 from rlx_optim import list_optimizers
-from rlx_optim.race import plan, rates
+from rlx_optim.race import plan, rates, records
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -58,7 +58,7 @@ def test_without_runs_nobody_has_a_row(folder):
 
 def test_a_search_alone_is_no_result(folder):
     times = iter(range(100))
-    gone(plan.Pool(Valley(), file=folder / "a.jsonl"), seconds=8, clock=lambda: next(times))
+    gone(records.Pool(Valley(), file=folder / "a.jsonl"), seconds=8, clock=lambda: next(times))
     forget()
     assert "AdamW" in absent()
     assert "0.002: " in row(evidence.rates(), "AdamW")[2]
@@ -67,10 +67,10 @@ def test_a_search_alone_is_no_result(folder):
 @pytest.fixture
 def raced(folder):
     model = Valley(muon=0.08, soap=0.3, lion=-0.2)
-    gone(plan.Pool(model, file=folder / "a.jsonl"), optimizers=("adamw", "muon", "soap", "lion"))
-    gone(plan.Pool(model, file=folder / "b.jsonl"), "storage", ("adamw", "lion"))
+    gone(records.Pool(model, file=folder / "a.jsonl"), optimizers=("adamw", "muon", "soap", "lion"))
+    gone(records.Pool(model, file=folder / "b.jsonl"), "storage", ("adamw", "lion"))
     forget()
-    return plan.read([folder / "a.jsonl"])
+    return records.read([folder / "a.jsonl"])
 
 
 def full(records, name, steps=1000):
@@ -105,9 +105,9 @@ def test_the_table_is_what_the_records_say(raced):
 
 
 def test_without_shorter_runs_it_is_known_what_was_enough(raced, folder):
-    kept = [r for r in raced if r["optimizer"] != "muon" or r["seed"] == plan.TUNING_SEED or r["steps"] == 1000]
+    kept = [r for r in raced if r["optimizer"] != "muon" or r["seed"] == records.TUNING_SEED or r["steps"] == 1000]
     (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
-    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("muon", "lion"))  # a few steps, which are no shorter run
+    gone(records.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("muon", "lion"))  # a few steps, which are no shorter run
     forget()
     assert row(evidence.results(), "Muon")[8:10] == ["≤ 1,000", "≤ 100%"]
     assert row(evidence.results(), "Lion")[8:10] == ["not in 1,000", "–"]
@@ -115,7 +115,7 @@ def test_without_shorter_runs_it_is_known_what_was_enough(raced, folder):
 
 
 def test_where_no_decay_is_given_it_is_the_default(folder):
-    gone(plan.Pool(Valley(), file=folder / "a.jsonl"), optimizers=("adamw", "scion"))
+    gone(records.Pool(Valley(), file=folder / "a.jsonl"), optimizers=("adamw", "scion"))
     forget()
     assert row(evidence.results(), "Scion")[2] == "1"
     assert row(evidence.rates(), "Scion")[1] == "1"
@@ -126,8 +126,8 @@ def test_where_no_decay_is_given_it_is_the_default(folder):
 def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
     assert row(evidence.costs(), "Muon")[1:] == ["10.0", "0.50", "0.00"]
     assert "Adan" not in evidence.costs()
-    gone(plan.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("adan", "sophia"))
-    short = plan.read([folder / "c.jsonl"])
+    gone(records.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("adan", "sophia"))
+    short = records.read([folder / "c.jsonl"])
     (folder / "c.jsonl").write_text("".join(json.dumps(r | {"ms_per_step": 2.5, "seconds": 9.0}) + "\n" for r in short))
     forget()
     # AdamW's passes of 9.5 ms, not the minute in which a few steps were made
@@ -157,7 +157,7 @@ def test_a_verdict_before_three_rates_were_run_whole_is_one_so_far(raced, folder
 def test_where_to_start_and_with_what_decay_follow_from_what_was_run(raced, folder):
     assert "the best of 5 rates" in row(evidence.starts(), "Muon")[4]
     times = iter(range(100))
-    gone(plan.Pool(Valley(best=3.0), file=folder / "d.jsonl"), optimizers=("sgd",), seconds=8, clock=lambda: next(times))
+    gone(records.Pool(Valley(best=3.0), file=folder / "d.jsonl"), optimizers=("sgd",), seconds=8, clock=lambda: next(times))
     forget()
     assert row(evidence.starts(), "SGD")[3] == "0.9"  # tried, not raced
     assert "short runs" in row(evidence.starts(), "SGD")[4]
@@ -168,7 +168,7 @@ def test_where_to_start_and_with_what_decay_follow_from_what_was_run(raced, fold
 def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
     model = Valley(muon=0.08)
     for name, shared in (("a.jsonl", True), ("b.jsonl", False)):
-        pool = plan.Pool(model, file=folder / name, beside=sorted(folder.glob("*.jsonl")), shared=shared)
+        pool = records.Pool(model, file=folder / name, beside=sorted(folder.glob("*.jsonl")), shared=shared)
         gone(pool, optimizers=("adamw", "muon"))
         forget()
         cells = row(evidence.results(), "Muon")
@@ -179,13 +179,13 @@ def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
 
 def test_training_steps_are_shown_beside_adamw(folder):
     assert evidence.steps() == evidence.frequencies() == "No run is committed yet."
-    gone(plan.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
+    gone(records.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
     forget()
     assert row(evidence.steps(), "SOAP, precondition frequency 1")[1:] == ["10.0", "1.00×", "0.50"]
     assert len(evidence.steps().splitlines()) == 2 + 3
-    gone(plan.Pool(Valley(), file=folder / "f.jsonl"), "frequency", ("soap",))
+    gone(records.Pool(Valley(), file=folder / "f.jsonl"), "frequency", ("soap",))
     forget()
-    short, half = (f"{1 + 100 / steps + 0.01 * math.sin(plan.TUNING_SEED):.3f}" for steps in (250, 500))
+    short, half = (f"{1 + 100 / steps + 0.01 * math.sin(records.TUNING_SEED):.3f}" for steps in (250, 500))
     assert row(evidence.frequencies(), "SOAP, a new basis every step")[1:] == [short, half, "10.0"]
     assert row(evidence.frequencies(), "SOAP, every 2 steps")[1:] == [short, "–", "–"]
     assert row(evidence.frequencies(), "AdamW")[1:] == ["–", "–", "10.0"]
@@ -220,17 +220,17 @@ def test_pictures_are_drawn_of_what_is_there(raced):
 def test_the_committed_runs_are_whole():
     forget()
     files = sorted(ROOT.glob(evidence.FILES))
-    records = plan.read(files)
-    assert len(records) == sum(len(file.read_text().splitlines()) for file in files)
-    assert len(evidence.pool().records) == len(records)  # under one and the same conditions, none twice
-    for record in records:
+    known = records.read(files)
+    assert len(known) == sum(len(file.read_text().splitlines()) for file in files)
+    assert len(evidence.pool().records) == len(known)  # under one and the same conditions, none twice
+    for record in known:
         assert {"settings", "seed", "steps", "versions", "device", "corpus", "seconds", "peak_bytes", "loss"} <= record.keys()
     for name in ("adamw", "muon", "soap"):
         found = evidence.result(name)
         if found is not None:
             losses = [
-                r["test_loss"] for r in records
-                if r["optimizer"] == name and r["steps"] == 1000 and r["settings"] == found.settings and r["seed"] != plan.TUNING_SEED
+                r["test_loss"] for r in known
+                if r["optimizer"] == name and r["steps"] == 1000 and r["settings"] == found.settings and r["seed"] != records.TUNING_SEED
             ]  # fmt: skip
             assert row(evidence.results(), evidence.spec_class(name).title)[3].startswith(f"{statistics.fmean(losses):.4f}")
 

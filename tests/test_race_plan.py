@@ -8,7 +8,7 @@ import pytest
 
 import rlx_optim
 from rlx_optim import cli
-from rlx_optim.race import Run, leads, plan, rates, running
+from rlx_optim.race import Run, leads, plan, rates, records, running
 from rlx_optim.race.digits import MLP
 from rlx_optim.registry import spec_class
 
@@ -49,10 +49,10 @@ def gone(pool, name="race", optimizers=("adamw",), seconds=None, clock=None):
 # ---- searches ---------------------------------------------------------------------------------------------------------
 def test_adamw_is_searched_first_then_run_with_five_seeds():
     model = Valley()
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool)
     start = rates.SETTINGS["gpt"]["adamw"]["lr"]
-    tuned = [(lr / start, steps) for _, lr, steps, seed in model.trained if seed == plan.TUNING_SEED]
+    tuned = [(lr / start, steps) for _, lr, steps, seed in model.trained if seed == records.TUNING_SEED]
     assert [factor for factor, _ in tuned] == pytest.approx([1, 3, 1 / 3, 3**0.5, 3**-0.5, 1, 1], rel=0.01)
     assert [steps for _, steps in tuned] == [250] * 5 + [500] * 2  # the last: two decays
     full = [(lr / start, seed) for _, lr, steps, seed in model.trained if steps == 1000]
@@ -64,7 +64,7 @@ def test_adamw_is_searched_first_then_run_with_five_seeds():
 @pytest.mark.parametrize(("best", "last"), [(9.0, 27), (1 / 9, 1 / 27)])
 def test_a_search_goes_on_while_the_best_is_at_an_edge(best, last):
     model = Valley(best)
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     search = plan.Search(pool, "lion", 1000)
     while job := next((job for job in search.coarse() if pool.has(job) is None), None):
         pool.add(job, model.train(job.optimizer, job.settings, job.steps, job.seed, "auto", quiet), {})
@@ -72,7 +72,7 @@ def test_a_search_goes_on_while_the_best_is_at_an_edge(best, last):
     tried = [record["settings"]["lr"] / start for record in pool.records]
     assert tried[-1] == pytest.approx(last, rel=0.02)
     assert len(tried) == 5
-    assert search.tried(250, plan.TUNING_SEED)[0]["settings"]["lr"] == pytest.approx(best * start, rel=0.02)
+    assert search.tried(250, records.TUNING_SEED)[0]["settings"]["lr"] == pytest.approx(best * start, rel=0.02)
 
 
 @pytest.mark.parametrize(("optimizer", "best", "tried"), [
@@ -85,9 +85,9 @@ def test_decays_are_tried_at_half_length_while_the_largest_is_the_best(optimizer
         seed, [1.0] * steps, [1.0] * steps, {"validation_loss": 1 + abs(settings.get("weight_decay", 0.0) - best), "test_loss": 1.0},
         0.5, 8, 0, None, "paper",
     )  # fmt: skip
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool, optimizers=(optimizer,))
-    decays = [r["settings"].get("weight_decay", 0) for r in pool.records if (r["steps"], r["seed"]) == (500, plan.TUNING_SEED)]
+    decays = [r["settings"].get("weight_decay", 0) for r in pool.records if (r["steps"], r["seed"]) == (500, records.TUNING_SEED)]
     assert decays == tried
     settled = {r["settings"].get("weight_decay", 0) for r in pool.records if r["steps"] == 1000}
     assert settled == {min(tried, key=lambda decay: abs(decay - best))}
@@ -96,7 +96,7 @@ def test_decays_are_tried_at_half_length_while_the_largest_is_the_best(optimizer
 def test_shorter_runs_until_adamws_loss_is_missed():
     for gain, expected in ((-0.1, []), (0.0, [600, 750]), (0.08, [600, 500]), (0.3, [600, 500, 400])):
         model = Valley(muon=gain, noise=0.0)
-        pool = plan.Pool(model)
+        pool = records.Pool(model)
         assert gone(pool, optimizers=("adamw", "muon"))
         short = [steps for name, _, steps, seed in model.trained if name == "muon" and steps < 1000 and seed == 0 and steps != 60]
         assert short == expected
@@ -109,7 +109,7 @@ def test_shorter_runs_until_adamws_loss_is_missed():
 
 def test_a_race_of_all_is_finite_and_gives_everyone_full_runs():
     model, names = Valley(), ["sgd", "adamw", "lion", "soap", "kronpsgd", "muon", "prodigy"]
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool, optimizers=names)
     assert [entry.optimizer for entry in plan.entries(pool, names, 1000)] == names
     for entry in plan.entries(pool, names, 1000):
@@ -122,7 +122,7 @@ def test_a_race_of_all_is_finite_and_gives_everyone_full_runs():
 def test_storage_compares_formats_at_equal_settings_and_seeds():
     model = Valley()
     model.halves = True
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool, "storage", rlx_optim.list_optimizers())
     assert {record["optimizer"] for record in pool.records} == set(plan.STORAGE)
     ours = [record for record in pool.records if record["optimizer"] == "muon"]
@@ -138,39 +138,39 @@ def test_storage_compares_formats_at_equal_settings_and_seeds():
 
 def test_the_cost_of_everyone_takes_one_short_run():
     model = Valley()
-    assert gone(plan.Pool(model), "cost", rlx_optim.list_optimizers())
+    assert gone(records.Pool(model), "cost", rlx_optim.list_optimizers())
     assert [(name, steps) for name, _, steps, _ in model.trained] == [(name, 60) for name in rlx_optim.list_optimizers()]
 
 
 def test_training_steps_are_compared_at_more_than_one_setting():
     model = Valley()
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool, "steps", rlx_optim.list_optimizers())
     assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 120) for n, more in plan.STEPS.items() for _ in more]
     assert [r["settings"]["precondition_frequency"] for r in pool.whose["soap"]] == [10, 1]
     assert pool.of("soap") == []  # they are no part of a search
     assert all(r["training_ms"] == pytest.approx(10.0) for r in pool.records)
-    assert plan.late_ms([5.0]) == 5000.0
-    assert plan.late_ms([100.0, 101.0, 102.0, 104.0]) == 1500.0  # the first may take long
-    assert plan.late_ms([100.0, 101.0, 103.0]) == 1500.0
+    assert records.late_ms([5.0]) == 5000.0
+    assert records.late_ms([100.0, 101.0, 102.0, 104.0]) == 1500.0  # the first may take long
+    assert records.late_ms([100.0, 101.0, 103.0]) == 1500.0
 
 
 def test_bases_are_renewed_at_several_frequencies():
     model = Valley()
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool, optimizers=("soap",))
     winner, made = plan.Search(pool, "soap", 1000).winner(), len(pool.records)
     assert gone(pool, "frequency", rlx_optim.list_optimizers())
     found = [(r["steps"], r["settings"]["precondition_frequency"], r["settings"]["weight_decay"]) for r in pool.records[made:]]
     assert found == [(steps, n, winner["weight_decay"]) for steps, n in [*((250, n) for n in plan.FREQUENCIES), (500, 1)]]
-    assert {r["seed"] for r in pool.records[made:]} == {plan.TUNING_SEED}
+    assert {r["seed"] for r in pool.records[made:]} == {records.TUNING_SEED}
     assert plan.following(pool, "race", ("soap",), 1000) is None
 
 
 def test_what_diverges_everywhere_is_no_winner():
     model = Valley(best=1e-6)
     model.train = lambda *_: Run(0, [5.0, math.nan], [1.0, 2.0], {}, 0.5, 8, 0, 1, "paper")
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert gone(pool)
     assert plan.entries(pool, ["adamw"], 1000) == []
     assert pool.records[0]["loss"] == [None]
@@ -179,25 +179,25 @@ def test_what_diverges_everywhere_is_no_winner():
 
 # ---- pieces that add up -------------------------------------------------------------------------------------------------
 def test_a_plan_goes_on_where_it_stopped(tmp_path):
-    file, whole = tmp_path / plan.RUNS, Valley()
-    gone(plan.Pool(whole))
+    file, whole = tmp_path / records.RUNS, Valley()
+    gone(records.Pool(whole))
     times = iter(range(10_000))
     first = Valley()
-    assert not gone(plan.Pool(first, file=file), seconds=14, clock=lambda: next(times))
+    assert not gone(records.Pool(first, file=file), seconds=14, clock=lambda: next(times))
     assert 2 < len(first.trained) < len(whole.trained)
     second = Valley()
-    assert gone(plan.Pool(second, file=file))
+    assert gone(records.Pool(second, file=file))
     assert first.trained + second.trained == whole.trained
     third = Valley()
-    assert gone(plan.Pool(third, file=file))
+    assert gone(records.Pool(third, file=file))
     assert third.trained == []
     assert len(file.read_text().splitlines()) == len(whole.trained)
 
 
 def test_runs_of_other_sessions_count_and_are_not_written_again(tmp_path):
-    gone(plan.Pool(Valley(), file=tmp_path / "first.jsonl"))
+    gone(records.Pool(Valley(), file=tmp_path / "first.jsonl"))
     model = Valley()
-    pool = plan.Pool(model, file=tmp_path / "second.jsonl", beside=[tmp_path / "first.jsonl"])
+    pool = records.Pool(model, file=tmp_path / "second.jsonl", beside=[tmp_path / "first.jsonl"])
     assert gone(pool)
     assert model.trained == []
     assert not (tmp_path / "second.jsonl").exists()
@@ -207,21 +207,21 @@ def test_runs_of_other_sessions_count_and_are_not_written_again(tmp_path):
     "change", [{"device": "another"}, {"corpus": "another"}, {"model": "another"}, {"engine_asked": "torch"}]
 )
 def test_runs_under_other_conditions_do_not_count(change, tmp_path):
-    gone(plan.Pool(Valley(), file=tmp_path / "a.jsonl"))
+    gone(records.Pool(Valley(), file=tmp_path / "a.jsonl"))
     lines = [json.dumps(json.loads(line) | change) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert plan.Pool(Valley(), beside=[tmp_path / "a.jsonl"]).records == []
+    assert records.Pool(Valley(), beside=[tmp_path / "a.jsonl"]).records == []
 
 
 def test_a_line_that_was_cut_off_is_run_again(tmp_path):
-    file = tmp_path / plan.RUNS
-    gone(plan.Pool(Valley(), file=file))
+    file = tmp_path / records.RUNS
+    gone(records.Pool(Valley(), file=file))
     text = file.read_text()
     file.write_text(text[:-40])
     model = Valley()
-    assert gone(plan.Pool(model, file=file))
+    assert gone(records.Pool(model, file=file))
     assert len(model.trained) == 1
-    assert len(plan.read([file])) == len(text.splitlines())
+    assert len(records.read([file])) == len(text.splitlines())
 
 
 def test_nothing_is_begun_that_would_not_end_in_time():
@@ -235,7 +235,7 @@ def test_nothing_is_begun_that_would_not_end_in_time():
         return train(*given)
 
     model.train = timed
-    assert not gone(plan.Pool(model), seconds=20.0, clock=lambda: now[0])
+    assert not gone(records.Pool(model), seconds=20.0, clock=lambda: now[0])
     assert 10 < now[0] <= 20.0
 
 
@@ -243,9 +243,9 @@ def test_the_time_of_a_run_is_expected_from_runs_with_as_much_of_the_device(tmp_
     slow = Valley()
     train = slow.train
     slow.train = lambda *given: dataclasses.replace(train(*given), seconds=[100.0] * given[2])
-    gone(plan.Pool(slow, file=tmp_path / "a.jsonl", shared=True), "storage", ("adamw",))
-    gone(plan.Pool(slow, file=tmp_path / "a.jsonl"), "steps", ("adamw",))
-    alone, shared = (plan.Pool(Valley(), beside=[tmp_path / "a.jsonl"], shared=shared) for shared in (False, True))
+    gone(records.Pool(slow, file=tmp_path / "a.jsonl", shared=True), "storage", ("adamw",))
+    gone(records.Pool(slow, file=tmp_path / "a.jsonl"), "steps", ("adamw",))
+    alone, shared = (records.Pool(Valley(), beside=[tmp_path / "a.jsonl"], shared=shared) for shared in (False, True))
     assert alone.pace("adamw") == pytest.approx(100 / 120)
     assert shared.pace("adamw") == pytest.approx(100 / 500)
 
@@ -254,7 +254,7 @@ def test_an_error_is_told_and_the_others_go_on():
     model, said = Valley(), []
     train = model.train
     model.train = lambda optimizer, *given: dict()["lion"] if optimizer == "lion" else train(optimizer, *given)
-    pool = plan.Pool(model)
+    pool = records.Pool(model)
     assert not plan.go(pool, "race", ["lion", "sgd"], 1000, plan.Deadline(None), {}, said.append)
     assert sum("failed: KeyError" in line for line in said) == 4  # three rates, and the cost
     assert {record["optimizer"] for record in pool.records} == {"sgd"}
@@ -310,7 +310,7 @@ def test_a_plan_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert "9 runs known\n0 runs made; the plan is done" in capsys.readouterr().out
     assert main(*short, "--out", tmp_path / "b", "--known", tmp_path / "a", "--shared") == 0
     assert "0 runs made" in capsys.readouterr().out
-    (record, *_) = plan.read([tmp_path / "a" / plan.RUNS])
+    (record, *_) = records.read([tmp_path / "a" / records.RUNS])
     assert record["versions"]["rlx_optim"] == rlx_optim.__version__
     assert record["steps"] == 4
     assert record["engine"]
@@ -347,9 +347,9 @@ def test_bad_arguments_are_refused_in_one_line(argv, words, tmp_path, capsys, mo
 
 def test_a_run_comes_back_from_its_record():
     run = MLP.train("lion", rates.SETTINGS["digits-mlp"]["lion"], 20, 3, "reference", quiet)
-    pool = plan.Pool(MLP, "reference")
-    job = plan.Job("lion", rates.SETTINGS["digits-mlp"]["lion"], 20, 3)
-    back = plan.as_run(pool.add(job, run, {}))
+    pool = records.Pool(MLP, "reference")
+    job = records.Job("lion", rates.SETTINGS["digits-mlp"]["lion"], 20, 3)
+    back = records.as_run(pool.add(job, run, {}))
     assert back.losses[0] == pytest.approx(sum(run.losses[:10]) / 10, rel=1e-4)
     same = {"losses": [], "seconds": []}
     assert dataclasses.replace(back, **same) == dataclasses.replace(run, **same)
@@ -476,7 +476,7 @@ def test_the_gpt_through_the_command_line(tiny, tmp_path, capsys):
     asked = ("--model", "gpt", "--device", "cpu", "--plan", "cost", "--optimizers", "lion,sgd", "--steps", 50)
     assert main(*asked, "--out", tmp_path / "a") == 0
     assert "2 runs made" in capsys.readouterr().out
-    (record, *_) = plan.read([tmp_path / "a" / plan.RUNS])
+    (record, *_) = records.read([tmp_path / "a" / records.RUNS])
     assert record["corpus"] == tiny.describe()["corpus"]
     assert record["device"] == "cpu"
     assert record["peak_bytes"] is None

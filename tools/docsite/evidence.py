@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx_optim.named import list_optimizers
-from rlx_optim.race import leads, plan
+from rlx_optim.race import leads, plan, records
 from rlx_optim.race.digits import HESSIAN_EVERY
 from rlx_optim.race.rates import SETTINGS
 from rlx_optim.registry import spec_class
@@ -40,12 +40,12 @@ class Recorded:
 
 
 @functools.cache
-def pool() -> plan.Pool:
+def pool() -> records.Pool:
     """The committed runs, under the conditions of the newest."""
     files = sorted(ROOT.glob(FILES))
-    records = sorted(plan.read(files), key=lambda record: record["date"])
-    model: Any = Recorded(records[-1] if records else {})
-    return plan.Pool(model, beside=files)
+    known = sorted(records.read(files), key=lambda record: record["date"])
+    model: Any = Recorded(known[-1] if known else {})
+    return records.Pool(model, beside=files)
 
 
 class Result(NamedTuple):
@@ -268,7 +268,7 @@ def costs() -> str:
 
 def tried(name: str) -> list[dict[str, Any]]:
     """The short runs that searched a rate."""
-    return pool().of(name, plan.Search(pool(), name, STEPS).tuning, plan.TUNING_SEED)
+    return pool().of(name, plan.Search(pool(), name, STEPS).tuning, records.TUNING_SEED)
 
 
 def decay(name: str, settings: Mapping[str, Any]) -> float:
@@ -287,7 +287,7 @@ def rates() -> str:
 
     for name in list_optimizers():
         if by_rate := rated(name):
-            by_decay = pool().of(name, plan.Search(pool(), name, STEPS).half, plan.TUNING_SEED)
+            by_decay = pool().of(name, plan.Search(pool(), name, STEPS).half, records.TUNING_SEED)
             begun, rates_ = decay(name, SETTINGS["gpt"][name]), cells((r["settings"]["lr"], r) for r in by_rate)
             rows.append([spec_class(name).title, f"{begun:g}", rates_, cells((decay(name, r["settings"]), r) for r in by_decay)])
     head = ["optimizer", "decay", "loss by rate", "loss by decay, at the best rate"]
@@ -346,7 +346,7 @@ def frequencies() -> str:
     lengths = (search.tuning, search.half)
     found = {(job.settings["precondition_frequency"], job.steps): pool().has(job) for job in search.frequencies()}
     stepped = {job.settings["precondition_frequency"]: pool().has(job) for job in search.stepped()}
-    best = [next(iter(beside.tried(steps, plan.TUNING_SEED)), None) for steps in lengths]
+    best = [next(iter(beside.tried(steps, records.TUNING_SEED)), None) for steps in lengths]
     rows = [["AdamW", *best, pool().has(next(beside.stepped()))]]
     rows += [[f"SOAP, {often(n)}", *(found.get((n, steps)) for steps in lengths), stepped.get(n)] for n in plan.FREQUENCIES[::-1]]
     if not any(row[1] for row in rows[1:]):

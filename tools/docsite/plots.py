@@ -170,7 +170,7 @@ def told(of: str, theme: str) -> bytes:
                 axes.plot([best[0] / start], [best[1]], "o", ms=9, mfc="none", color=look["color"])
                 continue
             losses = np.array(evidence.curve(name))
-            steps = evidence.plan.EVERY * np.arange(1, len(losses) + 1)
+            steps = evidence.records.EVERY * np.arange(1, len(losses) + 1)
             spent = evidence.cost(name)
             for one, pace in zip(axes, (1, spent.step if spent else np.nan), strict=True):  # what is no number is not drawn
                 one.plot(pace * steps[LATE:], losses[LATE:], **look)

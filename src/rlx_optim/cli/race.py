@@ -19,7 +19,7 @@ import typer
 
 from ..named import list_optimizers
 from ..race import plan as planned
-from ..race import report
+from ..race import records, report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
 from . import NAMES, Problem, choose, machine, one, show_table, size, write_json
@@ -33,7 +33,7 @@ def new_folder(given: Path | None, resumed: bool = False) -> Path:
     folder = given or Path(f"race-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not (resumed and (folder / planned.RUNS).exists()):
+        if any(folder.iterdir()) and not (resumed and (folder / records.RUNS).exists()):
             raise Problem(f"--out: {folder} is not empty; name a new folder{' or one of a plan' if resumed else ''}")
         (folder / REPORT).touch()
         (folder / REPORT).unlink()
@@ -123,7 +123,7 @@ def known_runs(given: list[Path]) -> list[Path]:
 def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline, shared: bool) -> int:
     """Run what is missing of a plan, a line for each finished run; the exit code."""
     where = machine()
-    pool = planned.Pool(race.model, race.engine, folder / planned.RUNS, known, shared)
+    pool = records.Pool(race.model, race.engine, folder / records.RUNS, known, shared)
     began, code, race.interrupted = len(pool.records), 0, True
     print(f"{began} runs known", flush=True)
     try:
