@@ -13,7 +13,6 @@ PANEL = 128  # columns whose reflections are applied at once
 NOTHING = 4096  # times the rounding of the largest entry: what is left of columns that others span
 STRAIGHT = 2.0**-20  # how far from orthonormal columns may be for one correction to do, in float32
 STRIP = 256  # columns that are taken at once
-ROWS = 512  # of a matrix that is widened
 
 
 def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
@@ -75,10 +74,10 @@ def completed(Q: np.ndarray, first: int) -> bool:
 def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
     """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding, X zeros. A column stays so where q'Lq is surely
     at most a share of the largest: all that are left, once they are found to have no more together."""
-    n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
+    n, wide, trace, sizes = len(L), L.astype(Q.dtype), L.trace(dtype=Q.dtype), np.zeros(len(L))
     for k in range(0, n, STRIP):
         end = min(k + STRIP, n)
-        multiplied(L, Q[:, k:end], X[:, k:end])
+        np.matmul(wide, Q[:, k:end], out=X[:, k:end])
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
         low, left = share * sizes.max(), trace - sizes.sum()
         if 4 * end <= 3 * n and abs(left) <= low + 2.0**-22 * trace and abs(left + overlap(Q[:, :end], X[:, :end])) < low / 2:
@@ -90,12 +89,6 @@ def overlap(Q: np.ndarray, X: np.ndarray) -> float:
     D = Q.T @ Q
     D[np.diag_indices_from(D)] -= 1
     return float(np.vdot(D, Q.T @ X))
-
-
-def multiplied(L: np.ndarray, Q: np.ndarray, out: np.ndarray) -> None:
-    """out <- L Q in the arithmetic of Q, a few rows of L at a time: a whole matrix of new memory takes as long as a product."""
-    for k in range(0, len(L), ROWS):
-        np.matmul(L[k : k + ROWS].astype(Q.dtype), Q, out=out[k : k + ROWS])
 
 
 def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:

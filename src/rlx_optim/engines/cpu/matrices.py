@@ -76,7 +76,7 @@ class Matrices(ArrayEngine):
     def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return super().applied(L, Q)  # type: ignore[no-any-return]
-        out = np.zeros_like(Q)
+        out = np.zeros(Q.shape, Q.dtype)
         for one, q, x in zip(L, Q, out, strict=True):
             bases.applied(one, q, x, linalg.ROUNDING[q.dtype.itemsize])
         return out
