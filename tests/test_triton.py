@@ -21,6 +21,7 @@ from test_engines import EVERY  # noqa: E402
 import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402
 from rlx_optim.engines.triton_.matrices import Matrices  # noqa: E402
+from rlx_optim.engines.triton_.replay import urgency  # noqa: E402
 from rlx_optim.named import spec_class  # noqa: E402
 
 #: settings under which the front end does what the named API does
@@ -185,6 +186,10 @@ def numbers():
             found += [] if all(map(torch.equal, *ends)) else [case[0]]
     Matrices._matrices = launched
     return found
+
+
+def test_larger_bases_go_first():
+    assert [urgency(n) for n in (1, 128, 512, 768, 2048, 2304, 3072, 50_000)] == [0, 0, 0, -1, -2, -2, -3, -3]
 
 
 def test_decisions_on_the_device_in_the_interpreter():
