@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rlx_optim import linalg
+from rlx_optim import linalg, random
 from rlx_optim.engines import get_engine
-from rlx_optim.engines.cpu import bases, triangular
+from rlx_optim.engines.cpu import bases, noise, triangular
 
 E = get_engine("cpu")
 
@@ -73,17 +73,37 @@ def test_eigenvectors_within_the_range(rank):
     np.testing.assert_allclose(abs((Q * V).sum(0))[:rank], 1, atol=1e-9)
 
 
-@pytest.mark.parametrize("first", [0, 10, 300, 500])
-def test_what_is_nearly_orthonormal_is_completed(first):
-    """As bases are that were rounded to float32."""
-    n = 500
+def rounded(n, first):
+    """A basis as it is kept in float32, but for its first columns."""
     X = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0].astype(np.float32).astype(np.float64)
     X[:, :first] = np.linalg.qr(X[:, :first])[0]
+    return X
+
+
+@pytest.mark.parametrize("first", [0, 10, 300, 500])
+def test_what_is_nearly_orthonormal_is_completed(first):
+    X = rounded(500, first)
     Q = X.copy()
-    assert bases.completed(Q, first)
+    assert bases.completed(Q, first, loose=0.0)
     assert apart(Q) < 1e-11
     want = np.linalg.qr(X)[0]
     np.testing.assert_allclose(Q, want * np.sign((want * X).sum(0)), atol=1e-11)
+
+
+def test_columns_that_are_loose_stay_so_but_leave_those_before_them():
+    """As long as that is what float32 would do to them again."""
+    n, first = 500, 100
+    X, loose = rounded(n, first), 2 * np.finfo(np.float32).eps
+    Q = X.copy()
+    assert bases.completed(Q, first, loose)
+    assert abs(Q[:, :first].T @ Q[:, first:]).max() < 1e-13
+    assert 1e-11 < apart(Q) < 1e-8
+    np.testing.assert_allclose(np.linalg.norm(Q, axis=0), 1, atol=1e-14)
+    np.testing.assert_allclose(Q, X, atol=1e-8)
+
+    X[:, 400] += 5e-7 * X[:, 300]  # more than that
+    assert bases.completed(X, first, loose)
+    assert apart(X) < 1e-11
 
 
 def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did():
@@ -91,7 +111,7 @@ def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did()
     X = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     X[:, 450] += 1e-3 * X[:, 3]
     Q = X.copy()
-    assert not bases.completed(Q, first)
+    assert not bases.completed(Q, first, loose=0.0)
     np.testing.assert_allclose(abs((np.linalg.qr(Q)[0] * np.linalg.qr(X)[0]).sum(0)), 1, atol=1e-12)
     found = E.extended(X[None], X[None], np.arange(n)[None] >= first)[0]
     assert apart(found) < 1e-12
@@ -108,7 +128,8 @@ def test_a_column_is_left_out_where_l_leaves_rounding_alone(rank):
     np.testing.assert_allclose(X[:, ~missing], want[:, ~missing], atol=1e-14)
     sizes = (Q * want).sum(0)
     assert (sizes[missing] <= share * sizes.max()).all()
-    assert missing.sum() == (n - bases.STRIP * -(-rank // bases.STRIP) if rank <= 300 else 0)
+    quarter = n // bases.QUARTERS
+    assert missing.sum() == (n - quarter * -(-rank // quarter) if rank <= 300 else 0)
 
 
 def test_a_column_that_l_does_not_leave_alone_is_found_behind_those_that_it_does():
@@ -147,3 +168,18 @@ def test_take_by_an_order(axis):
     X, order = np.random.default_rng(0).standard_normal((1, 5, 5)), np.array([[3, 1, 0, 4, 2]])
     np.testing.assert_array_equal(linalg.permute(E, X, order, axis), X.take(order[0], axis))
     assert linalg.permute(E, X, np.arange(5)[None], axis) is X
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 1000])
+@pytest.mark.parametrize("beside", [0, 41, 2**32 - 1, 2**34 + 5])
+def test_compiled_noise_is_threefry(n, beside):
+    key0, key1 = (np.array([[a], [b]]) for a, b in ((0, 2**32 - 1), (123_456_789, 7)))
+    found, want = noise.threefry(key0, key1, n, beside), random.threefry(key0, key1, np.arange(n), beside)
+    np.testing.assert_array_equal(found, want)
+
+
+def test_reordered_columns_are_in_the_same_memory():
+    X, order = np.random.default_rng(0).standard_normal((2, 3, 5)), np.array([[3, 1, 0, 4, 2], [0, 1, 2, 4, 3]])
+    want = np.take_along_axis(X, order[:, None], 2)
+    assert E.reordered(X, order) is X
+    np.testing.assert_array_equal(X, want)

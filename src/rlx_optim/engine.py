@@ -479,6 +479,10 @@ class ArrayEngine(storage.Words):
         """Gather along one axis by an index that broadcasts over the others."""
         return self.xp.take_along_axis(X, index, axis)
 
+    def reordered(self, X: Array, order: Array) -> Array:
+        """X (B, rows, n) with its columns in an order (B, n). X is not needed any more, and is in no state."""
+        return linalg.permute(self, X, order, 2)
+
     def wide(self, X: Array) -> Array:
         """X in the widest arithmetic that is cheap here, for decisions that rounding would tip."""
         return X
@@ -567,6 +571,10 @@ class ArrayEngine(storage.Words):
         """triu(T) R for upper triangular R, as `precise`."""
         return self.upper(self.triu(T), R)
 
+    def difference(self, A: Array, B: Array) -> Array:
+        """A − B. B is not needed any more, and is in no state."""
+        return A - B
+
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
         where shapes differ."""
@@ -607,6 +615,10 @@ class ArrayEngine(storage.Words):
         return self.xp.stack([self.load(np.asarray(function(name, x.t, x.p.shape[1:]))) for name in x.names])
 
     # what `random` asks of an array library
+    def threefry(self, key0: Array, key1: Array, n: int, x1: Any) -> tuple[Array, Array]:
+        """Two words (B, n) for each of n counters beside x1, by keys (B, 1)."""
+        return random.threefry(key0, key1, self.counter(n), self.word(x1), self.word(random.MASK))
+
     def real(self, words: Array) -> Array:
         return words.astype(self.dtype)
 

@@ -162,7 +162,7 @@ class KronPSGD(Spec):
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
                     share = 1 / linalg.spectral_bound(E, T1 + T2)
-                    new[i] = f - E.scaled(E.upper_upper(T1 - T2, f), x.precond_lr * share)
+                    new[i] = E.difference(f, E.scaled(E.upper_upper(E.difference(T1, T2), f), x.precond_lr * share))
                 else:
                     new[i] = f - x.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
@@ -175,7 +175,7 @@ class KronPSGD(Spec):
             top = {i: E.norm(f, math.inf).reshape(-1) for i, f in q.items()}
             mean = math.prod(size ** (1 / len(q)) for size in top.values())
             coin = E.random("uniform", key, x.t, (stack[0],)) < x.balance_probability
-            return {i: f * E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1)) for i, f in q.items()}
+            return {i: E.scaled(f, E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1))) for i, f in q.items()}
 
         q = E.cond(x.fits, fit, lambda q: q, q)
         u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply_for_step, q, mhat))

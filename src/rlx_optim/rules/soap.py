@@ -82,7 +82,7 @@ def next_basis(E, Q, L):
     sizes = E.diagonal(near, LQ)  # the estimated eigenvalues diag(Q' L Q)
     order = linalg.descending(E, sizes)
     # L times the permuted Q is the permuted L Q
-    LQ, near = (linalg.permute(E, X, order, 2) for X in (LQ, near))
+    LQ, near = E.reordered(LQ, order), E.reordered(near, order)
     free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
     return E.narrow(E.orthonormal(LQ, near, order, free)), order
 

@@ -3,16 +3,24 @@
 Not through SciPy's LAPACK: see `triangular`.
 """
 
+# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def"
+
 from __future__ import annotations
 
-import numpy as np
+import functools
+from typing import Any
 
+import numpy as np
+from numba import njit, types
+
+from .cache import compiled
 from .triangular import solve_transposed
 
 PANEL = 128  # columns whose reflections are applied at once
 NOTHING = 4096  # times the rounding of the largest entry: what is left of columns that others span
 STRAIGHT = 2.0**-20  # how far from orthonormal columns may be for one correction to do, in float32
-STRIP = 256  # columns that are taken at once
+STRIP = 256  # rows or columns that are taken at once
+QUARTERS = 4  # parts of a basis that are looked at one by one
 
 
 def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
@@ -51,18 +59,30 @@ def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[order], Q[:, order]
 
 
-def completed(Q: np.ndarray, first: int) -> bool:
+def completed(Q: np.ndarray, first: int, loose: float) -> bool:
     """Q <- its Q of QR, of which the first columns are orthonormal, the others nearly, and nearly orthogonal to those. False
-    where they are not: then Q has changed, but not what its leading columns span."""
+    where they are not: then Q has changed, but not what its leading columns span. Others that are orthonormal but for `loose`
+    (see `linalg.skew`) are not changed for that."""
+    bound, rest = Q[:, :first], Q[:, first:]
+    shares = bound.T @ rest
+    if not abs(shares).max(initial=0) < STRAIGHT:
+        return False
+    _less(rest, bound.astype(np.float32), shares.astype(np.float32))
+    rest /= np.sqrt(np.einsum("ij,ij->j", rest, rest))
+    return bool(abs(rest.T @ rest.sum(1) - 1).max(initial=0) < loose) or _straightened(rest)
+
+
+def _straightened(Q: np.ndarray) -> bool:
+    """Q <- its Q of QR, of columns that are nearly orthonormal; False, as above, where they are not."""
     narrow = Q.astype(np.float32)
-    for k in range(first, len(Q), STRIP):
-        end = min(k + STRIP, len(Q))
-        strip = Q[:, k:end]
+    for k in range(0, Q.shape[1], STRIP):
+        strip = Q[:, k : k + STRIP]
+        end = k + strip.shape[1]
         D = Q[:, :end].T @ strip
         own = D[k:]
         lengths = own.diagonal().copy()
         np.fill_diagonal(own, lengths - 1)
-        if not max(D.max(), -D.min()) < STRAIGHT:
+        if not abs(D).max() < STRAIGHT:
             return False
         own[...] = np.triu(own, 1)
         strip -= narrow[:, :end] @ D.astype(np.float32)
@@ -71,13 +91,28 @@ def completed(Q: np.ndarray, first: int) -> bool:
     return True
 
 
+def without(rest: np.ndarray, first: np.ndarray) -> None:
+    """rest <- what of it is orthogonal to orthonormal columns."""
+    _less(rest, first, first.T @ rest)
+
+
+def _less(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
+    """X <- X − A·B, strip by strip, which takes no new memory of its size."""
+    for i in range(0, len(X), STRIP):
+        X[i : i + STRIP] -= A[i : i + STRIP] @ B
+
+
 def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
     """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding, X zeros. A column stays so where q'Lq is surely
     at most a share of the largest: all that are left, once they are found to have no more together."""
-    n, wide, trace, sizes = len(L), L.astype(Q.dtype), L.trace(dtype=Q.dtype), np.zeros(len(L))
-    for k in range(0, n, STRIP):
-        end = min(k + STRIP, n)
-        np.matmul(wide, Q[:, k:end], out=X[:, k:end])
+    n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
+    room, width = np.empty((STRIP, n), Q.dtype), -(-n // QUARTERS)
+    for k in range(0, n, width):
+        end = min(k + width, n)
+        for i in range(0, n, STRIP):
+            wide = room[: len(L[i : i + STRIP])]
+            wide[...] = L[i : i + STRIP]
+            np.matmul(wide, Q[:, k:end], out=X[i : i + STRIP, k:end])
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
         low, left = share * sizes.max(), trace - sizes.sum()
         if 4 * end <= 3 * n and abs(left) <= low + 2.0**-22 * trace and abs(left + overlap(Q[:, :end], X[:, :end])) < low / 2:
@@ -97,3 +132,22 @@ def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
     solve_transposed(np.triu(Q.T @ X), inverse)
     lengths: np.ndarray = np.sqrt(np.vecdot(inverse, inverse))
     return lengths
+
+
+def _reorder(X, order):
+    row = np.empty(len(order), X.dtype)
+    for r in range(len(X)):
+        for c in range(len(order)):
+            row[c] = X[r, order[c]]
+        for c in range(len(order)):
+            X[r, c] = row[c]
+
+
+@functools.cache
+def _reordering() -> Any:
+    return compiled(njit, types.void(types.Array(types.float64, 2, "C"), types.Array(types.int64, 1, "C", readonly=True)), nogil=True)(_reorder)
+
+
+def reorder(X: np.ndarray, order: np.ndarray) -> None:
+    """X <- its columns in another order, without memory of its size."""
+    _reordering()(X, np.ascontiguousarray(order, np.int64))

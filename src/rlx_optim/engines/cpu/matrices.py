@@ -9,13 +9,14 @@ import numpy as np
 from ... import linalg
 from ...engine import ArrayEngine
 from ...linalg import Coefficients
-from . import bases
+from . import bases, noise
 from .grams import average
 from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
 
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
+LOOSE = 2.0  # times the rounding of what is stored: how far columns of a basis may stay that L leaves open
 
 
 class Matrices(ArrayEngine):
@@ -73,6 +74,9 @@ class Matrices(ArrayEngine):
         X *= factors
         return X
 
+    def difference(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        return np.subtract(A, B, out=B)
+
     def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return super().applied(L, Q)  # type: ignore[no-any-return]
@@ -101,13 +105,24 @@ class Matrices(ArrayEngine):
 
     def _by_products(self, Q: np.ndarray, first: int) -> bool:
         """Q <- its Q of QR, where the columns from `first` on are orthonormal already. Whether it is a basis."""
-        one, two = Q[..., :first], Q[..., first:]
+        one, two, loose = Q[..., :first], Q[..., first:], LOOSE * np.finfo(self.stored).eps
         if first:
             linalg.gram_schmidt(self, one)
-        if first < len(Q[0]) and not bases.completed(Q[0], first):
-            two -= one @ (one.mT @ two)
+        if first < len(Q[0]) and not bases.completed(Q[0], first, loose):
+            bases.without(two[0], one[0])
             linalg.gram_schmidt(self, two)
-        return bool((linalg.skew(self, Q) < SKEW).all())
+        return bool((linalg.skew(self, one) < SKEW).all() and (linalg.skew(self, Q) < max(SKEW, 2 * loose)).all())
+
+    def without(self, rest: np.ndarray, first: np.ndarray, after: Any = None, before: Any = None) -> None:
+        if after is not None:
+            return super().without(rest, first, after, before)
+        for x, q in zip(rest, first, strict=True):
+            bases.without(x, q)
+
+    def reordered(self, X: np.ndarray, order: np.ndarray) -> np.ndarray:
+        for x, places in zip(X, order, strict=True):
+            bases.reorder(x, places)
+        return X
 
     def reach(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
         out = np.ones(free.shape)
@@ -128,13 +143,13 @@ class Matrices(ArrayEngine):
         return out
 
     def upper(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
-        out = np.empty(X.shape, self.dtype)
+        out = np.empty_like(X, self.dtype)  # in the order of X
         for r, x, y in zip(R, X, out, strict=True):
             multiply(r, x, y)
         return out
 
     def upper_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
-        out = np.empty(X.shape, self.dtype)
+        out = np.empty_like(X, self.dtype)
         for r, x, y in zip(R, X, out, strict=True):
             multiply_transposed(r, x, y)
         return out
@@ -144,6 +159,9 @@ class Matrices(ArrayEngine):
         for t, r, y in zip(T, R, out, strict=True):
             multiply_upper(t, r, y)
         return out
+
+    def threefry(self, key0: np.ndarray, key1: np.ndarray, n: int, x1: int) -> tuple[np.ndarray, np.ndarray]:
+        return noise.threefry(key0, key1, n, x1)
 
     def orthogonalize(self, X: np.ndarray, steps: int, coefficients: Coefficients, eps: float) -> np.ndarray:
         shape = X.shape
