@@ -135,7 +135,7 @@ def test_the_cost_is_of_full_runs_or_of_a_few_steps(raced, folder):
     assert row(evidence.costs(), "Sophia")[1] == f"{9.5 * 1.1 + 2.5:.1f}"  # an estimate every ten steps
 
 
-def test_a_verdict_before_three_rates_were_run_whole_is_one_so_far(raced, folder):
+def test_a_verdict_before_three_rates_and_seeds_were_run_whole_is_one_so_far(raced, folder):
     def without(left_out):
         kept = [r for r in raced if not left_out(r)]
         (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
@@ -152,6 +152,10 @@ def test_a_verdict_before_three_rates_were_run_whole_is_one_so_far(raced, folder
     without(lambda r: (r["optimizer"], r["steps"]) == ("adamw", 1000) and r["settings"]["lr"] in others)
     assert row(evidence.results(), "SOAP")[7].endswith("ahead so far")  # its own are whole
     assert evidence.marks().count("reached so far") == 2
+    without(lambda r: (r["optimizer"], r["steps"], r["seed"]) == ("muon", 1000, 2))
+    assert row(evidence.results(), "Muon")[5:7] == ["2", "3"]
+    assert row(evidence.results(), "Muon")[7].endswith("ahead so far")  # nor before three seeds
+    assert row(evidence.results(), "SOAP")[7].endswith("ahead")
 
 
 def test_where_to_start_and_with_what_decay_follow_from_what_was_run(raced, folder):

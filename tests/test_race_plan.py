@@ -61,6 +61,13 @@ def test_adamw_is_searched_first_then_run_with_five_seeds():
     assert len(model.trained) == len(set(pool.taken))  # nothing twice
 
 
+def test_more_rates_and_seeds_go_first_to_those_whose_place_is_in_doubt():
+    model = Valley(lion=-0.3, lamb=0.02, sgd=-0.1)
+    gone(records.Pool(model), optimizers=("adamw", "lion", "sgd", "lamb"))
+    again = [name for name, _, steps, seed in model.trained if (steps, seed) == (1000, 1)]
+    assert again == ["adamw", "lamb", "sgd", "lion"]
+
+
 @pytest.mark.parametrize(("best", "last"), [(9.0, 27), (1 / 9, 1 / 27)])
 def test_a_search_goes_on_while_the_best_is_at_an_edge(best, last):
     model = Valley(best)

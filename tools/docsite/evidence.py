@@ -22,6 +22,7 @@ from .text import table
 ROOT = Path(__file__).parents[2]
 FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
+SEEDS = 3  # of both, below which a verdict is one so far: its own spread is not known well
 RATES = 3  # to be run at full length
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
 NONE = "–"
@@ -167,9 +168,10 @@ def few(found: Result) -> str:
 
 
 def so_far(found: Result) -> str:
-    """What follows a verdict that another rate could change: its own, or AdamW's."""
+    """What follows a verdict that another rate could change, its own or AdamW's, or another seed."""
     beside = result("adamw")
-    return " so far" if min(found.rates, beside.rates if beside else 0) < RATES else ""
+    seeds = len(found.losses) if found.lead is None else found.lead.seeds
+    return " so far" if min(found.rates, beside.rates if beside else 0) < RATES or seeds < SEEDS else ""
 
 
 def sentence(name: str) -> str:
