@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlx_optim import linalg, random
+from rlx_optim import SOAP, linalg, random
 from rlx_optim.engines import get_engine
 from rlx_optim.engines.cpu import bases, noise, triangular
 
@@ -101,9 +101,12 @@ def test_columns_that_are_loose_stay_so_but_leave_those_before_them():
     np.testing.assert_allclose(np.linalg.norm(Q, axis=0), 1, atol=1e-14)
     np.testing.assert_allclose(Q, X, atol=1e-8)
 
-    X[:, 400] += 5e-7 * X[:, 300]  # more than that
-    assert bases.completed(X, first, loose)
-    assert apart(X) < 1e-11
+    for skew in ({(400, 300): 5e-7}, {(400, 300): 9e-7, (400, 301): -9e-7, (401, 300): -9e-7, (401, 301): 9e-7}):
+        Q = X.copy()  # more than that, the second so that sums of rows do not tell
+        for (i, j), share in skew.items():
+            Q[:, i] += share * X[:, j]
+        assert bases.completed(Q, first, loose)
+        assert apart(Q) < 1e-11
 
 
 def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did():
@@ -183,3 +186,21 @@ def test_reordered_columns_are_in_the_same_memory():
     want = np.take_along_axis(X, order[:, None], 2)
     assert E.reordered(X, order) is X
     np.testing.assert_array_equal(X, want)
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-25])
+def test_soap_where_there_was_no_gradient_yet(least):
+    """All directions are open then; a gradient of 1e-25 leaves nothing in float32 either."""
+    rng = np.random.default_rng(0)
+    G = rng.standard_normal((300, 280)).astype(np.float32)
+    ends = []
+    for engine in ("cpu", "reference"):
+        p, opt = {"w": np.ones((300, 280), np.float32)}, SOAP(precondition_frequency=2, engine=engine)
+        for t in range(6):
+            opt.step_all(p, {"w": G if t == 5 else np.float32(least) * G})
+            opt.end_iteration()
+        ends.append(p["w"])
+    assert np.isfinite(ends[0]).all()
+    assert (ends[0] != 1).any()
+    if not least:  # the reference keeps more than float32
+        np.testing.assert_allclose(ends[0], ends[1], rtol=2e-6)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from . import rooms
 from .cache import compiled
 from .triangular import solve_transposed
 
@@ -25,24 +26,31 @@ QUARTERS = 4  # parts of a basis that are looked at one by one
 
 def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
     """The Q of X = QR by Householder's reflections, and how many columns they took: fewer than all where those span the rest."""
-    A, n = X.copy(), len(X)
-    nothing = NOTHING * np.finfo(A.dtype).eps * abs(A).max(initial=0)
+    A, n = rooms.copy(X), len(X)
+    nothing = NOTHING * np.finfo(A.dtype).eps * largest(A)
     blocks = []
     for k in range(0, n, PANEL):
         panel = A[k:, k : k + PANEL]
-        if not abs(panel).max() > nothing and not abs(A[k:, k:]).max() > nothing:
+        if not largest(panel) > nothing and not largest(A[k:, k:]) > nothing:
             break
         h, tau = np.linalg.qr(panel, mode="raw")
         V = np.where(tau != 0, np.tril(h.T, -1) + np.eye(*panel.shape, dtype=A.dtype), 0)
         T = np.linalg.inv(np.triu(V.T @ V, 1) + np.diag(1 / np.where(tau != 0, tau, 1)))  # their product is I − V T V^T
         rest = A[k:, k + PANEL :]
-        rest -= V @ (T.T @ (V.T @ rest))
+        _less(rest, V, T.T @ (V.T @ rest))
         blocks.append((k, V, T))
-    Q = np.eye(n, dtype=A.dtype)
+    Q = A  # not needed any more
+    Q[...] = 0
+    np.fill_diagonal(Q, 1)
     for k, V, T in reversed(blocks):
         corner = Q[k:, k:]
-        corner -= V @ (T @ (V.T @ corner))
+        _less(corner, V, T @ (V.T @ corner))
     return Q, min(n, PANEL * len(blocks))
+
+
+def largest(X: np.ndarray) -> float:
+    """The largest size of an entry; NaN where one is."""
+    return float(max(X.max(initial=0), -X.min(initial=0)))
 
 
 def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,14 +70,15 @@ def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def completed(Q: np.ndarray, first: int, loose: float) -> bool:
     """Q <- its Q of QR, of which the first columns are orthonormal, the others nearly, and nearly orthogonal to those. False
     where they are not: then Q has changed, but not what its leading columns span. Others that are orthonormal but for `loose`
-    (see `linalg.skew`) are not changed for that."""
+    are not changed for that."""
     bound, rest = Q[:, :first], Q[:, first:]
     shares = bound.T @ rest
-    if not abs(shares).max(initial=0) < STRAIGHT:
+    if not largest(shares) < STRAIGHT:
         return False
     _less(rest, bound.astype(np.float32), shares.astype(np.float32))
     rest /= np.sqrt(np.einsum("ij,ij->j", rest, rest))
-    return bool(abs(rest.T @ rest.sum(1) - 1).max(initial=0) < loose) or _straightened(rest)
+    probe = np.random.default_rng(0).standard_normal(rest.shape[1])  # whatever is skew turns it
+    return bool(largest(rest.T @ (rest @ probe) - probe) < loose) or _straightened(rest)
 
 
 def _straightened(Q: np.ndarray) -> bool:
@@ -82,7 +91,7 @@ def _straightened(Q: np.ndarray) -> bool:
         own = D[k:]
         lengths = own.diagonal().copy()
         np.fill_diagonal(own, lengths - 1)
-        if not abs(D).max() < STRAIGHT:
+        if not largest(D) < STRAIGHT:
             return False
         own[...] = np.triu(own, 1)
         strip -= narrow[:, :end] @ D.astype(np.float32)
@@ -103,8 +112,8 @@ def _less(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
 
 
 def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
-    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding, X zeros. A column stays so where q'Lq is surely
-    at most a share of the largest: all that are left, once they are found to have no more together."""
+    """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding. A column becomes 0 where q'Lq is surely at most
+    a share of the largest: all that are left, once they are found to have no more together."""
     n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
     room, width = np.empty((STRIP, n), Q.dtype), -(-n // QUARTERS)
     for k in range(0, n, width):
@@ -116,6 +125,7 @@ def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
         low, left = share * sizes.max(), trace - sizes.sum()
         if 4 * end <= 3 * n and abs(left) <= low + 2.0**-22 * trace and abs(left + overlap(Q[:, :end], X[:, :end])) < low / 2:
+            X[:, end:] = 0
             break
 
 
@@ -123,7 +133,7 @@ def overlap(Q: np.ndarray, X: np.ndarray) -> float:
     """By how much tr(Q'X) exceeds that of X's part in what Q spans, (Q'Q)^-1 Q'X, Q being nearly orthonormal."""
     D = Q.T @ Q
     D[np.diag_indices_from(D)] -= 1
-    return float(np.vdot(D, Q.T @ X))
+    return float(np.vdot(D, Q.astype(np.float32).T @ X.astype(np.float32)))  # which weighs what is next to nothing
 
 
 def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
@@ -145,9 +155,11 @@ def _reorder(X, order):
 
 @functools.cache
 def _reordering() -> Any:
-    return compiled(njit, types.void(types.Array(types.float64, 2, "C"), types.Array(types.int64, 1, "C", readonly=True)), nogil=True)(_reorder)
+    matrix, order = types.Array(types.float64, 2, "C"), types.Array(types.int64, 1, "C", readonly=True)
+    return compiled(njit, types.void(matrix, order), nogil=True)(_reorder)
 
 
 def reorder(X: np.ndarray, order: np.ndarray) -> None:
     """X <- its columns in another order, without memory of its size."""
-    _reordering()(X, np.ascontiguousarray(order, np.int64))
+    if (order != np.arange(len(order))).any():
+        _reordering()(X, np.ascontiguousarray(order, np.int64))

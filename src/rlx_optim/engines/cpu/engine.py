@@ -15,6 +15,7 @@ from ...language import REDUCTIONS, Reduction, Rule, signature
 from ...program import Drop, Each, Pass, Values
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
+from . import rooms
 from .kernels import CHUNK, Layout, compiled
 from .matrices import Matrices
 from .parallel import alone, alone_briefly, description, may_spread, spread
@@ -325,7 +326,12 @@ class Cpu(Matrices):
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         if not self.compiles(bundle):
             with threads.blas():
-                return super().run(bundle, move)
+                x = super().run(bundle, move)
+            few = len(bundle.shapes)  # what is asked of a step is one number a tensor
+            numbers = {name: value for name, value in x.items() if not isinstance(value, np.ndarray) or value.size <= few}
+            del x
+            rooms.leave()
+            return numbers
         if bundle.plan is None:
             self.planned(bundle)
         told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
@@ -355,7 +361,7 @@ class Cpu(Matrices):
         if (made := kept.get(key)) is None:
             layout = Layout(kinds, ("store",) * len(gives), self.precision, self.precision)
             made = kept[key] = Kernel(rule, layout, [shape])
-        out = [np.empty(shape, self.dtype) for _ in gives]
+        out = [rooms.room(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
         alone(made.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow

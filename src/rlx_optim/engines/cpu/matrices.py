@@ -9,10 +9,11 @@ import numpy as np
 from ... import linalg
 from ...engine import ArrayEngine
 from ...linalg import Coefficients
-from . import bases, noise
+from . import bases, noise, rooms
 from .grams import average
 from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
+from .watch import address
 
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
@@ -26,13 +27,22 @@ class Matrices(ArrayEngine):
     stored: np.dtype
 
     def wide(self, X: Any) -> np.ndarray:
-        found: np.ndarray = X() if callable(X) else X.astype(np.float64)
+        found: np.ndarray = X() if callable(X) else rooms.copy(X, np.float64)
         return found
+
+    def narrow(self, X: np.ndarray) -> np.ndarray:
+        return rooms.copy(X, self.stored).astype(self.dtype, copy=False)
+
+    def store(self, buffer: np.ndarray, value: np.ndarray) -> None:
+        """But what was not changed, and is in its place."""
+        value = np.asarray(value).reshape(buffer.shape)
+        if (address(value), value.strides, value.dtype) != (address(buffer), buffer.strides, buffer.dtype):
+            super().store(buffer, value)
 
     def average_gram(self, L: np.ndarray, X: np.ndarray, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """The first step alone asks for what was not rounded, and finds it then."""
-        U = self.wide(self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1))
-        out = np.empty(L.shape, self.stored)
+        U = self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1).astype(np.float64)  # in X's order
+        out = rooms.room(L.shape, self.stored)
         for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
             average(one, u, beta, alpha, new)
         return out.astype(self.dtype, copy=False), lambda: linalg.average_gram(self, L, X, axis, beta, alpha)[1]
@@ -80,7 +90,7 @@ class Matrices(ArrayEngine):
     def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return super().applied(L, Q)  # type: ignore[no-any-return]
-        out = np.zeros(Q.shape, Q.dtype)
+        out = rooms.room(Q.shape, Q.dtype)
         for one, q, x in zip(L, Q, out, strict=True):
             bases.applied(one, q, x, linalg.ROUNDING[q.dtype.itemsize])
         return out
@@ -88,7 +98,7 @@ class Matrices(ArrayEngine):
     def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
-        Q = X.copy()
+        Q = rooms.copy(X)
         for i, x in enumerate(X):
             if surely or not self._by_products(Q[i : i + 1], len(x)):
                 Q[i] = bases.reflected(x)[0]
@@ -97,7 +107,8 @@ class Matrices(ArrayEngine):
     def extended(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return self.qr(self.where(free[:, None, :], near, X))
-        Q = np.where(free[:, None, :], near, X)
+        Q = rooms.copy(X)
+        np.copyto(Q, near, where=free[:, None, :])
         for i, open_ in enumerate(free):
             if not self._by_products(Q[i : i + 1], int((~open_).sum())):
                 Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
@@ -108,10 +119,12 @@ class Matrices(ArrayEngine):
         one, two, loose = Q[..., :first], Q[..., first:], LOOSE * np.finfo(self.stored).eps
         if first:
             linalg.gram_schmidt(self, one)
+            if not linalg.skew(self, one)[0] < SKEW:
+                return False
         if first < len(Q[0]) and not bases.completed(Q[0], first, loose):
             bases.without(two[0], one[0])
             linalg.gram_schmidt(self, two)
-        return bool((linalg.skew(self, one) < SKEW).all() and (linalg.skew(self, Q) < max(SKEW, 2 * loose)).all())
+        return bool(linalg.skew(self, Q)[0] < max(SKEW, 2 * loose))
 
     def without(self, rest: np.ndarray, first: np.ndarray, after: Any = None, before: Any = None) -> None:
         if after is not None:
@@ -136,6 +149,12 @@ class Matrices(ArrayEngine):
         except np.linalg.LinAlgError:
             return np.full_like(G, np.nan)
 
+    def product(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        return np.matmul(A, B, out=rooms.room((*A.shape[:-1], B.shape[-1]), A.dtype))
+
+    def square(self, X: np.ndarray, most: float | None = None) -> np.ndarray:
+        return np.matmul(X, X.mT, out=rooms.room((*X.shape[:2], X.shape[1]), X.dtype))
+
     def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
         for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
@@ -155,7 +174,7 @@ class Matrices(ArrayEngine):
         return out
 
     def upper_upper(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
-        out = np.empty(R.shape, self.dtype)
+        out = rooms.room(R.shape, self.dtype)
         for t, r, y in zip(T, R, out, strict=True):
             multiply_upper(t, r, y)
         return out
