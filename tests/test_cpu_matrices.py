@@ -20,7 +20,7 @@ def apart(Q):
     return abs(Q.T @ Q - np.eye(Q.shape[1])).max()
 
 
-@pytest.mark.parametrize(("n", "columns"), [(1, 3), (70, 5), (256, 9), (300, 40), (600, 20)])
+@pytest.mark.parametrize(("n", "columns"), [(1, 3), (70, 5), (256, 9), (300, 40), (1024, 5), (1100, 20)])
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_average_gram_is_that_of_float64_rounded(n, columns, precision):
     rng, engine = np.random.default_rng(n), get_engine("cpu", precision=precision)

@@ -13,6 +13,7 @@ from numba import njit, types
 from .cache import compiled
 
 STRIP = 256  # rows of a strip
+WHOLE = 1024  # rows up to which a matrix is one strip: NumPy hands X·X^T to BLAS's syrk
 TILE = 64  # rows and columns that are mirrored at once: through a copy, since rows of a large matrix lie in each other's way
 
 
@@ -53,9 +54,10 @@ def _blending() -> Any:
 
 def average(L: np.ndarray, U: np.ndarray, beta: float, alpha: float, out: np.ndarray) -> None:
     """out <- beta·L + alpha·U·U^T, U in float64; L where that is not finite."""
-    blend, sound, room = _blending(), True, np.empty(min(STRIP, len(U)) * len(U))
-    for k in range(0, len(U), STRIP):
-        strip = U[k : k + STRIP]
+    height = len(U) if len(U) <= WHOLE else STRIP
+    blend, sound, room = _blending(), True, np.empty(height * len(U))
+    for k in range(0, len(U), height):
+        strip = U[k : k + height]
         end = k + len(strip)
         G = room[: len(strip) * end].reshape(len(strip), end)
         sound &= blend(L, np.matmul(strip, U[:end].T, out=G), k, beta, alpha, out)

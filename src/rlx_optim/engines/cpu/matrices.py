@@ -85,7 +85,8 @@ class Matrices(ArrayEngine):
         return X
 
     def difference(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-        return np.subtract(A, B, out=B)
+        np.subtract(A, B, out=B)
+        return B
 
     def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:

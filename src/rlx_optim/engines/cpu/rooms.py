@@ -53,7 +53,8 @@ def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         _advise(mapped, LARGE_PAGES)
         i = len(rooms)
         rooms.append((np.frombuffer(mapped, np.uint8), mapped))
-    return rooms[i][0][:size].view(dtype).reshape(shape)
+    found: np.ndarray = rooms[i][0][:size].view(dtype).reshape(shape)
+    return found
 
 
 def copy(X: np.ndarray, dtype: Any = None) -> np.ndarray:
