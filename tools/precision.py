@@ -1,4 +1,5 @@
-"""When numbers go wrong: small gradients, bfloat16 weights, half-precision products, spikes. On a CPU, in under a minute.
+"""When numbers go wrong: small gradients, bfloat16 weights, half-precision products, directions that gradients lack, spikes. On a
+CPU, in a minute.
 
 python tools/precision.py          # writes benchmarks/precision.json, which docs/numbers.md shows
 """
@@ -119,6 +120,65 @@ def products() -> dict[str, dict[str, float]]:
     return found
 
 
+def narrow(t: int) -> np.ndarray:
+    """A gradient of size 1, in float32, that keeps to 8 directions on either side."""
+    left, right = sides()
+    g = left @ np.random.default_rng([5, t]).normal(size=(8, 8)) @ right.T
+    return (g / rms(g)).astype(np.float32)
+
+
+def sides() -> list[np.ndarray]:
+    fixed = np.random.default_rng(3)
+    return [np.linalg.qr(fixed.normal(size=(n, n)))[0][:, :8] for n in MATRIX]
+
+
+Ends = Callable[[str, np.ndarray], np.ndarray]
+
+
+def outside(ends: Ends) -> dict[str, float]:
+    """What share of the way that 40 steps make leads where gradients never go, by the arithmetic."""
+    start, (left, right), found = np.random.default_rng(7).normal(0, 0.1, MATRIX).astype(np.float32), sides(), {}
+    for dtype in ("float32", "float64"):
+        way = ends(dtype, start) - start
+        found[dtype] = rms(way - left @ (left.T @ way @ right) @ right.T) / rms(way)
+    return found
+
+
+def ours(name: str, **more: Any) -> Ends:
+    def ends(dtype: str, start: np.ndarray) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt = create(name, **{**settings(name), **more, "engine": {"float32": "cpu", "float64": "reference"}[dtype]})
+        params = {"w": start.copy()}
+        for t in range(40):
+            opt.step_all(params, {"w": narrow(t)})
+        return params["w"].astype(np.float64)
+
+    return ends
+
+
+def theirs(dtype: str, start: np.ndarray) -> np.ndarray:
+    """pytorch_optimizer's SOAP."""
+    from pytorch_optimizer import SOAP
+
+    weight = torch.nn.Parameter(torch.tensor(start, dtype=getattr(torch, dtype)))
+    opt = SOAP([weight], lr=1e-3, weight_decay=0.0)
+    for t in range(40):
+        weight.grad = torch.from_numpy(narrow(t)).to(weight.dtype)
+        opt.step()
+    return weight.detach().double().numpy()
+
+
+MATRIX = (96, 64)
+WALKS: Mapping[str, Ends] = {
+    "Muon": ours("muon"),
+    "KronPSGD": ours("kronpsgd"),
+    "SOAP": ours("soap"),
+    "SOAP, eps 1e-6": ours("soap", eps=1e-6),
+    "SOAP, eps 1e-4": ours("soap", eps=1e-4),
+    "SOAP, eps 1e-2": ours("soap", eps=1e-2),
+    "pytorch_optimizer's SOAP": theirs,
+}
 ROUNDED = ("adamw", "lion", "adafactor", "lamb", "muon", "soap")
 NO_STREAM = ("prodigy",)  # finds its rate from how gradients change along the way, which a stream of them does not
 GUARDED: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -129,15 +189,14 @@ GUARDED: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 def measured() -> dict[str, Any]:
     names = list_optimizers()
-    modes: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {}}
-    if "rounding" in spec_class("adamw").fields:
-        modes |= {f"bfloat16, {mode}": {"rounding": mode} for mode in ("nearest", "stochastic", "exact")}
+    modes: dict[str, dict[str, Any]] = {"float32": {}}
+    modes |= {f"bfloat16, {mode}": {"rounding": mode} for mode in ("nearest", "stochastic", "exact")}
     return {
         "command": "python tools/precision.py",
         "versions": {
             "python": platform.python_version(),
             "rlx_optim": rlx_optim.__version__,
-            **{name: version(name) for name in ("numpy", "torch")},
+            **{name: version(name) for name in ("numpy", "torch", "pytorch_optimizer")},
         },
         "small": {name: small(name) for name in names},
         "spikes": {
@@ -149,6 +208,7 @@ def measured() -> dict[str, Any]:
             for name in ROUNDED
         },
         "products": products(),
+        "outside": {words: outside(ends) for words, ends in WALKS.items()},
     }
 
 

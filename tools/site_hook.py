@@ -61,6 +61,7 @@ TABLES = {
     "numbers small": precision.small,
     "numbers bfloat16": precision.bfloat16,
     "numbers products": precision.products,
+    "numbers outside": precision.outside,
     "numbers spikes": precision.spikes,
     "numbers source": precision.source,
     **{f"arguments {front_end}": functools.partial(arguments.reference, front_end) for front_end in arguments.FRONT_ENDS},

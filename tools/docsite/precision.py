@@ -45,6 +45,11 @@ def products() -> str:
     return table(["matrix", *forms], rows, right=(1, 2, 3))
 
 
+def outside() -> str:
+    rows = [[words, *(share(row[form]) for form in row)] for words, row in found()["outside"].items()]
+    return table(["optimizer", "float32", "float64"], rows, right=(1, 2))
+
+
 def spikes() -> str:
     rows = [
         [
