@@ -294,6 +294,15 @@ def test_the_page_of_numbers_says_what_was_measured():
     assert min(found["spikes"], key=lambda name: found["spikes"][name]["after_20"]) == "Adafactor"
     assert found["spikes"]["AdamW, skip_above 6"]["after_20"] == pytest.approx(1, abs=0.01)
     assert all(found["spikes"][name]["after_20"] > 0.95 for name in ("Lion", "Muon", "NorMuon", "Lamb", "MARS"))
-    assert all(row.get("bfloat16, nearest", row["bfloat16"]) == 0 > row["float32"] for row in found["bfloat16"].values())
+    weights, outside = found["bfloat16"], found["outside"]
+    assert all(each["bfloat16, nearest"] == 0 > each["float32"] for each in weights.values())
+    for name in ("adamw", "lion", "adafactor", "lamb"):
+        assert weights[name]["bfloat16, stochastic"] == pytest.approx(weights[name]["float32"], rel=0.01)
+    assert row(precision.outside(), "SOAP, eps 1e-6")[1:] == [
+        f"{outside['SOAP, eps 1e-6'][form]:.0%}" for form in outside["SOAP"]
+    ]
+    for name in ("SOAP", "pytorch_optimizer's SOAP"):
+        assert min(outside[name].values()) > 0.98
+    assert max(outside["SOAP, eps 1e-4"].values()) < 0.02
     for kind in found["products"].values():
         assert kind["float32"] < kind["float16"] < kind["bfloat16"]
