@@ -33,7 +33,7 @@ def small() -> str:
 def bfloat16() -> str:
     modes = list(next(iter(found()["bfloat16"].values())))
     rows = [
-        [spec_class(name).title, *(f"{row[mode]:.2g}".replace("-", "−", 1) for mode in modes)]
+        [spec_class(name).title, *("−" * (row[mode] < 0) + f"{abs(row[mode]):.2g}".replace("e-0", "e-") for mode in modes)]
         for name, row in found()["bfloat16"].items()
     ]
     return table(["optimizer", *modes], rows, right=tuple(range(1, len(modes) + 1)))
