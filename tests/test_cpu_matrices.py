@@ -84,7 +84,7 @@ def rounded(n, first):
 def test_what_is_nearly_orthonormal_is_completed(first):
     X = rounded(500, first)
     Q = X.copy()
-    assert bases.completed(Q, first, loose=0.0)
+    assert E._completed(Q[:, :first], Q[:, first:], 0.0)
     assert apart(Q) < 1e-11
     want = np.linalg.qr(X)[0]
     np.testing.assert_allclose(Q, want * np.sign((want * X).sum(0)), atol=1e-11)
@@ -95,7 +95,7 @@ def test_columns_that_are_loose_stay_so_but_leave_those_before_them():
     n, first = 500, 100
     X, loose = rounded(n, first), 2 * np.finfo(np.float32).eps
     Q = X.copy()
-    assert bases.completed(Q, first, loose)
+    assert E._completed(Q[:, :first], Q[:, first:], loose)
     assert abs(Q[:, :first].T @ Q[:, first:]).max() < 1e-13
     assert 1e-11 < apart(Q) < 1e-8
     np.testing.assert_allclose(np.linalg.norm(Q, axis=0), 1, atol=1e-14)
@@ -105,7 +105,7 @@ def test_columns_that_are_loose_stay_so_but_leave_those_before_them():
         Q = X.copy()  # more than that, the second so that sums of rows do not tell
         for (i, j), share in skew.items():
             Q[:, i] += share * X[:, j]
-        assert bases.completed(Q, first, loose)
+        assert E._completed(Q[:, :first], Q[:, first:], loose)
         assert apart(Q) < 1e-11
 
 
@@ -114,7 +114,7 @@ def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did()
     X = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
     X[:, 450] += 1e-3 * X[:, 3]
     Q = X.copy()
-    assert not bases.completed(Q, first, loose=0.0)
+    assert not E._completed(Q[:, :first], Q[:, first:], 0.0)
     np.testing.assert_allclose(abs((np.linalg.qr(Q)[0] * np.linalg.qr(X)[0]).sum(0)), 1, atol=1e-12)
     found = E.extended(X[None], X[None], np.arange(n)[None] >= first)[0]
     assert apart(found) < 1e-12

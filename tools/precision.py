@@ -6,6 +6,7 @@ python tools/precision.py          # writes benchmarks/precision.json, which doc
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import warnings
@@ -127,6 +128,7 @@ def narrow(t: int) -> np.ndarray:
     return (g / rms(g)).astype(np.float32)
 
 
+@functools.cache
 def sides() -> list[np.ndarray]:
     fixed = np.random.default_rng(3)
     return [np.linalg.qr(fixed.normal(size=(n, n)))[0][:, :8] for n in MATRIX]

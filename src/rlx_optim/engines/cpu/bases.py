@@ -19,7 +19,6 @@ from .triangular import solve_transposed
 
 PANEL = 128  # columns whose reflections are applied at once
 NOTHING = 4096  # times the rounding of the largest entry: what is left of columns that others span
-STRAIGHT = 2.0**-20  # how far from orthonormal columns may be for one correction to do, in float32
 STRIP = 256  # rows or columns that are taken at once
 QUARTERS = 4  # parts of a basis that are looked at one by one
 
@@ -37,14 +36,14 @@ def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
         V = np.where(tau != 0, np.tril(h.T, -1) + np.eye(*panel.shape, dtype=A.dtype), 0)
         T = np.linalg.inv(np.triu(V.T @ V, 1) + np.diag(1 / np.where(tau != 0, tau, 1)))  # their product is I − V T V^T
         rest = A[k:, k + PANEL :]
-        _less(rest, V, T.T @ (V.T @ rest))
+        less(rest, V, T.T @ (V.T @ rest))
         blocks.append((k, V, T))
     Q = A  # not needed any more
     Q[...] = 0
     np.fill_diagonal(Q, 1)
     for k, V, T in reversed(blocks):
         corner = Q[k:, k:]
-        _less(corner, V, T @ (V.T @ corner))
+        less(corner, V, T @ (V.T @ corner))
     return Q, min(n, PANEL * len(blocks))
 
 
@@ -67,45 +66,13 @@ def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[order], Q[:, order]
 
 
-def completed(Q: np.ndarray, first: int, loose: float) -> bool:
-    """Q <- its Q of QR, of which the first columns are orthonormal, the others nearly, and nearly orthogonal to those. False
-    where they are not: then Q has changed, but not what its leading columns span. Others that are orthonormal but for `loose`
-    are not changed for that."""
-    bound, rest = Q[:, :first], Q[:, first:]
-    shares = bound.T @ rest
-    if not largest(shares) < STRAIGHT:
-        return False
-    _less(rest, bound.astype(np.float32), shares.astype(np.float32))
-    rest /= np.sqrt(np.einsum("ij,ij->j", rest, rest))
-    probe = np.random.default_rng(0).standard_normal(rest.shape[1])  # whatever is skew turns it
-    return bool(largest(rest.T @ (rest @ probe) - probe) < loose) or _straightened(rest)
+def skewed(Q: np.ndarray) -> float:
+    """How far a vector that knows nothing of Q is turned by Q'Q: little where its columns are orthonormal."""
+    probe = np.random.default_rng(0).standard_normal(Q.shape[1])
+    return largest(Q.T @ (Q @ probe) - probe)
 
 
-def _straightened(Q: np.ndarray) -> bool:
-    """Q <- its Q of QR, of columns that are nearly orthonormal; False, as above, where they are not."""
-    narrow = Q.astype(np.float32)
-    for k in range(0, Q.shape[1], STRIP):
-        strip = Q[:, k : k + STRIP]
-        end = k + strip.shape[1]
-        D = Q[:, :end].T @ strip
-        own = D[k:]
-        lengths = own.diagonal().copy()
-        np.fill_diagonal(own, lengths - 1)
-        if not largest(D) < STRAIGHT:
-            return False
-        own[...] = np.triu(own, 1)
-        strip -= narrow[:, :end] @ D.astype(np.float32)
-        strip /= np.sqrt(lengths)
-        narrow[:, k:end] = strip
-    return True
-
-
-def without(rest: np.ndarray, first: np.ndarray) -> None:
-    """rest <- what of it is orthogonal to orthonormal columns."""
-    _less(rest, first, first.T @ rest)
-
-
-def _less(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
+def less(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
     """X <- X − A·B, strip by strip, which takes no new memory of its size."""
     for i in range(0, len(X), STRIP):
         X[i : i + STRIP] -= A[i : i + STRIP] @ B
@@ -115,11 +82,11 @@ def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
     """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding. A column becomes 0 where q'Lq is surely at most
     a share of the largest: all that are left, once they are found to have no more together."""
     n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
-    room, width = np.empty((STRIP, n), Q.dtype), -(-n // QUARTERS)
+    buffer, width = np.empty((STRIP, n), Q.dtype), -(-n // QUARTERS)
     for k in range(0, n, width):
         end = min(k + width, n)
         for i in range(0, n, STRIP):
-            wide = room[: len(L[i : i + STRIP])]
+            wide = buffer[: len(L[i : i + STRIP])]
             wide[...] = L[i : i + STRIP]
             np.matmul(wide, Q[:, k:end], out=X[i : i + STRIP, k:end])
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])

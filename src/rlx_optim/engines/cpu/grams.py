@@ -55,11 +55,11 @@ def _blending() -> Any:
 def average(L: np.ndarray, U: np.ndarray, beta: float, alpha: float, out: np.ndarray) -> None:
     """out <- beta·L + alpha·U·U^T, U in float64; L where that is not finite."""
     height = len(U) if len(U) <= WHOLE else STRIP
-    blend, sound, room = _blending(), True, np.empty(height * len(U))
+    blend, sound, buffer = _blending(), True, np.empty(height * len(U))
     for k in range(0, len(U), height):
         strip = U[k : k + height]
         end = k + len(strip)
-        G = room[: len(strip) * end].reshape(len(strip), end)
+        G = buffer[: len(strip) * end].reshape(len(strip), end)
         sound &= blend(L, np.matmul(strip, U[:end].T, out=G), k, beta, alpha, out)
     if not sound:
         out[...] = L

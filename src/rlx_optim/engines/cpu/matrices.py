@@ -17,6 +17,7 @@ from .watch import address
 
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
+STRAIGHT = 2.0**-18  # from where on one correction, which leaves the square of that, does not do
 LOOSE = 2.0  # times the rounding of what is stored: how far columns of a basis may stay that L leaves open
 
 
@@ -122,16 +123,29 @@ class Matrices(ArrayEngine):
             linalg.gram_schmidt(self, one)
             if not linalg.skew(self, one)[0] < SKEW:
                 return False
-        if first < len(Q[0]) and not bases.completed(Q[0], first, loose):
-            bases.without(two[0], one[0])
+        if first < len(Q[0]) and not self._completed(one[0], two[0], loose):
+            self.without(two, one)
             linalg.gram_schmidt(self, two)
         return bool(linalg.skew(self, Q)[0] < max(SKEW, 2 * loose))
+
+    def _completed(self, one: np.ndarray, two: np.ndarray, loose: float) -> bool:
+        """two <- what of it is orthogonal to orthonormal `one`, and orthonormal, where it nearly is both. Else False: it may have
+        changed, but not what its leading columns span beside `one`. What it lacks itself is left where that is `loose`."""
+        shares = one.T @ two
+        if not bases.largest(shares) < STRAIGHT:
+            return False
+        bases.less(two, one.astype(np.float32), shares.astype(np.float32))
+        two /= np.sqrt(self.lines(two[None], -2)[0])
+        skewed = bases.skewed(two)
+        if loose <= skewed < STRAIGHT:
+            two[...] = linalg.straightened(self, two[None])[0]
+        return skewed < STRAIGHT
 
     def without(self, rest: np.ndarray, first: np.ndarray, after: Any = None, before: Any = None) -> None:
         if after is not None:
             return super().without(rest, first, after, before)
         for x, q in zip(rest, first, strict=True):
-            bases.without(x, q)
+            bases.less(x, q, q.T @ x)
 
     def reordered(self, X: np.ndarray, order: np.ndarray) -> np.ndarray:
         for x, places in zip(X, order, strict=True):
