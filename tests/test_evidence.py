@@ -148,7 +148,7 @@ def test_a_verdict_before_three_rates_and_seeds_were_run_whole_is_one_so_far(rac
     assert row(evidence.results(), "Muon")[6] == "1"
     assert row(evidence.results(), "Muon")[7].endswith("ahead so far")
     assert row(evidence.results(), "SOAP")[7].endswith("ahead")
-    assert "1 of 3 rates), ahead of AdamW so far" in evidence.sentence("muon")
+    assert "the best of 1 rate so far), ahead of AdamW so far" in evidence.sentence("muon")
     without(lambda r: (r["optimizer"], r["steps"]) == ("adamw", 1000) and r["settings"]["lr"] in others)
     assert row(evidence.results(), "SOAP")[7].endswith("ahead so far")  # its own are whole
     assert evidence.marks().count("reached so far") == 2
@@ -186,13 +186,38 @@ def test_training_steps_are_shown_beside_adamw(folder):
     gone(records.Pool(Valley(), file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
     forget()
     assert row(evidence.steps(), "SOAP, precondition frequency 1")[1:] == ["10.0", "1.00×", "0.50"]
-    assert len(evidence.steps().splitlines()) == 2 + 3
+    assert len(evidence.steps().splitlines()) == 2 + 5
     gone(records.Pool(Valley(), file=folder / "f.jsonl"), "frequency", ("soap",))
     forget()
     short, half = (f"{1 + 100 / steps + 0.01 * math.sin(records.TUNING_SEED):.3f}" for steps in (250, 500))
-    assert row(evidence.frequencies(), "SOAP, a new basis every step")[1:] == [short, half, "10.0"]
-    assert row(evidence.frequencies(), "SOAP, every 2 steps")[1:] == [short, "–", "–"]
-    assert row(evidence.frequencies(), "AdamW")[1:] == ["–", "–", "10.0"]
+    assert row(evidence.frequencies(), "SOAP, a new basis every step")[1:] == [short, half, "10.0", "–", "–"]
+    assert row(evidence.frequencies(), "AdamW")[1:] == ["–", "–", "10.0", "–", "–"]
+
+
+def test_newer_bases_may_reach_adamws_loss_sooner(folder):
+    model = Valley(noise=0.0)
+    gone(records.Pool(model, file=folder / "a.jsonl"), optimizers=("adamw", "soap"))
+    gone(records.Pool(model, file=folder / "s.jsonl"), "steps", ("adamw", "soap"))
+    forget()
+    assert "100% (1000 steps): missed" in evidence.marks()
+    train = model.train
+
+    def gaining(name, settings, *more):
+        model.gains["soap"] = 0.3 * (settings.get("precondition_frequency") == 4)
+        return train(name, settings, *more)
+
+    model.train = gaining
+    gone(records.Pool(model, file=folder / "f.jsonl", beside=[folder / "a.jsonl"]), "frequency", ("soap",))
+    forget()
+    assert row(evidence.frequencies(), "AdamW")[4:] == ["1,000", "100%"]
+    assert row(evidence.frequencies(), "SOAP, every 10 steps")[4:] == ["1,000", "100%"]
+    assert row(evidence.frequencies(), "SOAP, every 4 steps")[4:] == ["400", "40%"]
+    assert row(evidence.frequencies(), "SOAP, every 2 steps")[4:] == ["–", "–"]
+    assert "40% (400 steps, every 4 steps): reached" in evidence.marks()
+    (folder / "s.jsonl").unlink()  # whose steps were not timed
+    forget()
+    assert row(evidence.frequencies(), "SOAP, every 4 steps")[4:] == ["400", "–"]
+    assert "100% (1000 steps): missed" in evidence.marks()
 
 
 def test_sentences_go_with_the_verdicts(raced):
@@ -201,7 +226,9 @@ def test_sentences_go_with_the_verdicts(raced):
     assert "behind AdamW (loss +" in evidence.sentence("lion")
     assert "AdamW's loss in" not in evidence.sentence("lion")
     assert "beside" not in evidence.sentence("adamw")
-    assert f"{len(raced) + 18} runs" in evidence.source()
+    every = evidence.pool().records
+    assert len(every) == len(raced) + 18
+    assert f"{len(every)} runs, {sum(r['steps'] for r in every):,} training steps" in evidence.source()
 
 
 def test_storage_is_compared_at_equal_seeds(raced):
@@ -255,9 +282,41 @@ def test_what_the_page_says_of_learning_by_heart_is_so():
     assert f"{run('muon', 0.0346, 0.01, 600)['test_loss']:.3f}" == "0.813"
     assert run("muon", 0.0346, 0.25)["test_loss"] < run("muon", 0.0346, 0.25, 600)["test_loss"]
     for name, small, large, decay, said in (
-        ("muon", 0.02, 0.06, 0.25, "0.02"), ("soap", 0.00173, 0.003, 0.5, "0.03"), ("nadamw", 0.002, 0.00346, 0.5, "0.01"),
+        ("muon", 0.02, 0.06, 0.25, "0.02"), ("soap", 0.00173, 0.0052, 0.5, "0.06"), ("nadamw", 0.002, 0.00346, 0.5, "0.01"),
     ):  # fmt: skip
         assert f"{run(name, small, decay)['test_loss'] - run(name, large, decay)['test_loss']:.2f}" == said
+
+
+def test_what_the_page_says_of_rates_is_so():
+    forget()
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    pool, whole, largest = evidence.pool(), [], []
+    for name in list_optimizers():
+        search = plan.Search(pool, name, 1000)
+        best = [pool.has(search.whole(rate)) for rate in search.rates()[:3]]
+        if all(best):
+            whole.append(name)
+            if min(best, key=search.score)["settings"]["lr"] == max(r["settings"]["lr"] for r in best):
+                largest.append(name)
+    assert f"Of the {len(whole)} whose three best rates were all run whole, {len(largest)} ended lowest with the largest" in page
+    assert "adamw" in largest
+    adamw = statistics.fmean(evidence.result("adamw").losses.values())
+    soap = {r["settings"]["lr"]: r["test_loss"] for r in pool.of("soap", 1000, 0)}
+    assert min(soap[0.00173], soap[0.003]) > adamw + 0.02
+    assert evidence.result("soap").lead.verdict == "level"
+
+
+def test_what_the_page_says_of_kronpsgd_is_so():
+    forget()
+    runs = {(r["settings"]["lr"], r["seed"]): r for r in evidence.pool().of("kronpsgd", 1000)}
+    broken = runs[0.001, 1]
+    assert f"{broken['loss'][52]:.2f} {broken['loss'][57]:.1f} {broken['test_loss']:.2f}" == "0.78 4.0 1.90"  # means of ten steps
+    assert f"{runs[0.00173, 0]['test_loss']:.2f}" == "0.83"
+    assert max(runs[0.00173, 0]["loss"][28:32]) > 3
+    assert runs[0.003, 0]["diverged_at"] is not None
+    heavy = next(r for r in evidence.pool().of("kronpsgd", 500) if r["settings"]["weight_decay"] == 12.5)
+    assert max(heavy["loss"][20:]) > 2 * heavy["loss"][20]
+    assert evidence.result("kronpsgd").lead.verdict == "unclear"
 
 
 def test_what_the_page_says_of_soaps_frequency_is_so():

@@ -100,6 +100,39 @@ def test_decays_are_tried_at_half_length_while_the_largest_is_the_best(optimizer
     assert settled == {min(tried, key=lambda decay: abs(decay - best))}
 
 
+@pytest.mark.parametrize(("best", "factors"), [
+    (1.0, [1, 3**0.5, 3**-0.5]),  # in the middle
+    (3.0, [1, 3**0.5, 3**-0.5, 3, 3 * 3**0.5]),  # where a search had the rates to either side
+    (100.0, [1, 3**0.5, 3**-0.5, 3, 3 * 3**0.5, 9, 9 * 3**0.5, 27]),  # as far as a search goes
+    (1 / 9, [1, 3**0.5, 3**-0.5, 1 / 3, 1 / 3 * 3**-0.5, 1 / 9, 1 / 9 * 3**-0.5]),
+])  # fmt: skip
+def test_at_full_length_rates_go_on_while_the_best_is_at_an_edge(best, factors):
+    model, longer = Valley(), Valley(best)
+    pool, train = records.Pool(model), model.train
+    model.train = lambda *given: (longer.train if given[2] == 1000 else train)(*given)
+    assert gone(pool)
+    start = rates.SETTINGS["gpt"]["adamw"]["lr"]
+    tried = [r["settings"]["lr"] / start for r in pool.of("adamw", 1000, 0)]
+    assert tried == pytest.approx(factors, rel=0.02)
+    searched = {r["settings"]["lr"] for r in pool.of("adamw", 250)}
+    assert {r["settings"]["lr"] for r in pool.of("adamw", 1000, 0)[:4]} <= searched  # not another rounding of it
+    assert {r["settings"]["lr"] for r in pool.of("adamw", 1000, 4)} == {plan.Search(pool, "adamw", 1000).winner()["lr"]}
+
+
+def test_a_rate_that_diverged_in_a_short_run_gets_no_long_one():
+    model = Valley(9.0)
+    pool, train = records.Pool(model), model.train
+
+    def diverging(name, settings, steps, seed, *more):
+        if settings["lr"] > 2 * rates.SETTINGS["gpt"][name]["lr"] and steps < 1000:
+            return Run(seed, [5.0, math.nan], [1.0, 2.0], {}, 0.5, 8, 0, 1, "paper")
+        return train(name, settings, steps, seed, *more)
+
+    model.train = diverging
+    assert gone(pool)
+    assert max(r["settings"]["lr"] for r in pool.of("adamw", 1000)) < 2 * rates.SETTINGS["gpt"]["adamw"]["lr"]
+
+
 def test_shorter_runs_until_adamws_loss_is_missed():
     for gain, expected in ((-0.1, []), (0.0, [600, 750]), (0.08, [600, 500]), (0.3, [600, 500, 400])):
         model = Valley(muon=gain, noise=0.0)
@@ -154,7 +187,7 @@ def test_training_steps_are_compared_at_more_than_one_setting():
     pool = records.Pool(model)
     assert gone(pool, "steps", rlx_optim.list_optimizers())
     assert [(r["optimizer"], r["steps"]) for r in pool.records] == [(n, 120) for n, more in plan.STEPS.items() for _ in more]
-    assert [r["settings"]["precondition_frequency"] for r in pool.whose["soap"]] == [10, 1]
+    assert [r["settings"]["precondition_frequency"] for r in pool.whose["soap"]] == [10, 4, 2, 1]
     assert pool.of("soap") == []  # they are no part of a search
     assert all(r["training_ms"] == pytest.approx(10.0) for r in pool.records)
     assert records.late_ms([5.0]) == 5000.0
@@ -172,6 +205,29 @@ def test_bases_are_renewed_at_several_frequencies():
     assert found == [(steps, n, winner["weight_decay"]) for steps, n in [*((250, n) for n in plan.FREQUENCIES), (500, 1)]]
     assert {r["seed"] for r in pool.records[made:]} == {records.TUNING_SEED}
     assert plan.following(pool, "race", ("soap",), 1000) is None
+
+
+def test_with_newer_bases_the_winner_is_cut_short_while_it_reaches_adamws_loss():
+    model, gains = Valley(noise=0.0), {4: 0.08, 2: 0.3}  # one as with 10
+    pool, train = records.Pool(model), model.train
+    assert gone(pool, optimizers=("adamw", "soap"))
+    winner, made = plan.Search(pool, "soap", 1000).winner(), len(pool.records)
+
+    def gaining(name, settings, *more):
+        model.gains["soap"] = gains.get(settings.get("precondition_frequency"), 0.0)
+        return train(name, settings, *more)
+
+    model.train = gaining
+    assert gone(pool, "frequency", ("soap",))
+    runs = [r for r in pool.records[made:] if r["seed"] != records.TUNING_SEED]
+    lengths = {n: [(r["steps"], r["seed"]) for r in runs if r["settings"]["precondition_frequency"] == n] for n in plan.OFTEN}
+    assert lengths == {
+        4: [(600, 0), (500, 0), (600, 1), (600, 2)],
+        2: [(600, 0), (500, 0), (400, 0), (400, 1), (400, 2)],
+        1: [(600, 0), (750, 0)],
+    }
+    assert all({**r["settings"], "precondition_frequency": 10} == {**winner, "precondition_frequency": 10} for r in runs)
+    assert ", precondition_frequency 4, 600 steps" in plan.Job("soap", runs[0]["settings"], 600, 0).describe()
 
 
 def test_what_diverges_everywhere_is_no_winner():
@@ -253,8 +309,25 @@ def test_the_time_of_a_run_is_expected_from_runs_with_as_much_of_the_device(tmp_
     gone(records.Pool(slow, file=tmp_path / "a.jsonl", shared=True), "storage", ("adamw",))
     gone(records.Pool(slow, file=tmp_path / "a.jsonl"), "steps", ("adamw",))
     alone, shared = (records.Pool(Valley(), beside=[tmp_path / "a.jsonl"], shared=shared) for shared in (False, True))
-    assert alone.pace("adamw") == pytest.approx(100 / 120)
-    assert shared.pace("adamw") == pytest.approx(100 / 500)
+    job = records.Job("adamw", {"lr": 0.1}, 1000, 0)
+    assert alone.pace(job) == alone.pace(dataclasses.replace(job, optimizer="lion")) == pytest.approx(100 / 120)
+    assert shared.pace(job) == pytest.approx(100 / 500)
+
+
+def test_the_time_of_a_run_is_expected_from_runs_with_its_settings():
+    model, times = Valley(), {1: 0.05, 10: 0.02}
+    train = model.train
+    model.train = lambda name, settings, steps, *more: dataclasses.replace(
+        train(name, settings, steps, *more), seconds=[steps * times.get(settings.get("precondition_frequency"), 0.01)] * steps
+    )
+    pool = records.Pool(model)
+    gone(pool, "steps", ("adamw", "soap"))
+    assert pool.records[-1]["settings"]["precondition_frequency"] == 1
+    found = {
+        n: pool.pace(records.Job("soap", {**pool.records[-1]["settings"], "precondition_frequency": n}, 9, 5)) for n in times
+    }
+    assert found == pytest.approx(times)
+    assert records.Pool(model).pace(records.Job("soap", {}, 9, 5)) == 0.0
 
 
 def test_an_error_is_told_and_the_others_go_on():
@@ -279,8 +352,10 @@ def test_a_lead_is_one_only_beyond_the_spread():
     assert leads.lead({0: 1.2, 1: 1.22, 2: 1.18}, SEEDS).verdict == "behind"
     assert leads.lead({0: 0.99, 1: 1.01, 2: 0.97}, SEEDS).verdict == "level"
     uneven = leads.lead({0: 0.5, 1: 1.02, 2: 0.98}, SEEDS)  # one lucky seed
-    assert uneven.verdict == "level"
+    assert uneven.verdict == "unclear"
     assert uneven.margin == pytest.approx(2 * 0.5 / math.sqrt(3) / math.sqrt(3), rel=1e-6)
+    assert leads.lead({0: 1.0, 1: 1.2, 2: 0.9}, SEEDS).verdict == "level"
+    assert leads.lead({0: 3.0, 1: 5.0, 2: 4.0}, SEEDS).verdict == "behind"  # far apart, and yet
 
 
 def test_a_lead_without_a_spread_or_without_equal_seeds_is_not_called_one():

@@ -22,8 +22,6 @@ from .text import table
 ROOT = Path(__file__).parents[2]
 FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
-SEEDS = 3  # of both, below which a verdict is one so far: its own spread is not known well
-RATES = 3  # to be run at full length
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
 NONE = "–"
 
@@ -56,6 +54,7 @@ class Result(NamedTuple):
     losses: dict[int, float]  # of the test text after a full run, by seed
     learned: float  # the loss of what it was trained on, at the end
     rates: int  # how many of the best were run at full length
+    bounded: bool  # whether there are enough of them: the best is not at an edge
     lead: leads.Lead | None  # against AdamW
     least: int | None  # steps of the shortest run that reached AdamW's loss
     asked: bool  # whether shorter ones were run at all
@@ -83,7 +82,8 @@ def result(name: str) -> Result | None:
         dict(settings),
         losses,
         statistics.fmean(learned),
-        len(search.done(search.three())),
+        len(search.done(search.others())),
+        all(map(pool().has, search.others())),
         None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
         least,
         len(ends) > 1 or name == "adamw",
@@ -164,14 +164,14 @@ def counted(number: int, word: str) -> str:
 
 
 def few(found: Result) -> str:
-    return f", {found.rates} of {RATES} rates" if found.rates < RATES else ""
+    return "" if found.bounded else f", the best of {counted(found.rates, 'rate')} so far"
 
 
 def so_far(found: Result) -> str:
     """What follows a verdict that another rate could change, its own or AdamW's, or another seed."""
     beside = result("adamw")
     seeds = len(found.losses) if found.lead is None else found.lead.seeds
-    return " so far" if min(found.rates, beside.rates if beside else 0) < RATES or seeds < SEEDS else ""
+    return "" if found.bounded and beside is not None and beside.bounded and seeds >= plan.LEAST else " so far"
 
 
 def sentence(name: str) -> str:
@@ -182,7 +182,10 @@ def sentence(name: str) -> str:
     what = f"our run: {spread(found.losses)} after {STEPS:,} steps ({counted(len(found.losses), 'seed')}{few(found)})"
     if found.lead is None:
         return what
-    words = {"ahead": "ahead of AdamW", "behind": "behind AdamW", "level": "level with AdamW", "open": "beside AdamW's one seed"}
+    words = {
+        "ahead": "ahead of AdamW", "behind": "behind AdamW", "level": "level with AdamW",
+        "unclear": "seeds too far apart to say more", "open": "beside AdamW's one seed",
+    }  # fmt: skip
     what += f", {words[found.lead.verdict]}{so_far(found)} (loss {-found.lead.mean:+.4f})".replace("+-", "−").replace(
         "(loss -", "(loss −"
     )
@@ -198,9 +201,9 @@ def source() -> str:
         return "No run is committed yet."
     new, dates = runs[-1], sorted({record["date"][:10] for record in runs})
     versions = ", ".join(f"{n} {v}" for n, v in new["versions"].items() if n in ("python", "torch", "triton", "rlx_optim"))
-    minutes = sum(record["seconds"] for record in runs) / 60
+    steps_ = sum(record["steps"] if record["diverged_at"] is None else record["diverged_at"] for record in runs)
     return (
-        f"{len(runs)} runs, {minutes:.1f} minutes of training on one {new['device']}, {' and '.join(dates)}; {versions}; "
+        f"{len(runs)} runs, {steps_:,} training steps on one {new['device']}, {' and '.join(dates)}; {versions}; "
         f"{new['parameters'] / 1e6:.1f} M parameters, {new['batch']:,} bytes a batch, text of SHA-256 `{new['corpus'][:12]}`."
     )
 
@@ -212,16 +215,42 @@ def marks() -> str:
         found, title = result(name), spec_class(name).title
         if found is None or result("adamw") is None or (found.least and not found.asked):
             verdict = "not measured yet"
+        elif (best := best_share(name, found)) is not None:
+            share, how = best
+            verdict = f"{share:.0%} ({how}): {'reached' if share <= wanted else 'missed'}{so_far(found)}"
         elif found.least is None:
             verdict = f"not reached{so_far(found)}, in {STEPS:,} steps either"
-        elif found.share is None:
-            verdict = f"reached in {found.least} steps, whose seconds were not measured"
         else:
-            verdict = (
-                f"{found.share:.0%} ({found.least} steps): {'reached' if found.share <= wanted else 'missed'}{so_far(found)}"
-            )
+            verdict = f"reached in {found.least} steps, whose seconds were not measured"
         lines.append(f"- {title}, AdamW's loss in at most {wanted:.0%} of AdamW's seconds: **{verdict}**.")
     return "\n".join(lines)
+
+
+def best_share(name: str, found: Result) -> tuple[float, str] | None:
+    """The smallest share of AdamW's seconds in which its loss was reached, and how."""
+    shares = [(found.share, f"{found.least} steps")]
+    if name == "soap":
+        shares += [(there.share, f"{there.steps} steps, {often(n)}") for n in plan.OFTEN if (there := reach(n))]
+    return min(((share, how) for share, how in shares if share is not None), default=None)
+
+
+class Reach(NamedTuple):
+    steps: int
+    share: float | None  # of AdamW's seconds
+
+
+def reach(n: int) -> Reach | None:
+    """Where SOAP with bases that are n steps old at most reaches AdamW's loss."""
+    search, beside = (plan.Search(pool(), name, STEPS) for name in ("soap", "adamw"))
+    ends: dict[int, dict[int, float]] = {}
+    for job in (*search.oftener(n), *search.repeated(search.oftener(n))):
+        if (record := pool().has(job)) and "test_loss" in record:
+            ends.setdefault(job.steps, {})[job.seed] = record["test_loss"]
+    if (least := leads.reached(ends, plan.goal_of(pool(), STEPS))) is None:
+        return None
+    own = next((r for job in search.stepped() if job.settings["precondition_frequency"] == n and (r := pool().has(job))), None)
+    theirs = pool().has(next(beside.stepped()))
+    return Reach(least, least * own["training_ms"] / (STEPS * theirs["training_ms"]) if own and theirs else None)
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
@@ -349,12 +378,31 @@ def frequencies() -> str:
     found = {(job.settings["precondition_frequency"], job.steps): pool().has(job) for job in search.frequencies()}
     stepped = {job.settings["precondition_frequency"]: pool().has(job) for job in search.stepped()}
     best = [next(iter(beside.tried(steps, records.TUNING_SEED)), None) for steps in lengths]
-    rows = [["AdamW", *best, pool().has(next(beside.stepped()))]]
-    rows += [[f"SOAP, {often(n)}", *(found.get((n, steps)) for steps in lengths), stepped.get(n)] for n in plan.FREQUENCIES[::-1]]
+    default = result("soap")
+    ends: dict[int, Any] = {n: reach(n) for n in plan.OFTEN}
+    ends[plan.FREQUENCIES[-1]] = Reach(default.least, default.share) if default and default.least else None
+    rows = [["AdamW", *best, pool().has(next(beside.stepped())), Reach(STEPS, 1.0) if result("adamw") else None]]
+    rows += [
+        [f"SOAP, {often(n)}", *(found.get((n, steps)) for steps in lengths), stepped.get(n), ends[n]]
+        for n in plan.FREQUENCIES[::-1]
+    ]
     if not any(row[1] for row in rows[1:]):
         return "No run is committed yet."
-    cells = [[words, *(loss_of(r) for r in ends), f"{r['training_ms']:.1f}" if r else NONE] for words, *ends, r in rows]
-    return table(["", *(f"loss after {steps} steps" for steps in lengths), "ms a training step"], cells, right=(1, 2, 3))
+    cells = [
+        [
+            words, *map(loss_of, losses), f"{step['training_ms']:.1f}" if step else NONE,
+            f"{there.steps:,}" if there else NONE, f"{there.share:.0%}" if there and there.share else NONE,
+        ]
+        for words, *losses, step, there in rows
+    ]  # fmt: skip
+    head = [
+        "",
+        *(f"loss after {steps} steps" for steps in lengths),
+        "ms a training step",
+        "steps to AdamW's loss",
+        "of AdamW's seconds",
+    ]
+    return table(head, cells, right=(1, 2, 3, 4, 5))
 
 
 def often(n: int) -> str:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 BESIDE = 2.0  # standard errors
+APART = 10.0  # times what AdamW's seeds make likely: from there on seeds say nothing together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +22,16 @@ class Lead:
     mean: float  # of (other − own): above 0 is better
     margin: float | None  # that seeds alone would do; None where nothing is known of them
     seeds: int
+    apart: bool = False  # whether its own seeds are
 
     @property
     def verdict(self) -> str:
-        """ "ahead", "behind", "level", or "open" where the spread is not known."""
+        """ "ahead", "behind", "level", "unclear" where seeds are too far apart, or "open" where the spread is not known."""
         if self.margin is None:
             return "open"
-        return "level" if abs(self.mean) <= self.margin else "ahead" if self.mean > 0 else "behind"
+        if abs(self.mean) <= self.margin:
+            return "unclear" if self.apart else "level"
+        return "ahead" if self.mean > 0 else "behind"
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -46,7 +50,7 @@ def lead(own: Mapping[int, float], other: Mapping[int, float]) -> Lead | None:
     # a difference of two runs with different seeds would have √2 of the spread; that of equal seeds is taken as no surer
     likely = BESIDE * math.sqrt(2) * alone / math.sqrt(len(shared))
     found = BESIDE * paired / math.sqrt(len(shared)) if paired is not None else 0.0
-    return Lead(statistics.fmean(differences), max(likely, found), len(shared))
+    return Lead(statistics.fmean(differences), max(likely, found), len(shared), found > APART * likely)
 
 
 def reaches(own: Mapping[int, float], goal: Mapping[int, float]) -> bool:

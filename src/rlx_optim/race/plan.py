@@ -9,6 +9,7 @@ is there (`Search`), so a plan that is broken off goes on where it was, and file
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,10 +33,11 @@ STEPPED = 0.12  # of a full run: in the second half graphs are captured, and the
 STEPS: dict[str, Sequence[Settings]] = {
     "adamw": ({},),
     "muon": ({},),
-    "soap": ({"precondition_frequency": 10}, {"precondition_frequency": 1}),
+    "soap": tuple({"precondition_frequency": n} for n in (10, 4, 2, 1)),
     "kronpsgd": ({"preconditioner_update_probability": 0.1}, {"preconditioner_update_probability": 0.03}),
 }
-SEEDS = {"adamw": 5}  # 3 for others
+LEAST = 3  # seeds of everyone; below that a spread is not known well
+SEEDS = {"adamw": 5}  # those who get more
 STORAGE = ("adamw", "lion", "muon", "soap", "lamb", "mars", "sophia")
 FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float32", "bfloat16", "int8")}
 #: of parameters in bfloat16, by how they are rounded
@@ -43,6 +45,8 @@ HALVES: dict[str, Settings] = {
     f"weights bfloat16, {how}": {"weights": "bfloat16", "rounding": how} for how in ("nearest", "stochastic", "exact")
 }
 FREQUENCIES = (1, 2, 4, 10)  # steps between two bases of SOAP's
+OFTEN = FREQUENCIES[:-1]  # those that are not its default
+BEST = 3  # rates of a search that go on to full length at least
 
 
 # ---- rounds: what an optimizer's next runs are, given those there are ----------------------------------------------------
@@ -111,15 +115,39 @@ class Search:
         known = self.tried(self.tuning, TUNING_SEED)
         return list(dict.fromkeys(r["settings"]["lr"] for r in known if r["settings"] == plain(self.at(r["settings"]["lr"]))))
 
-    def full(self, count: int = 1) -> Iterator[Job]:
-        """The best rates at full length, with the best decay."""
+    def whole(self, rate: float) -> Job:
+        """A run of full length, with the best decay."""
         known = self.done(self.decay())
         best = min(known, key=self.score)["settings"] if known else self.start
-        for rate in self.rates()[:count]:
-            yield Job(self.optimizer, plain({**best, "lr": rate}), self.steps, 0)
+        return Job(self.optimizer, plain({**best, "lr": rate}), self.steps, 0)
 
-    def three(self) -> Iterator[Job]:
-        return self.full(3)
+    def full(self) -> Iterator[Job]:
+        """The best rate at full length."""
+        yield from map(self.whole, self.rates()[:1])
+
+    def others(self) -> Iterator[Job]:
+        """The next best rates at full length too, and further ones while the best of these is at an edge."""
+        tried = [self.whole(rate) for rate in self.rates()[:BEST]]
+        yield from tried
+        while len(known := self.done(tried)) == len(tried) > 0:
+            rates = {record["settings"]["lr"]: self.score(record) for record in known}
+            best = min(rates, key=lambda lr: (rates[lr], lr))
+            factor = {max(rates): FINE, min(rates): 1 / FINE}.get(best)
+            if factor is None or (rate := self.beside(best * factor)) is None:
+                return
+            tried.append(self.whole(rate))
+            yield tried[-1]
+
+    def beside(self, rate: float) -> float | None:
+        """A rate, as it was tried if it was; None where it is too far from the start, or diverged in a short run."""
+        if max(rate / self.start["lr"], self.start["lr"] / rate) > FARTHEST:
+            return None
+        short = self.pool.of(self.optimizer, self.tuning, TUNING_SEED)
+        near = next((r for r in short if math.isclose(r["settings"]["lr"], rate, rel_tol=0.02)), None)
+        if near is None:
+            return float(f"{rate:.3g}")
+        tried: float = near["settings"]["lr"]
+        return tried if math.isfinite(self.score(near)) else None
 
     def winner(self) -> Settings | None:
         """The settings that did best at full length."""
@@ -128,7 +156,7 @@ class Search:
 
     def seeds(self) -> Iterator[Job]:
         if (settings := self.winner()) is not None:
-            yield from (Job(self.optimizer, settings, self.steps, seed) for seed in range(SEEDS.get(self.optimizer, 3)))
+            yield from (Job(self.optimizer, settings, self.steps, seed) for seed in range(SEEDS.get(self.optimizer, LEAST)))
 
     def losses(self, settings: Settings | None, steps: int) -> dict[int, float]:
         """Test losses by seed."""
@@ -137,33 +165,33 @@ class Search:
             r["seed"]: r["test_loss"] for r in runs if r["settings"] == settings and r["seed"] != TUNING_SEED and "test_loss" in r
         }
 
-    def length(self, share: float, seed: int = 0) -> Job | None:
-        """A shorter run of the winner, with a schedule of its own."""
-        settings = self.winner()
-        return None if settings is None else Job(self.optimizer, settings, round(share * self.steps), seed)
-
     def lengths(self) -> Iterator[Job]:
-        """Where a full run reaches AdamW's loss: ever shorter ones, while they do; a longer one where the first does not."""
+        """Where a full run reaches AdamW's loss: ever shorter ones of the winner, while they do."""
+        settings, goal = self.winner(), goal_of(self.pool, self.steps)
+        if settings and self.optimizer != "adamw" and reaches(self.losses(settings, self.steps), goal):
+            yield from self.shorter(settings)
+
+    def shorter(self, settings: Settings) -> Iterator[Job]:
+        """Runs with schedules of their own, ever shorter while AdamW's loss is reached; a longer one where the first does not."""
         goal = goal_of(self.pool, self.steps)
-        if not goal or self.optimizer == "adamw" or not reaches(self.losses(self.winner(), self.steps), goal):
-            return
-        for share in SHORTER:
-            if (job := self.length(share)) is None:
+        for share in SHORTER if goal else ():
+            yield (job := Job(self.optimizer, settings, round(share * self.steps), 0))
+            if (record := self.pool.has(job)) is None:
                 return
-            yield job
-            if self.pool.has(job) is None:
-                return
-            if not reaches({0: self.losses(job.settings, job.steps).get(0, float("inf"))}, goal):
-                if share == SHORTER[0] and (job := self.length(LONGER)):
-                    yield job
+            if not reaches({0: record.get("test_loss", float("inf"))}, goal):
+                if share == SHORTER[0]:
+                    yield dataclasses.replace(job, steps=round(LONGER * self.steps))
                 return
 
     def again(self) -> Iterator[Job]:
-        """The shortest run that reached it, with other seeds."""
-        ends = {r["steps"]: {0: r["test_loss"]} for r in self.done(self.lengths()) if "test_loss" in r}
-        least = reached(ends, goal_of(self.pool, self.steps))
-        if least is not None:
-            yield from (job for seed in (1, 2) if (job := self.length(least / self.steps, seed)))
+        yield from self.repeated(self.lengths())
+
+    def repeated(self, lengths: Iterable[Job]) -> Iterator[Job]:
+        """The shortest of these that reached it, with other seeds."""
+        known = self.done(lengths)
+        ends = {r["steps"]: {0: r["test_loss"]} for r in known if "test_loss" in r}
+        if (least := reached(ends, goal_of(self.pool, self.steps))) is not None:
+            yield from (Job(self.optimizer, known[0]["settings"], least, seed) for seed in (1, 2))
 
     def distance(self) -> float:
         """From AdamW after full runs, on the seeds of both; endless where there is none."""
@@ -188,6 +216,16 @@ class Search:
             yield self.tune({**self.start, "precondition_frequency": n})
         yield self.tune({**self.start, **best, "precondition_frequency": FREQUENCIES[0]}, self.half)
 
+    def oftener(self, n: int) -> Iterator[Job]:
+        """The winner with bases that are n steps old at most: in how many steps does it reach AdamW's loss?"""
+        if (settings := self.winner()) is not None:
+            yield from self.shorter(plain({**settings, "precondition_frequency": n}))
+
+    def often(self) -> Iterator[Job]:
+        for n in reversed(OFTEN):
+            yield from self.oftener(n)
+            yield from self.repeated(self.oftener(n))
+
     def formats(self, forms: Mapping[str, Settings] = FORMATS) -> Iterator[Job]:
         """State in each format, at half length, where a search would begin."""
         for seed in range(3):
@@ -211,16 +249,16 @@ ALL = None  # every optimizer that was asked for
 #: by name: who takes which rounds, in the order of their worth; each optimizer ends its rounds before the next begins
 PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
     "race": (
-        (("adamw",), ("coarse", "fine", "decay", "full", "seeds")),
+        (("adamw",), ("coarse", "fine", "decay", "others", "seeds")),
         (("muon", "soap"), ("coarse", "fine", "decay", "full", "lengths")),
         (ALL, ("cost",)),
         (ALL, ("coarse", "fine", "decay", "full")),
-        (ALL, ("three", "seeds", "lengths", "again")),
+        (ALL, ("others", "seeds", "lengths", "again")),
     ),
     "cost": ((ALL, ("cost",)),),
     "storage": ((STORAGE, ("formats",)), (STORAGE, ("halves",))),
     "steps": ((tuple(STEPS), ("stepped",)),),
-    "frequency": ((("soap",), ("frequencies",)),),
+    "frequency": ((("soap",), ("frequencies", "often")),),
 }
 
 
@@ -262,7 +300,7 @@ def go(
 ) -> bool:  # fmt: skip
     """Run what is missing while there is time; whether the plan is done. Ctrl-C is for the caller: finished runs are written."""
     while (job := following(pool, plan, optimizers, steps)) is not None:
-        if not deadline.allows(job.steps * pool.pace(job.optimizer)):
+        if not deadline.allows(job.steps * pool.pace(job)):
             return False
         say(job.describe())
         try:

@@ -46,7 +46,7 @@ class Job:
         return json.dumps([self.optimizer, self.settings, self.steps, self.seed], sort_keys=True)
 
     def describe(self) -> str:
-        more = "".join(f", {key} {self.settings[key]}" for key in ("state_dtype", "weights", "rounding") if key in self.settings)
+        more = "".join(f", {key} {value}" for key, value in self.settings.items() if key in (*ASIDE, "rounding"))
         which = "tuning" if self.seed == TUNING_SEED else f"seed {self.seed}"
         return f"{self.optimizer}, lr {self.settings['lr']:g}{more}, {self.steps} steps, {which}"
 
@@ -128,13 +128,13 @@ class Pool:
         """Those that had the device to themselves, to the end."""
         return [r for r in self.of(optimizer, steps) if not r.get("shared") and r["diverged_at"] is None]
 
-    def pace(self, optimizer: str) -> float:
-        """Seconds a step, as far as is known of runs that had as much of the device: of this optimizer, of any, 0."""
-        own, every = (
-            [r for r in runs if r.get("shared", False) == self.shared] for runs in (self.whose.get(optimizer, []), self.records)
-        )
-        own = own or every
-        return own[-1]["seconds"] / max(1, EVERY * len(own[-1]["loss"])) if own else 0.0
+    def pace(self, job: Job) -> float:
+        """Seconds a step of the newest run that had as much of the device: of these settings, of this optimizer, of any; 0."""
+        known = [r for r in self.records if r.get("shared", False) == self.shared]
+        own = [r for r in known if r["optimizer"] == job.optimizer]
+        alike = [r for r in own if r["settings"] == plain(job.settings)]
+        newest = next((runs[-1] for runs in (alike, own, known) if runs), None)
+        return newest["seconds"] / max(1, EVERY * len(newest["loss"])) if newest else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
