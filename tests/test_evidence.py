@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 def row(text, title):
     """The cells of a table's row."""
     (line,) = (line for line in text.splitlines() if line.startswith((f"| [{title}]", f"| {title} |")))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in line.strip("|").split("|")]
 
 
 def absent():
@@ -85,20 +85,19 @@ def full(records, name, steps=1000):
 def test_the_table_is_what_the_records_say(raced):
     adamw, muon = full(raced, "adamw"), full(raced, "muon")
     losses = [r["test_loss"] for r in adamw.values()]
-    assert row(evidence.results(), "AdamW")[3:7] == [
+    assert row(evidence.results(), "AdamW")[3:6] == [
         f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f}",
         f"{statistics.fmean(r['train_loss'] for r in adamw.values()):.3f}",
-        "5",
-        "3",
+        "5, 3",
     ]
     cells = row(evidence.results(), "Muon")
     difference = statistics.fmean(muon[seed]["test_loss"] - adamw[seed]["test_loss"] for seed in range(3))
-    assert cells[7].startswith(f"{difference:+.4f}".replace("-", "−"))
-    assert cells[7].endswith("ahead")
-    assert cells[8:10] == ["600", "60%"]  # each step takes as long here
-    assert row(evidence.results(), "SOAP")[8:10] == ["400", "40%"]
-    assert row(evidence.results(), "Lion")[7].endswith("behind")
-    assert row(evidence.results(), "Lion")[8] == "not in 1,000"
+    assert cells[6].startswith(f"{difference:+.4f}".replace("-", "−"))
+    assert cells[6].endswith("ahead")
+    assert cells[7] == "600, 60%"  # each step takes as long here
+    assert row(evidence.results(), "SOAP")[7] == "400, 40%"
+    assert row(evidence.results(), "Lion")[6].endswith("behind")
+    assert row(evidence.results(), "Lion")[7] == "> 1,000"
     assert evidence.marks().count("reached") == 2
     order = re.findall(r"^\| \[(\w+)\]", evidence.results(), re.MULTILINE)
     assert order[:4] == ["SOAP", "Muon", "AdamW", "Lion"]
@@ -109,8 +108,8 @@ def test_without_shorter_runs_it_is_known_what_was_enough(raced, folder):
     (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
     gone(records.Pool(Valley(), file=folder / "c.jsonl"), "cost", ("muon", "lion"))  # a few steps, which are no shorter run
     forget()
-    assert row(evidence.results(), "Muon")[8:10] == ["≤ 1,000", "≤ 100%"]
-    assert row(evidence.results(), "Lion")[8:10] == ["not in 1,000", "–"]
+    assert row(evidence.results(), "Muon")[7] == "≤ 1,000, ≤ 100%"
+    assert row(evidence.results(), "Lion")[7] == "> 1,000"
     assert "Muon, AdamW's loss in at most 60% of AdamW's seconds: **not measured yet**" in evidence.marks()
 
 
@@ -145,17 +144,20 @@ def test_a_verdict_before_three_rates_and_seeds_were_run_whole_is_one_so_far(rac
         full(raced, n)[0]["settings"]["lr"] for n in ("muon", "adamw")
     }
     without(lambda r: (r["optimizer"], r["steps"]) == ("muon", 1000) and r["settings"]["lr"] in others)
-    assert row(evidence.results(), "Muon")[6] == "1"
-    assert row(evidence.results(), "Muon")[7].endswith("ahead so far")
-    assert row(evidence.results(), "SOAP")[7].endswith("ahead")
+    assert row(evidence.results(), "Muon")[5] == "3, 1"
+    assert row(evidence.results(), "Muon")[6].endswith("ahead so far")
+    assert row(evidence.results(), "SOAP")[6].endswith("ahead")
     assert "the best of 1 rate so far), ahead of AdamW so far" in evidence.sentence("muon")
     without(lambda r: (r["optimizer"], r["steps"]) == ("adamw", 1000) and r["settings"]["lr"] in others)
-    assert row(evidence.results(), "SOAP")[7].endswith("ahead so far")  # its own are whole
+    assert row(evidence.results(), "SOAP")[6].endswith("ahead")  # its own are whole, which is told once for all
+    assert "Every verdict is one so far: of AdamW's own rates" in evidence.results()
+    assert "ahead of AdamW so far" in evidence.sentence("soap")
     assert evidence.marks().count("reached so far") == 2
     without(lambda r: (r["optimizer"], r["steps"], r["seed"]) == ("muon", 1000, 2))
-    assert row(evidence.results(), "Muon")[5:7] == ["2", "3"]
-    assert row(evidence.results(), "Muon")[7].endswith("ahead so far")  # nor before three seeds
-    assert row(evidence.results(), "SOAP")[7].endswith("ahead")
+    assert row(evidence.results(), "Muon")[5] == "2, 3"
+    assert row(evidence.results(), "Muon")[6].endswith("ahead so far")  # nor before three seeds
+    assert "Every verdict" not in evidence.results()
+    assert row(evidence.results(), "SOAP")[6].endswith("ahead")
 
 
 def test_where_to_start_and_with_what_decay_follow_from_what_was_run(raced, folder):
@@ -175,9 +177,7 @@ def test_the_time_of_runs_that_shared_the_device_does_not_count(folder):
         pool = records.Pool(model, file=folder / name, beside=sorted(folder.glob("*.jsonl")), shared=shared)
         gone(pool, optimizers=("adamw", "muon"))
         forget()
-        cells = row(evidence.results(), "Muon")
-        assert cells[8] == "600"  # losses count
-        assert cells[9] == ("–" if shared else "60%")
+        assert row(evidence.results(), "Muon")[7] == ("600" if shared else "600, 60%")  # losses count
         assert ("Muon" in evidence.costs()) is not shared
 
 
@@ -241,11 +241,11 @@ def test_storage_is_compared_at_equal_seeds(raced):
 
 def test_pictures_are_drawn_of_what_is_there(raced):
     pytest.importorskip("matplotlib")
-    for of in ("curves", "rates"):
+    for of in plots.TOLD:
         drawn = plots.told(of, "light").decode()
         assert all(f">{title}<" in drawn for title in ("AdamW", "Muon", "SOAP", "Lion"))
         assert ">Sophia<" not in drawn
-    assert evidence.figures().count("](assets/plots/evidence-") == 4
+    assert evidence.figures().count("](assets/plots/evidence-") == 2 * len(plots.TOLD)
 
 
 def test_the_committed_runs_are_whole():

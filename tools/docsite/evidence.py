@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
-NONE = "–"
+NONE, SPACE = "–", "\N{NO-BREAK SPACE}"
+PLUS = f"{SPACE}±{SPACE}"
 
 
 class Recorded:
@@ -128,6 +129,12 @@ def searched(name: str) -> list[dict[str, Any]]:
     return sorted((r for r in rated(name) if "validation_loss" in r), key=lambda r: r["settings"]["lr"])
 
 
+def whole(name: str) -> list[dict[str, Any]]:
+    """The runs of full length that decide between rates, but for those that diverged."""
+    search = plan.Search(pool(), name, STEPS)
+    return [r for r in search.done(search.others()) if "validation_loss" in r]
+
+
 def least(name: str) -> tuple[float, float]:
     """The rate of those with the lowest loss, and that loss."""
     return min(((r["settings"]["lr"], r["validation_loss"]) for r in searched(name)), key=lambda pair: pair[1])
@@ -148,14 +155,22 @@ def curve(name: str) -> list[float]:
 # ---- words ----------------------------------------------------------------------------------------------------------------
 def spread(losses: Mapping[int, float]) -> str:
     deviation = leads.deviation(list(losses.values()))
-    return f"{statistics.fmean(losses.values()):.4f}" + (f" ± {deviation:.4f}" if deviation is not None else "")
+    return f"{statistics.fmean(losses.values()):.4f}" + (f"{PLUS}{deviation:.4f}" if deviation is not None else "")
+
+
+def enough(found: Result) -> str:
+    """In how many steps, and of AdamW's seconds, its loss is reached."""
+    if found.least is None:
+        return f">{SPACE}{STEPS:,}"
+    most = "" if found.asked else f"≤{SPACE}"
+    return f"{most}{found.least:,}" + ("" if found.share is None else f", {most}{found.share:.0%}")
 
 
 def said(lead: leads.Lead | None) -> str:
     """A difference and whether it is one."""
     if lead is None:
         return NONE
-    margin = f" ± {lead.margin:.4f}" if lead.margin is not None else ""
+    margin = f"{PLUS}{lead.margin:.4f}" if lead.margin is not None else ""
     return f"{-lead.mean:+.4f}{margin}, {lead.verdict}".replace("-", "−")
 
 
@@ -167,11 +182,20 @@ def few(found: Result) -> str:
     return "" if found.bounded else f", the best of {counted(found.rates, 'rate')} so far"
 
 
+def early(found: Result) -> bool:
+    """Whether another rate or seed of its own could change a verdict."""
+    seeds = len(found.losses) if found.lead is None else found.lead.seeds
+    return not found.bounded or seeds < plan.LEAST
+
+
+def adamw_early() -> bool:
+    beside = result("adamw")
+    return beside is None or not beside.bounded
+
+
 def so_far(found: Result) -> str:
     """What follows a verdict that another rate could change, its own or AdamW's, or another seed."""
-    beside = result("adamw")
-    seeds = len(found.losses) if found.lead is None else found.lead.seeds
-    return "" if found.bounded and beside is not None and beside.bounded and seeds >= plan.LEAST else " so far"
+    return " so far" if early(found) or adamw_early() else ""
 
 
 def sentence(name: str) -> str:
@@ -263,22 +287,23 @@ def results() -> str:
     known = {name: found for name in list_optimizers() if (found := result(name))}
     rows = []
     for name, found in sorted(known.items(), key=lambda pair: pair[1].mean):
-        most = "" if found.asked else "≤ "
         rows.append(
             [
                 page(name), f"{found.settings['lr']:g}", f"{decay(name, found.settings):g}", spread(found.losses),
-                f"{found.learned:.3f}", str(len(found.losses)), str(found.rates),
-                said(found.lead) + so_far(found) * bool(found.lead),
-                f"not in {STEPS:,}" if found.least is None else f"{most}{found.least:,}",
-                NONE if found.share is None else f"{most}{found.share:.0%}",
+                f"{found.learned:.3f}", f"{len(found.losses)}, {found.rates}",
+                said(found.lead) + " so far" * bool(found.lead and early(found)), enough(found),
             ]
         )  # fmt: skip
     head = [
-        "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "training loss", "seeds", "rates", "less AdamW's",
-        "steps to AdamW's loss", "of AdamW's seconds",
+        "optimizer", "lr", "decay", f"loss after {STEPS:,} steps", "training loss", "seeds, rates", "less AdamW's",
+        "steps to AdamW's loss",
     ]  # fmt: skip
     absent = ", ".join(page(name) for name in list_optimizers() if name not in known)
-    return table(head, rows, right=(1, 2, 4, 5, 6, 8, 9)) + (f"\n\nNot run yet: {absent}." if absent else "")
+    below = ["Every verdict is one so far: of AdamW's own rates the best is at an edge of those run."] * (
+        bool(known) and adamw_early()
+    )
+    below += [f"Not run yet: {absent}."] * bool(absent)
+    return "\n\n".join([table(head, rows, right=(1, 2, 4, 5, 7)), *below])
 
 
 def costs() -> str:
@@ -456,8 +481,9 @@ def figures() -> str:
     if not drawn():
         return "Nothing to draw yet."
     told = {
+        "evidence-ends": "Loss after 1,000 steps of every optimizer, seed by seed",
         "evidence-curves": "Training loss by step and by second, each optimizer at its best settings",
-        "evidence-rates": "Loss of the short runs against the learning rate",
+        "evidence-rates": "Loss against the learning rate, of short runs and of those of full length",
     }
     return "\n\n".join(
         "\n".join(f"![{words}](assets/plots/{file}-{theme}.svg#only-{theme})" for theme in ("light", "dark"))

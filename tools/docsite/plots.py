@@ -155,34 +155,81 @@ def speed(model: str, theme: str) -> bytes:
 
 
 def told(of: str, theme: str) -> bytes:
-    """The committed runs of the GPT: "curves" by step and by second, or "rates", the loss over the learning rate."""
+    """The committed runs of the GPT, one of TOLD."""
     colours, out = THEMES[theme], io.BytesIO()
     found = {name: r for name in list_optimizers() if (r := evidence.result(name)) is not None}
-    order = sorted(found, key=lambda name: found[name].mean)[:SHOWN]
-    order += [BESIDE] if BESIDE in found and BESIDE not in order else []
-    with drawing(colours, out, 2 if of == "curves" else 1, 9, 3.8) as axes:
-        for place, name in enumerate(order):
-            look = {"color": f"C{place % 10}", "lw": 2.2 if name == BESIDE else 1.4, "label": spec_class(name).title}
-            if of == "rates":
-                tried = sorted((r["settings"]["lr"], r.get("validation_loss")) for r in evidence.searched(name))
-                best, start = evidence.least(name), evidence.start(name)
-                axes.plot([lr / start for lr, _ in tried], [loss for _, loss in tried], "o-", ms=4, **look)
-                axes.plot([best[0] / start], [best[1]], "o", ms=9, mfc="none", color=look["color"])
-                continue
-            losses = np.array(evidence.curve(name))
-            steps = evidence.records.EVERY * np.arange(1, len(losses) + 1)
-            spent = evidence.cost(name)
-            for one, pace in zip(axes, (1, spent.step if spent else np.nan), strict=True):  # what is no number is not drawn
-                one.plot(pace * steps[LATE:], losses[LATE:], **look)
-        if of == "rates":
-            axes.set(xscale="log", xlabel="learning rate, times where its search began", ylabel="loss of the text that chooses")
-        else:
-            axes[0].set(xlabel="step", ylabel="training loss, mean of ten steps")
-            axes[1].set(xlabel="seconds")
+    order = sorted(found, key=lambda name: found[name].mean)
+    front = [*order[:SHOWN], *([BESIDE] if BESIDE in order[SHOWN:] else [])]
+    draw, columns, shown = TOLD[of]
+    names = front if shown else order
+    with drawing(colours, out, columns, 9, 3.8 if shown else 0.8 + 0.26 * len(names)) as axes:
+        looks = {
+            name: {"color": f"C{place % 10}", "lw": 2.2 if name == BESIDE else 1.4, "label": spec_class(name).title}
+            for place, name in enumerate(names)
+        }
+        draw(axes, found, looks, colours)
         for one in np.atleast_1d(axes):
             one.grid(color=colours["faint"], lw=0.4)
-        np.atleast_1d(axes)[-1].legend(fontsize=8)
+        if shown:
+            axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return out.getvalue()
+
+
+def ends(axes: Any, found: Mapping[str, Any], looks: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    """The loss of every seed and their mean; what is far to the right is a number at the edge."""
+    beside = found.get(BESIDE)
+    edge = (beside.mean if beside else min(r.mean for r in found.values())) + FAR
+    for place, name in enumerate(reversed(looks)):
+        losses, mean = list(found[name].losses.values()), found[name].mean
+        tint = colours["beside"] if name == BESIDE else colours["own"]
+        inside = [loss for loss in losses if loss < edge]
+        axes.plot(inside, [place] * len(inside), "o", ms=3.5, color=tint, alpha=0.55, mew=0)
+        if mean < edge:
+            axes.plot([mean], [place], "|", ms=13, mew=2.2, color=tint)
+        else:
+            axes.annotate(
+                f"{mean:.2f} →", (edge, place), (-4, 0), textcoords="offset points", ha="right", va="center", color=tint
+            )
+    if beside:
+        axes.axvline(beside.mean, color=colours["beside"], lw=1)
+    axes.set(xlim=(None, edge), xlabel=f"loss after {evidence.STEPS:,} steps: of each seed, and the mean")
+    axes.set_yticks(range(len(looks)), [look["label"] for look in reversed(looks.values())])
+    axes.set_ylim(-0.7, len(looks) - 0.3)
+
+
+def curves(axes: Any, found: Mapping[str, Any], looks: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    for name, look in looks.items():
+        losses = np.array(evidence.curve(name))
+        steps = evidence.records.EVERY * np.arange(1, len(losses) + 1)
+        spent = evidence.cost(name)
+        for one, pace in zip(axes, (1, spent.step if spent else np.nan), strict=True):  # what is no number is not drawn
+            one.plot(pace * steps[LATE:], losses[LATE:], **look)
+    axes[0].set(xlabel="step", ylabel="training loss, mean of ten steps")
+    axes[1].set(xlabel="seconds")
+
+
+def over_rates(axes: Any, found: Mapping[str, Any], looks: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    """In short runs and in those of full length."""
+    for name, look in looks.items():
+        for one, runs in zip(axes, (evidence.searched(name), evidence.whole(name)), strict=True):
+            start = evidence.start(name)
+            points = sorted((r["settings"]["lr"] / start, r["validation_loss"]) for r in runs)
+            one.plot(*zip(*points, strict=True), "o-", ms=4, **look)
+            one.plot(*min(points, key=lambda point: point[1]), "o", ms=9, mfc="none", color=look["color"])
+    for one, steps in zip(axes, (round(evidence.plan.TUNING * evidence.STEPS), evidence.STEPS), strict=True):
+        one.set(xscale="log", xlim=(0.3, 11), xlabel="rate, times where its search began", title=f"{steps:,} steps")
+        one.set_xticks([1 / 3, 1, 3, 9], ["⅓", "1", "3", "9"], minor=False)
+        one.set_xticks([], minor=True)
+    axes[0].set(ylabel="loss of the text that chooses")
+
+
+FAR = 0.1  # from AdamW's loss
+#: by name: what draws it, in how many panels, whether of the best alone
+TOLD: dict[str, tuple[Callable[..., None], int, bool]] = {
+    "ends": (ends, 1, False),
+    "curves": (curves, 2, True),
+    "rates": (over_rates, 2, True),
+}
 
 
 def raced(model: str, theme: str) -> bytes:
@@ -214,7 +261,7 @@ FIGURES: dict[str, tuple[Callable[[str, str], bytes], str, str]] = {
         *((at_work, name, name) for name in list_optimizers()),
         (speed, "two-blocks", "speed"),
         *((raced, model, f"race-{model}") for model in races.drawn()),
-        *((told, of, f"evidence-{of}") for of in ("curves", "rates") if evidence.drawn()),
+        *((told, of, f"evidence-{of}") for of in TOLD if evidence.drawn()),
     ]
     for theme in THEMES
 }
