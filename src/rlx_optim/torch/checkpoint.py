@@ -26,10 +26,9 @@ from . import halves
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
+from .state import COUNTABLE, counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
 from .stepping import plain
 
-COUNTABLE = 2**53  # "step" is a float64
 PLAIN = (bool, int, float, str, type(None))
 
 

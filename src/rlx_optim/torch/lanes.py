@@ -38,11 +38,12 @@ class Seat:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
-        "columns", "counters", "decided", "fresh", "half", "held", "memory", "param", "records", "shape", "split", "state",
+        "columns", "counters", "decided", "dtype", "fresh", "half", "held", "memory", "param", "records", "shape", "split",
+        "state",
     )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
-        self.param, self.shape, self.state, self.split = param, param.shape, state, split
+        self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
         self.columns = pieces.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest

@@ -19,7 +19,7 @@ from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
 from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
-from ..routing import Choice, Router, first_match, report
+from ..routing import Choice, Router, bare, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .evaluating import eager, named
@@ -36,6 +36,15 @@ class Boxed:
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
+
+
+def by_name(ours: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved group in the order of ours, where both have the same names."""
+    names, given = ([bare(name) for name in group.get("param_names") or ()] for group in (ours, saved))
+    there = dict(zip(given, saved.get("params", ()), strict=False))
+    if names == given or sorted(names) != sorted(there) or len(there) != len(given):
+        return saved
+    return {**saved, "params": [there[name] for name in names], "param_names": list(ours["param_names"])}
 
 
 class RuleOptimizer(Stepper):
@@ -300,19 +309,23 @@ class RuleOptimizer(Stepper):
 
         Where matrices of DTensors have owners, every rank must call it; their state is then given as DTensors.
         """
-        kept = self.state
+
+        def complete(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            if self._evaluates():  # train() takes out of the state what was saved here
+                saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
+            for group in saved["param_groups"]:
+                group.update(foreign(self._rules[group.get("rule", self.rule)], group))
+                there = [key for key in group["params"] if key in saved["state"]]
+                saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
+            return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
+
+        kept, handle = self.state, self.register_state_dict_post_hook(complete, prepend=True)  # the user's hooks see all of it
         try:
             self.state = self._for_all(kept)
-            saved = super().state_dict()
+            return super().state_dict()
         finally:
             self.state = kept
-        if self._evaluates():  # train() takes out of the state what was saved here
-            saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
-        for group in saved["param_groups"]:
-            group.update(foreign(self._rules[group.get("rule", self.rule)], group))
-            there = [key for key in group["params"] if key in saved["state"]]
-            saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
-        return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
+            handle.remove()
 
     def consolidate_state_dict(self) -> None:
         """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
@@ -363,18 +376,24 @@ class RuleOptimizer(Stepper):
 
     @eager
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over state and groups, ours or torch.optim's, by value and in the precision they were saved in."""
+        """Take over state and groups, ours or torch.optim's, by value and in the precision they were saved in. By place, as torch
+        does; where both sides have the same names in another order, by name."""
 
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             def boxed(state: Any) -> Any:
                 state = unwrapped(state)
                 return {k: Boxed(v) if torch.is_tensor(v) else v for k, v in state.items()} if isinstance(state, dict) else state
 
-            return {**loaded, "state": {key: boxed(state) for key, state in loaded["state"].items()}}
+            if problem := guard.refusal(given := loaded.get("skip_window", {})):
+                raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
+            window.update(given)
+            groups = loaded["param_groups"]
+            if len(groups) == len(self.param_groups):
+                groups = [by_name(*pair) for pair in zip(self.param_groups, groups, strict=True)]
+            boxes = {key: boxed(state) for key, state in loaded["state"].items()}
+            return {**loaded, "state": boxes, "param_groups": groups}
 
-        window = state_dict.get("skip_window", {})
-        if problem := guard.refusal(window):
-            raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
+        window: dict[str, Any] = {}
         handle = self.register_load_state_dict_pre_hook(box)  # the last one: it sees what the user's hooks made of it
         try:
             super().load_state_dict(state_dict)

@@ -22,6 +22,7 @@ from .lanes import ARITHMETIC
 from .names import in_numbers, outside
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
+COUNTABLE = 2**53  # "step" is a float64
 
 
 def split_in(state: Mapping[str, Any]) -> Split | None:
@@ -119,6 +120,22 @@ def counter(value: Any) -> torch.Tensor:
     """A number that is kept; on the CPU, whatever the default device is. float32, which torch.optim counts in, ends at 2^24."""
     with _disable_current_modes():  # FakeTensorMode's among them
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+
+
+def counted_in(owner: str, name: str, value: Any) -> torch.Tensor:
+    """The steps that a checkpoint says a parameter has taken."""
+    try:
+        steps = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        steps = math.nan
+    if not 0 <= steps <= COUNTABLE or steps != int(steps):
+        said = (
+            value if isinstance(value, (bool, int, float, str)) or (torch.is_tensor(value) and value.numel() < 2) else type(value)
+        )
+        raise ValueError(
+            f"{owner}: 'step' of {name} is {said!r} in the checkpoint, needed is a whole number from 0 to 2^53; it is damaged"
+        )
+    return counter(steps)
 
 
 def count_of(value: Any) -> float:
@@ -226,7 +243,7 @@ def taken_over(
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
-    state: dict[str, Any] = {"step": counter(given.pop("step", 0.0))}
+    state: dict[str, Any] = {"step": counted_in(owner, name, given.pop("step", 0.0))}
     state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
         state["batch"] = split

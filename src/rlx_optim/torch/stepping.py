@@ -42,6 +42,8 @@ from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_
 
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
+BOUNDARY = 0  # between groups, and no object's id
+ROUNDED = 1e-9  # of the rate a schedule began with: below zero by no more is zero (LinearLR gets there by adding up)
 
 
 class Stepper(Deciding):
@@ -116,7 +118,11 @@ class Stepper(Deciding):
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
         kind = self._rules[group["rule"]]
         group = in_dtype(kind, group, dtype)
-        return kind(**plain({name: group[name] for name in kind.fields}))
+        values = plain({name: group[name] for name in kind.fields})
+        lr, first = values["lr"], group.get("initial_lr")
+        if isinstance(lr, float) and lr < 0 and first is not None and -lr <= ROUNDED * abs(number("initial_lr", first)):
+            values["lr"] = 0.0
+        return kind(**values)
 
     def _views(self) -> list[dict[str, Any]]:
         """The groups; where settings may follow the dtype, as they are for each dtype, one dtype after the other."""
@@ -366,14 +372,15 @@ class Stepper(Deciding):
             self._make_lanes()
         chosen = self._with_gradient(only)
         if not all(lane.version == lane.versions() for lane, _ in chosen) or not all(
-            lane.seats[i].holds(self.state) for lane, which in chosen for i in which
+            lane.seats[i].holds(self.state) and not cast(lane, lane.seats[i]) for lane, which in chosen for i in which
         ):
             self._make_lanes()
             chosen = self._with_gradient(only)
         return chosen
 
     def _laid_out(self) -> list[int]:
-        return [identity for group in self.param_groups for identity in map(id, group["params"])]
+        """The parameters, group by group."""
+        return [identity for group in self.param_groups for identity in (*map(id, group["params"]), BOUNDARY)]
 
     def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Lane, list[int]]]:
         if only is not None:
@@ -528,6 +535,11 @@ class Stepper(Deciding):
                 handle.remove()
 
         return detach
+
+
+def cast(lane: Lane, seat: Seat) -> bool:
+    """Whether a parameter has since become of another type that is computed in the same: its memory is read otherwise now."""
+    return seat.param.dtype is not seat.dtype and ARITHMETIC.get(seat.param.dtype) is lane.dtype
 
 
 def fixed(value: Any) -> bool:
