@@ -307,6 +307,8 @@ _traced: dict[Any, Program] = {}
 
 def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str, Any]) -> Program:
     E = Recorder(type(spec).__name__)
+    if both := [name for name in given if name in slots or name in ("p", "g", "u", "change")]:
+        raise LanguageError(f"{E.title}: a number of `scalars` is called {both[0]!r}, which is an array of every step; rename it")
     arrays, second = {name: E.symbol(name, slot.drop) for name, slot in slots.items()}, "u" if what == "move" else "g"
     inputs = Values({"p": E.symbol("p", ()), second: E.symbol(second, ()), **arrays})
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}

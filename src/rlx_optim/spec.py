@@ -119,6 +119,33 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
     return {name: Slot(shape, meaning=meaning) for name, meaning in {**dict.fromkeys(names, ""), **meanings}.items()}
 
 
+#: what slots cannot be called: values that a step has beside them, and what front ends keep under these names
+TAKEN = ("p", "g", "u", "change", "step", "shrink", "rate", "batch", "low")
+
+
+def unfit(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters: Mapping[str, float]) -> str | None:
+    """Why a tensor of this shape cannot have such a slot; None if it can. Engines go by what it says: no memory tells them."""
+    if not isinstance(slot, Slot):
+        return f"{name!r} is {slot!r:.80}; a Slot is needed, such as like(shape, {name}=…) gives"
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        return f"a slot is called {name!r}; a name of letters, digits and _ is needed that does not begin with _"
+    if name in TAKEN or name in counters:
+        return f"a slot is called {name!r}, which a {'counter' if name in counters else 'value of every step'} is; rename it"
+    for end in ("_scale",):
+        if name.endswith(end) and name.removesuffix(end) in slots:
+            return f"a slot is called {name!r}, as is what {name.removesuffix(end)!r} has beside it in fewer bits; rename it"
+    if slot.factor:
+        return None
+    kept = () if slot.drop is None else tuple(n for axis, n in enumerate(shape, -len(shape)) if axis not in slot.drop)
+    if tuple(slot.shape) != kept:
+        lacks = "" if not slot.drop else f" with drop={slot.drop}"
+        return (
+            f"{name!r} has shape {tuple(slot.shape)}, but lines up with the parameter{lacks}: {kept} is needed; matrix rules say "
+            "factor=True of what does not"
+        )
+    return None
+
+
 #: what a slot means that noise is drawn by (`random.key`): shape (4,), from zero
 KEY = "key"
 #: where a parameter is kept while the point to evaluate at takes its place
@@ -301,7 +328,11 @@ class Spec(abc.ABC):
 
     def stored_slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape, with what it is kept in."""
-        return storage.assigned(self.slots(shape), self.state_dtype)
+        slots = self.slots(shape)
+        for name, slot in slots.items():
+            if problem := unfit(name, slot, shape, slots, self.counters()):
+                raise self.refuse(f"slots({shape}): {problem}")
+        return storage.assigned(slots, self.state_dtype)
 
     def counters(self) -> dict[str, float]:
         """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones. One called
@@ -354,7 +385,10 @@ class Spec(abc.ABC):
         if decided is None and type(self).decisions is not Spec.decisions:
             decided = bound(type(self).decisions)(self, t, counters)
         found = {**found, **decided} if decided else found
-        found = {**found, "rate": self.lr} if self.decay == "hyperball" else found
+        if self.decay == "hyperball":
+            if "rate" in found:
+                raise self.refuse("`scalars` gives a number called 'rate', which decay='hyperball' has of its own; rename it")
+            found = {**found, "rate": self.lr}
         return found if self.state_dtype == "float32" else {**found, "_tick": t}
 
     def observe(self, E: Any, x: Any) -> Any:

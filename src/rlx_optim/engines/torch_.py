@@ -25,13 +25,18 @@ from . import padding
 
 
 class Many:
-    """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`."""
+    """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`. real: where they
+    are conditions, the type of what was compared."""
 
-    __slots__ = ("each",)
+    __slots__ = ("each", "real")
     __array_priority__ = 1000  # a NumPy number on the left must not take over
 
-    def __init__(self, each: Sequence[torch.Tensor]):
-        self.each = list(each)
+    def __init__(self, each: Sequence[torch.Tensor], real: torch.dtype | None = None):
+        self.each, self.real = list(each), real
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.real or (self.each[0].dtype if self.each else None)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.each)
@@ -99,7 +104,8 @@ for _name in ("add", "sub", "mul", "truediv"):
 
 def _compared(name: str) -> Callable[[Many, Any], Many]:
     def compare(self: Many, other: Any) -> Many:
-        return Many([getattr(operator, name)(t, value) for t, value in zip(self.each, _each(other, len(self.each)), strict=True)])
+        rows = zip(self.each, _each(other, len(self.each)), strict=True)
+        return Many([getattr(operator, name)(t, value) for t, value in rows], self.dtype)
 
     return compare
 
@@ -151,13 +157,14 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
         return _numbers(vocabulary.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
     n = len(lists[0].each)
     rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
-    like = yes if isinstance(yes, Many) else no if isinstance(no, Many) else None
-    dtype = torch.get_default_dtype() if like is None else like.each[0].dtype
-    return Many([_either_of(flag, y, z, dtype) for flag, y, z in rows])
+    like = next(value for value in (yes, no, condition) if isinstance(value, Many))
+    return Many([_either_of(flag, y, z, like.dtype) for flag, y, z in rows])
 
 
-def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype) -> torch.Tensor:
+def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if torch.is_tensor(flag):
+        if not torch.is_tensor(yes) and not torch.is_tensor(no):  # which torch would make of its default type
+            yes = torch.full((), yes, dtype=dtype, device=flag.device)
         return torch.where(flag, yes, no).to(dtype)
     chosen = yes if flag else no
     return (

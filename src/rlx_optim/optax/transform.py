@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -60,15 +60,21 @@ def begun() -> Iterator[list[tuple[Transform, Tree]]]:
 def lines_up(member: Member) -> dict[str, bool]:
     """Whether a slot always lines up with the parameter; the others are factors."""
     found: dict[str, bool] = {}
-    for shape in PROBES:
-        for name, slot in member.steady.slots(shape).items():
+    for shape in taken(member, PROBES):
+        for name, slot in member.steady.stored_slots(shape).items():
             found[name] = found.get(name, True) and (slot.shape == shape or bool(slot.drop))
     return found
 
 
+def taken(member: Member, shapes: Iterable[Shape]) -> list[Shape]:
+    """Those that a rule takes."""
+    return [shape for shape in shapes if not member.steady.takes(shape)]
+
+
 def parts_of(member: Member, names: list[str]) -> list[str]:
     """Names of the arrays that these slots are kept in."""
-    found = [(name, slot.storage) for shape in LARGE for name, slot in member.steady.stored_slots(shape).items()]
+    shapes = taken(member, LARGE)
+    found = [(name, slot.storage) for shape in shapes for name, slot in member.steady.stored_slots(shape).items()]
     return list(dict.fromkeys([*names, *(name + end for name, kept in found if name in names for end in PARTS[kept])]))
 
 
@@ -196,6 +202,11 @@ class Transform:
             admitted(self.owner, f"the gradient of {place.name!r}", g)
             for place, g in zip(places, tree.flatten_up_to(grads), strict=True)
         ]
+        for place, g in zip(places, gs, strict=True):
+            if tuple(g.shape) != place.shape:
+                raise ValueError(
+                    f"{self.owner}: the gradient of {place.name!r} has shape {tuple(g.shape)}, its parameter {place.shape}"
+                )
         slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
         factors = factors_of(state, tree)
         updates: list[Any] = [jnp.zeros_like(p) for p in ps]
@@ -292,6 +303,13 @@ Leaf = tuple[Place, dict[str, Any]]  # p, g and the slots by name
 def decoded(place: Place, given: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, Any]:
     """The slots of a leaf, decoded where they are kept in fewer bits."""
     E, kept = engine_in(jnp.float32), {n: slot.storage for n, slot in place.slots.items() if only is None or n in only}
+    for name, slot in place.slots.items():
+        wanted = (*place.stack, *slot.shape)
+        if name in kept and not kept[name] and (shape := tuple(given[name].shape)) != wanted:
+            raise ValueError(
+                f"{place.member.kind.title}: the state {name!r} of {place.name!r} has shape {shape}, needed is {wanted}; it "
+                "was made for other parameters: tx.init(params) makes a new one"
+            )
     return {
         name: decode(E, Coded(kind, *(given[name + end] for end in PARTS[kind]))) if kind else given[name]
         for name, kind in kept.items()
