@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from rlx_optim.engines.jax_ import Jax, engine_in
-from rlx_optim.optax import soap
+from rlx_optim.optax import kron_psgd, soap, transform
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "c": (4, 6), "d": (6,)}
 
@@ -99,3 +99,51 @@ def test_a_precision_that_is_asked_for_holds(gpu, asked):
         text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
     words = {word for word in ("HIGHEST", "HIGH,", "DEFAULT") if word in text}
     assert words == {None: {"HIGH,"}, "highest": {"HIGHEST"}, "tensorfloat32": {"HIGH,"}}[asked]
+
+
+# ---- stacks that are not made ---------------------------------------------------------------------------------------------
+LEAVES = {"a": (12, 20), "b": (12, 20), "layers": (3, 12, 20), "c": (20, 12), "bias": (20,)}
+
+
+def gone_on(tx, steps, jit):
+    params = {k: jax.random.normal(jax.random.key(i), shape) for i, (k, shape) in enumerate(LEAVES.items())}
+    state, update = tx.init(params), jax.jit(tx.update) if jit else tx.update
+    for t in range(steps):
+        grads = jax.tree.map(lambda p, t=t: jnp.sin(3 * p + t), params)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("settings", [{}, {"cautious": True}, {"state_dtype": "bfloat16"}])
+@pytest.mark.parametrize("jit", [True, False])
+def test_factors_in_parts_make_the_steps_that_stacks_do(monkeypatch, jit, settings):
+    ends = []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(transform, "PILED", least)
+        tx = soap(0.01, precondition_frequency=3, stacked={"layers": 1}, **settings)
+        ends.append(gone_on(tx, 5 if jit else 4, jit))
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        assert jnp.array_equal(one, other)
+    assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
+
+
+def test_a_gram_matrix_that_is_not_finite_leaves_the_parts_alone(monkeypatch):
+    monkeypatch.setattr(transform, "PILED", 0)
+    tx = soap(0.01)
+    params = {k: jax.random.normal(jax.random.key(i), (6, 4)) for i, k in enumerate("ab")}
+    _, state = tx.update(params, tx.init(params), params)
+    bad = {"a": params["a"], "b": params["b"].at[0, 0].set(jnp.inf)}
+    _, after = tx.update(bad, state, params)
+    assert not jnp.array_equal(after.factors["a"]["L1"], state.factors["a"]["L1"])
+    for name in ("L1", "L2", "Q1", "Q2"):
+        assert jnp.array_equal(after.factors["b"][name], state.factors["b"][name])
+
+
+@pytest.mark.parametrize(("make", "branches"), [(soap, 1), (kron_psgd, 3)])
+def test_a_step_waits_for_few_branches(make, branches):
+    """Before each the host reads which way to go: SOAP asks once for all tensors, KronPSGD once a shape."""
+    tx = make(0.01)
+    params = {k: jnp.ones(shape) for k, shape in LEAVES.items() if k != "layers"}
+    traced = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    assert sum(eqn.primitive.name == "cond" for eqn in traced.jaxpr.eqns) == branches

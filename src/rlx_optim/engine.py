@@ -588,6 +588,10 @@ class ArrayEngine(storage.Words):
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         return yes(*operands) if predicate else no(*operands)
 
+    def either(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+        """`cond` where `yes` costs little and is seldom called for: an engine may compute both."""
+        return self.cond(predicate, yes, no, *operands)
+
     def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
         """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several
         bundles of a rule give."""

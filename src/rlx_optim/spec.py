@@ -208,6 +208,8 @@ class Spec(abc.ABC):
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
+    #: `update` uses factors in products, averages of Gram matrices and `E.jointly` alone: an engine need not stack them
+    piled: ClassVar[bool] = False
     #: those of its `decisions` after which the host asks the device what it found, or brings something there: no CUDA graph can
     #: hold such a step
     asks: ClassVar[tuple[str, ...]] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..engine import ArrayEngine, Several, bind_all
 from ..language import Rule
-from ..linalg import Coefficients, of_each_step
+from ..linalg import Coefficients, finite, gram, of_each_step
 
 Array = Any
 
@@ -125,6 +125,56 @@ def _apart(*arrays: Array) -> Any:
     return jax.lax.optimization_barrier(rows)  # type: ignore[no-untyped-call]
 
 
+@jax.tree_util.register_pytree_node_class
+class Pile:
+    """Square matrices of one size, those of a leaf in an array (k, n, n): a stack only where somebody needs one, as that is a
+    copy of them all."""
+
+    def __init__(self, each: Iterable[Array]):
+        self.each = tuple(each)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(len(part) for part in self.each), *self.each[0].shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        return self.each[0].dtype
+
+    @property
+    def stack(self) -> Array:
+        return jnp.concatenate(self.each)
+
+    @property
+    def mT(self) -> Array:
+        return self.stack.mT
+
+    def like(self, stack: Array) -> Pile:
+        """A stack as a pile with as many matrices in each part."""
+        return Pile(stack[place] for place in self.places())
+
+    def places(self) -> Iterator[slice]:
+        first = 0
+        for part in self.each:
+            yield slice(first, first + len(part))
+            first += len(part)
+
+    def __getitem__(self, place: slice) -> Array:
+        """Those of a leaf."""
+        return self.each[next(i for i, its in enumerate(self.places()) if its == place)]
+
+    def tree_flatten(self) -> tuple[tuple[Array, ...], None]:
+        return self.each, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, each: Iterable[Array]) -> Pile:
+        return cls(each)
+
+
+def dense(X: Any) -> Any:
+    return X.stack if isinstance(X, Pile) else X
+
+
 class Asked(NamedTuple):
     """What an update asks for its end (`Engine.jointly`)."""
 
@@ -229,7 +279,8 @@ class Jax(ArrayEngine):
         """Whether float32 is multiplied on tensor cores of fewer bits."""
         return self.free and jax.default_backend() == "gpu"
 
-    def product(self, A: Array, B: Array) -> Array:
+    def product(self, A: Any, B: Any) -> Array:
+        A, B = dense(A), dense(B)
         if not self.half:
             return A @ B
         square = A.shape[-2] == A.shape[-1]  # those are factors and bases: from the right, as others are multiplied with them
@@ -248,10 +299,24 @@ class Jax(ArrayEngine):
         mixed = _product(top, rest.mT)
         return _product(top, top.mT) + (mixed + mixed.mT)
 
+    def average_gram(self, L: Any, X: Array, axis: int, beta: Any, alpha: Any) -> tuple[Any, Any]:
+        """Each part of a pile by itself, so that it is read and written once."""
+        if not isinstance(L, Pile):
+            return super().average_gram(L, X, axis, beta, alpha)
+        new = [beta * part + alpha * more for part, more in zip(L.each, L.like(gram(self, X, axis)).each, strict=True)]
+        kept = Pile(self.where(finite(self, some), some, part) for some, part in zip(new, L.each, strict=True))
+        return kept, kept
+
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         if isinstance(predicate, jax.core.Tracer):
             return jax.lax.cond(predicate, yes, no, *operands)
         return super().cond(predicate, yes, no, *operands)  # known: nothing to trace and compile anew in every call
+
+    def either(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+        """Both: before a branch the device waits for the host, which reads which one to take."""
+        if not isinstance(predicate, jax.core.Tracer):
+            return super().either(predicate, yes, no, *operands)
+        return jax.tree.map(functools.partial(jnp.where, predicate), yes(*operands), no(*operands))
 
     def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
         return Asked(function, given, then, precision())
@@ -268,14 +333,25 @@ class Jax(ArrayEngine):
             for axis, Q in stack[0].items():
                 sizes.setdefault((Q.shape[1:], Q.dtype), []).append((k, axis))
         for chosen in sizes.values():
-            parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
+            parts = [self._dense(tuple(of[axis] for of in stacks[k])) for k, axis in chosen]
             whole = self.one_by_one(function, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts))
             first = 0
             for (k, axis), part in zip(chosen, parts, strict=True):
                 last = first + part[0].shape[0]
-                out[k][axis] = jax.tree.map(operator.itemgetter(slice(first, last)), whole)
+                out[k][axis] = self._piled(stacks[k][0][axis], jax.tree.map(operator.itemgetter(slice(first, last)), whole))
                 first = last
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
+
+    @staticmethod
+    def _dense(values: Any) -> Any:
+        return jax.tree.map(dense, values, is_leaf=lambda value: isinstance(value, Pile))
+
+    @staticmethod
+    def _piled(given: Any, made: Any) -> Any:
+        """Of what was made, that which takes the place of a pile as one too."""
+        if not isinstance(given, Pile):
+            return made
+        return jax.tree.map(lambda value: given.like(value) if value.shape == given.shape else value, made)
 
     @staticmethod
     def one_by_one(function: Callable[..., Any], stacks: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import fnmatch
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import optax
 from .. import registry
 from ..admission import listed
 from ..engine import Several
-from ..engines.jax_ import Asked, answered, engine_in, precision, traceable
+from ..engines.jax_ import Asked, Pile, answered, engine_in, precision, traceable
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
@@ -30,6 +31,7 @@ Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
 AXES = integer(0, 0)  # that a leaf has before those of its tensors
 PROBES = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which names a rule uses
+PILED = 1 << 18  # numbers of a factor, from which on a stack of them costs more than its parts one by one
 LARGE = ((64, 128), (16, 16, 32))  # and which of them may be kept in fewer bits
 
 
@@ -361,7 +363,10 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     elif spec.ragged():
         out = {name: Several(t for each in every for t in each[name]) for name in every[0]}
     else:
-        out = {name: jnp.concatenate([each[name] for each in every]) for name in every[0]}
+        piled = {
+            name for name, slot in leaves[0][0].slots.items() if spec.piled and slot.factor and math.prod(slot.shape) >= PILED
+        }
+        out = {name: (Pile if name in piled else jnp.concatenate)([each[name] for each in every]) for name in every[0]}
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
 
     def committed(x: Values) -> Any:

@@ -123,6 +123,7 @@ class SOAP(Spec):
 
     matrix = True
     branches = True
+    piled = True
     asks = ("begins",)
 
     def merged(self, shape):
@@ -195,7 +196,7 @@ class SOAP(Spec):
             y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
             return linalg.rotated(E, Q, y.u, back=True), y.m, y.v
 
-        u, m, v = E.cond(x.begins, stay, move, m, v)
+        u, m, v = E.either(x.begins, stay, move, m, v)
 
         def ended(m, v, Q):
             slots = {f"L{i}": stored for i, (stored, _) in L.items()} | {f"Q{i}": basis for i, basis in Q.items()}
