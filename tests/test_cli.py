@@ -493,6 +493,27 @@ def test_convert_of_another_optimizer_than_said(tmp_path, capsys):
     assert "its state (step, exp_avg, exp_avg_sq) is not SGD's; is it another optimizer's?" in said
 
 
+def test_convert_to_where_torch_cannot_write(tmp_path, capsys, monkeypatch):
+    adamw_file(tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "a.safetensors") == 0
+    capsys.readouterr()
+
+    def save(*_):
+        raise RuntimeError("Parent directory does not exist.\nmore of it")
+
+    monkeypatch.setattr("torch.save", save)
+    said = refused(capsys, "convert", tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert "b.pt: cannot be written: Parent directory does not exist." in said
+
+
+def test_check_of_what_cannot_be_read_or_has_no_such_setting(tmp_path, capsys, monkeypatch):
+    (tmp_path / "broken_rule.py").write_text("class Bad(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "broken_rule:Bad: invalid syntax" in refused(capsys, "check", "broken_rule:Bad")
+    assert "--kwargs: adamw has no 'foo'; it has lr" in refused(capsys, "check", "adamw", "--kwargs", '{"foo": 1}')
+    assert "unknown optimizer 'foo'" in refused(capsys, "check", "torch.optim:AdamW", "--as", "foo")
+
+
 # ---- doctor ---------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def few_engines(monkeypatch):

@@ -74,7 +74,7 @@ def engines(name):
     (lambda self, shape: {"m": Slot((3, 5))}, r"'m' has shape \(3, 5\), but lines up with the parameter: \(6, 4\) is needed"),
     (lambda self, shape: {"m": Slot(shape[:1])}, r"'m' has shape \(6,\)"),
     (lambda self, shape: {"m": Slot(shape[1:], drop=(-1,))}, r"with drop=\(-1,\): \(6,\) is needed"),
-    (lambda self, shape: {"m": Slot(shape, drop=None)}, r"\(\) is needed"),
+    (lambda self, shape: {"m": Slot(shape, drop=None)}, r"'m' has shape \(6, 4\), but lines up with the parameter: \(\) is needed"),
     (lambda self, shape: {"m": shape}, r"'m' is \(6, 4\); a Slot is needed"),
     (lambda self, shape: like(shape, "m", "m_scale"), "'m_scale', as is what 'm' has beside it in fewer bits"),
     (lambda self, shape: like(shape, "m", "_m"), "does not begin with _"),

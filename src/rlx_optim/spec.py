@@ -123,7 +123,7 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
 TAKEN = ("p", "g", "u", "change", "step", "shrink", "rate", "batch", "low")
 
 
-def unfit(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters: Mapping[str, float]) -> str | None:
+def misfit(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters: Mapping[str, float]) -> str | None:
     """Why a tensor of this shape cannot have such a slot; None if it can. Engines go by what it says: no memory tells them."""
     if not isinstance(slot, Slot):
         return f"{name!r} is {slot!r:.80}; a Slot is needed, such as like(shape, {name}=…) gives"
@@ -131,9 +131,8 @@ def unfit(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters
         return f"a slot is called {name!r}; a name of letters, digits and _ is needed that does not begin with _"
     if name in TAKEN or name in counters:
         return f"a slot is called {name!r}, which a {'counter' if name in counters else 'value of every step'} is; rename it"
-    for end in ("_scale",):
-        if name.endswith(end) and name.removesuffix(end) in slots:
-            return f"a slot is called {name!r}, as is what {name.removesuffix(end)!r} has beside it in fewer bits; rename it"
+    if whose := next((each for each in slots for end in storage.BESIDE if name == f"{each}{end}"), None):
+        return f"a slot is called {name!r}, as is what {whose!r} has beside it in fewer bits; rename it"
     if slot.factor:
         return None
     kept = () if slot.drop is None else tuple(n for axis, n in enumerate(shape, -len(shape)) if axis not in slot.drop)
@@ -332,7 +331,7 @@ class Spec(abc.ABC):
         """The state of a tensor of this shape, with what it is kept in."""
         slots = self.slots(shape)
         for name, slot in slots.items():
-            if problem := unfit(name, slot, shape, slots, self.counters()):
+            if problem := misfit(name, slot, shape, slots, self.counters()):
                 raise self.refuse(f"slots({shape}): {problem}")
         return storage.assigned(slots, self.state_dtype)
 

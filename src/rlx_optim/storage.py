@@ -48,6 +48,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     SIGNED: {"": "int8", "_scale": "float32"},
     POSITIVE: {"": "uint8", "_scale": "float32"},
 }
+BESIDE = {end for parts in PARTS.values() for end in parts if end}  # what the names of further arrays end in
 TOP = {SIGNED: 127.0, POSITIVE: 255.0}  # the largest code
 STORED = {dtype: storage for storage, parts in PARTS.items() if storage for dtype in [parts[""]]}  # by the type of the codes
 

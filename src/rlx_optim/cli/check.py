@@ -40,7 +40,7 @@ def target_of(name: str) -> Any:
         return spec_class(one("optimizer", name, list_optimizers(), aliases()))
     try:
         return found(name)
-    except (ImportError, AttributeError, ValueError) as problem:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as problem:
         raise Problem(f"{name}: {problem}") from None
 
 
@@ -152,6 +152,8 @@ def command(
     if isinstance(thing, type) and issubclass(thing, Spec):
         if claimed or ranks:
             raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
+        for name in settings.keys() - thing.fields.keys():
+            raise Problem(f"--kwargs: {target} has no {name!r}; it has {', '.join(thing.fields)}")
         try:
             rule = check_rule(thing, engines=["cpu"] if quick else None, only=words, **settings)
         except (TypeError, ValueError) as problem:
@@ -160,6 +162,7 @@ def command(
             as_html.write_text(page(tabled(target, settings, rule)), encoding="utf-8")
         write_json(rule.as_dict()) if as_json else print(rule)
         raise typer.Exit(int(not rule.ok))
+    claimed = one("optimizer", claimed, list_optimizers(), aliases()) if claimed else ""
     try:
         with progress(len(CHECKS) or 1) as tick:
             report = check_optimizer(target, settings, quick=quick, only=words, claimed=claimed or None, ranks=ranks, tick=tick)

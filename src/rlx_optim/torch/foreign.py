@@ -62,8 +62,11 @@ def convert(
         return snapshot
     with files.opened(source, allow_nan) as snapshot:
         state_dict = to_state_dict(snapshot, optimizer)
-        with saying(Path(target), "cannot be written"):
-            torch.save(state_dict, target)
+        try:
+            with saying(Path(target), "cannot be written"):
+                torch.save(state_dict, target)
+        except RuntimeError as problem:  # so torch says that it cannot open a file
+            raise CheckpointError(f"{target}: cannot be written: {str(problem).splitlines()[0]}") from None
         return snapshot
 
 
