@@ -302,6 +302,16 @@ def test_everything_fits_the_terminal_and_no_number_is_cut(argv, columns, capsys
         assert "Left out at 80 columns" in said
 
 
+def test_a_narrow_terminal_keeps_what_rows_are_called(capsys, monkeypatch):
+    for columns, left in ((80, None), (55, "rounded"), (40, "rounded, tensors, B/param")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert run("memory", "--model", "one:1k", "--optimizers", "adamw") == 0
+        said = capsys.readouterr().out
+        assert "AdamW: m" in said
+        assert "4,000" in said
+        assert (f"Left out at {columns} columns: {left}." in " ".join(said.split())) is (left is not None)
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [

@@ -198,6 +198,7 @@ def command(
         ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),
         [line for line, _ in lines],
         [strong for _, strong in lines],
+        spare=(4, 2, 5),
     )
     for name, entry in report.items() if offload else ():
         say(f"{name}: " + "; ".join(f"{place}: {described(entry[place])}" for place in ("device", "host")))
