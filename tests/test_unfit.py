@@ -105,6 +105,14 @@ def test_numbers_are_not_called_like_arrays(made, word):
             step(engine)
 
 
+@pytest.mark.parametrize("method", ["slots", "scalars"])
+def test_a_return_that_was_forgotten_is_told(made, method):
+    made(**{method: lambda *_: None})
+    for step, engine in engines("unfitting"):
+        with pytest.raises(ValueError, match=rf"Unfitting: `?{method}.*got None; does it lack a return\?"):
+            step(engine)
+
+
 def test_a_rate_of_its_own_does_not_go_with_the_hyperball(made):
     made(scalars=lambda self, t, counters: {"beta": self.beta, "step": self.lr, "rate": 1.0})
     create("unfitting")

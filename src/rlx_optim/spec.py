@@ -330,6 +330,8 @@ class Spec(abc.ABC):
     def stored_slots(self, shape: Shape) -> dict[str, Slot]:
         """The state of a tensor of this shape, with what it is kept in."""
         slots = self.slots(shape)
+        if not isinstance(slots, Mapping):
+            raise self.refuse(f"slots({shape}) must return a dict of Slots by name, got {slots!r:.80}; does it lack a return?")
         for name, slot in slots.items():
             if problem := misfit(name, slot, shape, slots, self.counters()):
                 raise self.refuse(f"slots({shape}): {problem}")
@@ -383,6 +385,8 @@ class Spec(abc.ABC):
         """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
         decided: what `decisions` gave already."""
         found: dict[str, Any] = bound(type(self).scalars)(self, t, counters)
+        if found is None:
+            raise self.refuse("`scalars` must return a dict of numbers by name, got None; does it lack a return?")
         if decided is None and type(self).decisions is not Spec.decisions:
             decided = bound(type(self).decisions)(self, t, counters)
         found = {**found, **decided} if decided else found
