@@ -24,7 +24,7 @@ FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
 NONE, SPACE = "–", "\N{NO-BREAK SPACE}"
-PLUS = f"{SPACE}±{SPACE}"
+PLUS = f" ±{SPACE}"  # a line may end before it
 
 
 class Recorded:
