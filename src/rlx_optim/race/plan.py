@@ -29,11 +29,13 @@ MOST = 4  # decays of a search
 SHORTER, LONGER = (0.6, 0.5, 0.4), 0.75  # of a full run, each with its own schedule: in which is AdamW's loss reached?
 COST = 0.06  # of a full run: enough for a few refreshes
 STEPPED = 0.12  # of a full run: in the second half graphs are captured, and there are six refreshes of SOAP's
+FREQUENCIES = (1, 2, 4, 10)  # steps between two bases of SOAP's
+OFTEN = FREQUENCIES[:-1]  # those that are not its default
 #: whose training steps are compared, and with what settings beside those that a search begins at
 STEPS: dict[str, Sequence[Settings]] = {
     "adamw": ({},),
     "muon": ({},),
-    "soap": tuple({"precondition_frequency": n} for n in (10, 4, 2, 1)),
+    "soap": tuple({"precondition_frequency": n} for n in reversed(FREQUENCIES)),
     "kronpsgd": ({"preconditioner_update_probability": 0.1}, {"preconditioner_update_probability": 0.03}),
 }
 LEAST = 3  # seeds of everyone; below that a spread is not known well
@@ -44,8 +46,6 @@ FORMATS: dict[str, Settings] = {form: {"state_dtype": form} for form in ("float3
 HALVES: dict[str, Settings] = {
     f"weights bfloat16, {how}": {"weights": "bfloat16", "rounding": how} for how in ("nearest", "stochastic", "exact")
 }
-FREQUENCIES = (1, 2, 4, 10)  # steps between two bases of SOAP's
-OFTEN = FREQUENCIES[:-1]  # those that are not its default
 BEST = 3  # rates of a search that go on to full length at least
 
 
@@ -79,16 +79,22 @@ class Search:
 
     def coarse(self) -> Iterator[Job]:
         """Three rates, and further ones while the best is at an edge."""
-        tried = [self.tune(self.at(self.start["lr"] * factor)) for factor in COARSE]
+        yield from self.widened([self.start["lr"] * factor for factor in COARSE], 3.0, lambda rate: self.tune(self.at(rate)))
+
+    def widened(self, rates: Iterable[float], factor: float, job: Callable[[float], Job | None]) -> Iterator[Job]:
+        """Jobs at these rates, and at ever further ones while the best is at an edge, unless there is no job there."""
+        tried = [each for each in map(job, rates) if each is not None]
         yield from tried
-        while len(known := self.done(tried)) == len(tried):
-            rates = {record["settings"]["lr"]: self.score(record) for record in known}
-            best = min(rates, key=lambda lr: (rates[lr], lr))  # the least where all diverged
-            beyond = {max(rates): 3 * best, min(rates): best / 3}.get(best)
+        while len(known := self.done(tried)) == len(tried) > 0:
+            losses = {record["settings"]["lr"]: self.score(record) for record in known}
+            best = min(losses, key=lambda lr: (losses[lr], lr))  # the least where all diverged
+            beyond = {max(losses): factor * best, min(losses): best / factor}.get(best)
             if beyond is None or max(beyond / self.start["lr"], self.start["lr"] / beyond) > FARTHEST:
                 return
-            tried.append(self.tune(self.at(beyond)))
-            yield tried[-1]
+            if (further := job(beyond)) is None:
+                return
+            tried.append(further)
+            yield further
 
     def fine(self) -> Iterator[Job]:
         """On both sides of the best rate."""
@@ -127,27 +133,15 @@ class Search:
 
     def others(self) -> Iterator[Job]:
         """The next best rates at full length too, and further ones while the best of these is at an edge."""
-        tried = [self.whole(rate) for rate in self.rates()[:BEST]]
-        yield from tried
-        while len(known := self.done(tried)) == len(tried) > 0:
-            rates = {record["settings"]["lr"]: self.score(record) for record in known}
-            best = min(rates, key=lambda lr: (rates[lr], lr))
-            factor = {max(rates): FINE, min(rates): 1 / FINE}.get(best)
-            if factor is None or (rate := self.beside(best * factor)) is None:
-                return
-            tried.append(self.whole(rate))
-            yield tried[-1]
+        yield from self.widened(self.rates()[:BEST], FINE, self.sound)
 
-    def beside(self, rate: float) -> float | None:
-        """A rate, as it was tried if it was; None where it is too far from the start, or diverged in a short run."""
-        if max(rate / self.start["lr"], self.start["lr"] / rate) > FARTHEST:
-            return None
+    def sound(self, rate: float) -> Job | None:
+        """A run of full length at a rate, as it was tried if it was; None where it diverged in a short run."""
         short = self.pool.of(self.optimizer, self.tuning, TUNING_SEED)
         near = next((r for r in short if math.isclose(r["settings"]["lr"], rate, rel_tol=0.02)), None)
         if near is None:
-            return float(f"{rate:.3g}")
-        tried: float = near["settings"]["lr"]
-        return tried if math.isfinite(self.score(near)) else None
+            return self.whole(float(f"{rate:.3g}"))
+        return self.whole(near["settings"]["lr"]) if math.isfinite(self.score(near)) else None
 
     def winner(self) -> Settings | None:
         """The settings that did best at full length."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..registry import OURS
+from ..routing import bare
 from ..spec import Slot, Spec
 
 #: what torch calls a slot by the first words of its meaning
@@ -59,6 +60,15 @@ def translated(owner: str, kind: type[Spec], group: dict[str, Any]) -> dict[str,
     if there.like and "convention" in kind.fields and "convention" not in (each.field for each in there.settings.values()):
         ours["convention"] = "torch"
     return ours | {each.field: each.read(group[theirs]) for theirs, each in there.settings.items() if theirs in group}
+
+
+def by_name(ours: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved group in the order of ours, where both have the same names."""
+    names, given = ([bare(name) for name in group.get("param_names") or ()] for group in (ours, saved))
+    there = dict(zip(given, saved.get("params", ()), strict=False))
+    if names == given or sorted(names) != sorted(there) or len(there) != len(given):
+        return saved
+    return {**saved, "params": [there[name] for name in names], "param_names": list(ours["param_names"])}
 
 
 def counted(group: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
 from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
-from ..routing import Choice, Router, bare, first_match, report
+from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
 from .models import splits_of
-from .names import counted, foreign, translated, unwrapped
+from .names import by_name, counted, foreign, translated, unwrapped
 from .routing import kinds_of
 from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, taken_over
 from .stepping import Stepper, number
@@ -36,15 +36,6 @@ class Boxed:
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
-
-
-def by_name(ours: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved group in the order of ours, where both have the same names."""
-    names, given = ([bare(name) for name in group.get("param_names") or ()] for group in (ours, saved))
-    there = dict(zip(given, saved.get("params", ()), strict=False))
-    if names == given or sorted(names) != sorted(there) or len(there) != len(given):
-        return saved
-    return {**saved, "params": [there[name] for name in names], "param_names": list(ours["param_names"])}
 
 
 class RuleOptimizer(Stepper):
