@@ -92,55 +92,73 @@ def test_distributed_checkpoint_takes_no_hidden_step(name):
         assert same_state(taken.state_dict(), opt.state_dict())
 
 
-def wrong_shape(saved):
-    saved["state"][0]["exp_avg"] = torch.zeros(4, 6)
+def kept(key, value, place=0):
+    def spoil(saved):
+        saved["state"][place][key] = value
+
+    return spoil
 
 
-def no_tensor(saved):
-    saved["state"][0]["exp_avg"] = 3.0
+def said(key, value):
+    def spoil(saved):
+        saved["param_groups"][0][key] = value
+
+    return spoil
 
 
-def missing_slot(saved):
-    del saved["state"][1]["exp_avg_sq"]
-
-
-def only_the_step(saved):
-    saved["state"][1] = {"step": torch.tensor(3.0)}
-
-
-def unknown_rule(saved):
-    saved["param_groups"][0]["rule"] = "lion"
-
-
-def bad_setting(saved):
-    saved["param_groups"][0]["betas"] = (0.9, 1.0)
-
-
-def fewer_parameters(saved):
-    saved["param_groups"][0]["params"].pop()
-
-
-def more_groups(saved):
-    saved["param_groups"] *= 2
+AFRESH = "it is damaged; with nothing in its state {} starts afresh"
+DENSE = r"needed is a tensor of shape \(6, 4\); make it dense \(.to_dense\(\)\)"
+NUMBER = f"needed is a finite number; {AFRESH.format('w')}"
+PACKAGE = "known are 'nadamw'; it is misspelt or damaged, or of a package that is not installed"
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (wrong_shape, r"'exp_avg' of w has shape \(4, 6\) in the checkpoint, needed is \(6, 4\)"),
-        (no_tensor, r"'exp_avg' of w has shape 3.0 in the checkpoint, needed is \(6, 4\)"),
-        (missing_slot, "state of b lacks 'exp_avg_sq'"),
-        (only_the_step, "state of b lacks 'exp_avg'"),
-        (unknown_rule, "a group is for rule 'lion'; known are 'adamw'"),
-        (bad_setting, "betas must be 2 finite numbers, each >= 0 and < 1"),
-        (fewer_parameters, "doesn't match the size of optimizer's group"),
-        (more_groups, "different number of parameter groups"),
+        (kept("exp_avg", torch.zeros(4, 6)), r"'exp_avg' of w has shape \(4, 6\) in the checkpoint, needed is \(6, 4\)"),
+        (
+            kept("exp_avg", 3.0),
+            rf"'exp_avg' of w is 3.0 in the checkpoint, needed is a tensor of shape \(6, 4\); {AFRESH.format('w')}",
+        ),
+        (kept("exp_avg", "zeros"), r"'exp_avg' of w is 'zeros' in the checkpoint, needed is a tensor of shape \(6, 4\)"),
+        (
+            kept("exp_avg", torch.ones(W).to_sparse()),
+            rf"'exp_avg' of w is torch.float32 sparse_coo of shape \(6, 4\) on cpu .*{DENSE}",
+        ),
+        (kept("exp_avg", torch.ones(W, device="meta")), "'exp_avg' of w is .* on meta .*; it was never filled"),
+        (
+            kept("exp_avg", torch.ones(W, dtype=torch.complex64)),
+            "'exp_avg' of w is torch.complex64 .*needed is a tensor of shape",
+        ),
+        (kept("step", "3"), r"'step' of w is '3' in the checkpoint, needed is a whole number from 0 to 2\^53; it is damaged"),
+        (kept("mu_product", "0.9"), f"'mu_product' of w is '0.9' in the checkpoint, {NUMBER}"),
+        (kept("mu_product", None), f"'mu_product' of w is None in the checkpoint, {NUMBER}"),
+        (
+            kept("mu_product", torch.ones(3)),
+            rf"'mu_product' of w is torch.float32 of shape \(3,\) on cpu in the checkpoint, {NUMBER}",
+        ),
+        (kept("batch", "3"), r"'batch' of w is '3' in the checkpoint, needed is a split of shape \(6, 4\)"),
+        (kept("batch", 5), r"'batch' of w is 5 in the checkpoint, needed is .* cannot be split into 5 equal matrices"),
+        (
+            lambda saved: saved["state"].update({1: "x"}),
+            f"'state' of b is 'x' in .*needed is a dict of tensors; {AFRESH.format('b')}",
+        ),
+        (lambda saved: saved["state"][1].pop("exp_avg_sq"), "state of b lacks 'exp_avg_sq'"),
+        (lambda saved: saved["state"].update({1: {"step": torch.tensor(3.0)}}), "state of b lacks 'exp_avg'"),
+        (
+            said("rule", "lion"),
+            r"group 0 of the checkpoint is for rule 'lion'; known are 'nadamw'; make .* as rlx_optim.torch.Lion, or",
+        ),
+        (said("rule", "nadam w"), f"group 0 of the checkpoint is for rule 'nadam w'; {PACKAGE}"),
+        (said("rule", ["nadamw"]), rf"group 0 of the checkpoint is for rule \['nadamw'\]; {PACKAGE}"),
+        (said("betas", (0.9, 1.0)), "betas must be 2 finite numbers, each >= 0 and < 1"),
+        (lambda saved: saved["param_groups"][0]["params"].pop(), "doesn't match the size of optimizer's group"),
+        (lambda saved: saved["param_groups"].extend(saved["param_groups"]), "different number of parameter groups"),
     ],
-    ids=lambda case: getattr(case, "__name__", ""),
 )
 def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(spoil, message):
     params = parameters(shapes={"w": W, "b": B})
-    opt = ours.AdamW(params.items())
+    opt = make("NAdamW", params.items())
     run(opt, params, 0, 2)
     before = copy.deepcopy(opt.state_dict())
     spoiled = copy.deepcopy(before)
@@ -150,7 +168,7 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(spoil, message):
     assert same_state(opt.state_dict(), before)
     assert opt.state_dict()["param_groups"] == before["param_groups"]
     others = twins(params)
-    other = ours.AdamW(others.items())
+    other = make("NAdamW", others.items())
     other.load_state_dict(before)
     run(opt, params, 2, 4)
     run(other, others, 2, 4)
@@ -168,10 +186,13 @@ def test_more_state_and_older_checkpoints():
     saved = copy.deepcopy(opt.state_dict())
     del saved["param_groups"][0]["maximize"]  # older than the setting
     saved["state"][0]["step"] = 4  # a number
-    saved["state"][0]["mine"] = torch.ones(3)  # and the user's own
+    saved["state"][0] |= {"mine": torch.ones(3), "note": "mine too"}  # and the user's own
+    saved["state"]["apart"] = {"note": "of no parameter", "numbers": torch.ones(2)}
     opt.load_state_dict(saved)
     assert opt.param_groups[0]["maximize"] is False
     assert torch.equal(opt.state[params["w"]]["mine"], torch.ones(3))
+    assert opt.state[params["w"]]["note"] == "mine too"
+    assert opt.state["apart"] == saved["state"]["apart"]
     assert torch.equal(opt.state[params["w"]]["step"], torch.tensor(4.0))
 
 

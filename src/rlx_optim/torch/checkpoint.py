@@ -23,10 +23,11 @@ from ..routing import Choice, bare
 from ..spec import Shape, Spec
 from ..storage import PARTS, Words
 from . import halves
+from .damaged import COUNTABLE
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import COUNTABLE, counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
+from .state import counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
 from .stepping import plain
 
 PLAIN = (bool, int, float, str, type(None))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import files
-from ..checkpoint.format import CheckpointError, saying
+from ..checkpoint.format import CheckpointError
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..pieces import WHOLE, inner_shape
 from ..registry import OURS, known, spec_class
@@ -62,12 +62,14 @@ def convert(
         return snapshot
     with files.opened(source, allow_nan) as snapshot:
         state_dict = to_state_dict(snapshot, optimizer)
+    with files.replacing(Path(target)) as file:
         try:
-            with saying(Path(target), "cannot be written"):
-                torch.save(state_dict, target)
-        except RuntimeError as problem:  # so torch says that it cannot open a file
+            torch.save(state_dict, file)
+        except RuntimeError as problem:  # torch closes its archive, and says that it is not whole
+            if isinstance(problem.__context__, OSError):
+                raise problem.__context__ from None
             raise CheckpointError(f"{target}: cannot be written: {str(problem).splitlines()[0]}") from None
-        return snapshot
+    return snapshot
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from ..engines.torch_ import Torch, part, whole
 from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
 from ..spec import Spec
+from . import damaged
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -64,11 +65,10 @@ def taken_over(
     if value is None or not state:
         return state
     shape = (*param.shape, 2)
-    if not torch.is_tensor(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
-        said = f"{value.dtype} of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
+    if damaged.closed(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
         raise ValueError(
-            f"{owner}: {LOW!r} of {name} is {said} in the checkpoint, needed is uint8 of shape {shape}; it is damaged, or leave "
-            "it out: the parameter then goes on from its upper half"
+            f"{owner}: {LOW!r} of {name} is {damaged.told(value)} in the checkpoint, needed is uint8 of shape {shape}; it is "
+            "damaged, or leave it out: the parameter then goes on from its upper half"
         )
     put(state[LOW], value)
     return state

@@ -14,6 +14,7 @@ import torch
 from ..registry import OURS
 from ..routing import bare
 from ..spec import Slot, Spec
+from .damaged import closed, refused
 
 #: what torch calls a slot by the first words of its meaning
 MEANINGS = {
@@ -96,6 +97,9 @@ def in_numbers(owner: str, state: dict[str, Any], names: list[str], what: str) -
     for n, name in enumerate(names, 1):
         if f"state{n}" not in state:
             continue
+        for key in (f"{label}{n}" for label in ("state", "qmap", "absmax") if f"{label}{n}" in state):
+            if closed(state[key]):
+                raise refused(owner, key, what, state[key], "a tensor")
         value = state.pop(f"state{n}")
         if f"qmap{n}" in state:
             table, largest = (state.get(each) for each in (f"qmap{n}", f"absmax{n}"))

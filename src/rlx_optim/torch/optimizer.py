@@ -19,23 +19,32 @@ from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
 from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
+from ..registry import known
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
+from .damaged import refused
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
 from .models import splits_of
 from .names import by_name, counted, foreign, translated, unwrapped
 from .routing import kinds_of
-from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, taken_over
+from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, split_of, taken_over
 from .stepping import Stepper, number
 
 
 class Boxed:
-    """Carries a tensor past torch's loader, which would cast it to the parameter's dtype."""
+    """Carries a value past torch's loader, which would cast a tensor to the parameter's dtype and take a string to pieces."""
 
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def unboxed(state: Any) -> Any:
+    """The state of a parameter, out of its boxes."""
+    if isinstance(state, Boxed):
+        return state.value
+    return {k: v.value if isinstance(v, Boxed) else v for k, v in state.items()}
 
 
 class RuleOptimizer(Stepper):
@@ -266,9 +275,13 @@ class RuleOptimizer(Stepper):
             batch = self._batch(name, param)
             furnish(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
 
-    def _defaults_of(self, rule: str) -> dict[str, Any]:
-        if rule not in self._rules:
-            raise ValueError(f"{self._owner}: a group is for rule {rule!r}; known are {', '.join(map(repr, self._rules))}")
+    def _defaults_of(self, rule: str, whose: str = "a group") -> dict[str, Any]:
+        if not isinstance(rule, str) or rule not in self._rules:
+            there = known().get(rule) if isinstance(rule, str) else None
+            hint = "it is misspelt or damaged, or of a package that is not installed"
+            if there:
+                hint = f"make this one as that one was made: as rlx_optim.torch.{there.title}, or with route="
+            raise ValueError(f"{self._owner}: {whose} is for rule {rule!r}; known are {listed(self._rules)}; {hint}")
         return self.defaults if rule == self.rule else self._others[rule]
 
     def _pieces(self, name: str | None, param: torch.Tensor) -> Split:
@@ -373,7 +386,9 @@ class RuleOptimizer(Stepper):
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             def boxed(state: Any) -> Any:
                 state = unwrapped(state)
-                return {k: Boxed(v) if torch.is_tensor(v) else v for k, v in state.items()} if isinstance(state, dict) else state
+                if not isinstance(state, Mapping):
+                    return Boxed(state)
+                return {k: Boxed(v) if isinstance(v, (torch.Tensor, str)) else v for k, v in state.items()}
 
             if problem := guard.refusal(given := loaded.get("skip_window", {})):
                 raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
@@ -401,7 +416,8 @@ class RuleOptimizer(Stepper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
             here = [group["state_dtype"] for group in self.param_groups]
-            groups = [self._completed({**g, "state_dtype": kept}) for g, kept in zip(state["param_groups"], here, strict=True)]
+            given = zip(state["param_groups"], here, strict=True)
+            groups = [self._completed({**g, "state_dtype": kept}, i) for i, (g, kept) in enumerate(given)]
             there = [group.get("state_dtype", "float32") for group in state["param_groups"]]
             state = {"param_groups": groups, "state": self._loaded(groups, state["state"], there)}
         super().__setstate__(state)
@@ -410,21 +426,28 @@ class RuleOptimizer(Stepper):
         self._forget()
         self._current_specs()
 
-    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, group: dict[str, Any], place: int) -> dict[str, Any]:
         """A saved group with every setting there is: it may be torch.optim's, or of an older version."""
         rule = group.get("rule", self.rule)
-        done = {**self._defaults_of(rule), **translated(self._owner, self._rules[rule], group), "rule": rule}
+        done = {
+            **self._defaults_of(rule, f"group {place} of the checkpoint"),
+            **translated(self._owner, self._rules[rule], group),
+            "rule": rule,
+        }
         self._spec_of(done)
         return done
 
     def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any], formats: list[Any]) -> Any:
         state = type(self.state)(dict)
-        state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
+        state.update({k: unboxed(v) for k, v in saved.items() if not isinstance(k, torch.Tensor)})
         for index, (group, there) in enumerate(zip(groups, formats, strict=True)):
             spec = self._spec_of(group)
             for name, param in named(group, index):
-                given = {k: v.tensor if isinstance(v, Boxed) else v for k, v in counted(group, saved.get(param)).items()}
-                split = split_in(given) or self._pieces(name, param)
+                its = unboxed(saved.get(param) or {})
+                if not isinstance(its, Mapping | None):
+                    raise refused(self._owner, "state", name, its, "a dict of tensors")
+                given = counted(group, its)
+                split = split_of(self._owner, param, given, name) or self._pieces(name, param)
                 home = self._home(name, param, spec, split)
                 if there not in ("float32", spec.state_dtype):
                     refuse_codes(self._owner, spec, there, param, split, given, name)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,17 +19,27 @@ from ..pieces import WHOLE, Split, checked, names_in, part, shapes_of, slots_of,
 from ..routing import bare
 from ..spec import KEY, Shape, Slot, Spec
 from . import halves
+from .damaged import check_tensor, closed, number_in, refused
 from .lanes import ARITHMETIC
 from .names import in_numbers, outside
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
-COUNTABLE = 2**53  # "step" is a float64
 
 
 def split_in(state: Mapping[str, Any]) -> Split | None:
     """How a parameter is split, as its state says."""
     given = state.get("batch")
-    return None if given is None else checked(given if isinstance(given, (list, tuple)) else int(given))
+    return None if given is None else checked(given if isinstance(given, (list, tuple)) else operator.index(given))
+
+
+def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> Split | None:
+    """How a parameter is split, as a checkpoint says."""
+    try:
+        if (split := split_in(saved)) is not None:
+            shapes_of(tuple(param.shape), split)
+    except (TypeError, ValueError) as problem:
+        raise refused(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
+    return split
 
 
 def piece_shape(param: torch.Tensor, split: Split) -> Shape:
@@ -122,22 +133,6 @@ def counter(value: Any) -> torch.Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
-def counted_in(owner: str, name: str, value: Any) -> torch.Tensor:
-    """The steps that a checkpoint says a parameter has taken."""
-    try:
-        steps = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        steps = math.nan
-    if not 0 <= steps <= COUNTABLE or steps != int(steps):
-        said = (
-            value if isinstance(value, (bool, int, float, str)) or (torch.is_tensor(value) and value.numel() < 2) else type(value)
-        )
-        raise ValueError(
-            f"{owner}: 'step' of {name} is {said!r} in the checkpoint, needed is a whole number from 0 to 2^53; it is damaged"
-        )
-    return counter(steps)
-
-
 def count_of(value: Any) -> float:
     """A number that is kept, read."""
     with _disable_current_modes():
@@ -227,8 +222,8 @@ def refuse_codes(
     the `state_dtype` that the checkpoint was written with."""
     slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
     for slot, key in names_of(spec, slots).items():
-        value = given.get(key)
-        if len(storage.PARTS[slots[slot][0].storage]) > 1 and torch.is_tensor(value) and value.is_floating_point():
+        value: Any = given.get(key)
+        if len(storage.PARTS[slots[slot][0].storage]) > 1 and not closed(value) and value.is_floating_point():
             found = whole(value)
             if bool(found.any()) and torch.equal(found, found.round()):
                 raise ValueError(
@@ -243,12 +238,13 @@ def taken_over(
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
-    state: dict[str, Any] = {"step": counted_in(owner, name, given.pop("step", 0.0))}
+    state: dict[str, Any] = {"step": counter(number_in(owner, "step", name, given.pop("step", 0.0)))}
     state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
         state["batch"] = split
+    counters = {label: number_in(owner, label, name, given.pop(label)) for label in spec.counters() if label in given}
     begins = "started" in spec.counters()  # and has no buffers before
-    needed, started = bool(saved) and (not begins or bool(given.get("started", 0))), False
+    needed, started = bool(saved) and (not begins or bool(counters.get("started", 0))), False
     slots = kept_slots(spec, param, split, home)
     names = names_of(spec, slots)
     given = in_numbers(owner, given, list(names.values()), name)
@@ -268,15 +264,12 @@ def taken_over(
             parts = {"": value} | {end: given.pop(key + end, None) for end in storage.PARTS[kind] if end}
             there = tuple(replace(each, storage=kind) for each in expected)
             for end, found in parts.items():
-                shape = shape_in_state(part(there, end), param, split)
-                if not torch.is_tensor(found) or tuple(found.shape) != shape:
-                    said = tuple(found.shape) if torch.is_tensor(found) else found
-                    raise ValueError(f"{owner}: {key + end!r} of {name} has shape {said} in the checkpoint, needed is {shape}")
+                check_tensor(owner, key + end, name, found, shape_in_state(part(there, end), param, split))
                 if end and bool((whole(found) < 0).any()):
                     raise ValueError(f"{owner}: {key + end!r} of {name} has scales below zero in the checkpoint; it is damaged")
             started = True
             put(buffers, wanted, parts if kind == wanted else decoded(kind, parts), home)
         state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
-        state[label] = counter(given.pop(label, float(started) if label == "started" else first))
+        state[label] = counter(counters.get(label, float(started) if label == "started" else first))
     return state | {k: v.clone() if torch.is_tensor(v) else v for k, v in given.items()}  # the rest is the user's own

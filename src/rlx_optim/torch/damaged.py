@@ -1,0 +1,61 @@
+"""What a state dict may hold, and what is said where it holds something else."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COUNTABLE = 2**53  # "step" is a float64
+#: what no numbers can be copied from, and the way out
+CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda value: not isinstance(value, torch.Tensor), "it is damaged; with nothing in its state {name} starts afresh"),
+    (lambda value: value.layout is not torch.strided, "make it dense (.to_dense())"),
+    (lambda value: value.is_quantized, "make it numbers (.dequantize())"),
+    (lambda value: value.is_meta, "it was never filled; read the file onto a device that has memory (map_location=)"),
+    (lambda value: value.is_complex(), "it is damaged, or of a complex parameter"),
+)
+
+
+def closed(value: Any) -> str | None:
+    """The way out where no numbers can be copied from a value; None where they can."""
+    return next((hint for is_so, hint in CLOSED if is_so(value)), None)
+
+
+def told(value: Any) -> str:
+    """A value, in a message."""
+    if not isinstance(value, torch.Tensor):
+        return reprlib.repr(value)
+    if value.numel() < 2 and not closed(value):
+        return repr(value)
+    layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+    return f"{value.dtype}{layout} of shape {tuple(value.shape)} on {value.device}"
+
+
+def refused(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
+    """What is said of a value in a parameter's state."""
+    hint = (closed(value) or CLOSED[0][1]).format(name=name)
+    return ValueError(f"{owner}: {key!r} of {name} is {told(value)} in the checkpoint, needed is {needed}; {hint}")
+
+
+def number_in(owner: str, key: str, name: str, value: Any) -> float:
+    """A number that is kept beside the slots of a parameter; "step" counts."""
+    try:
+        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    counts = key == "step"
+    if not math.isfinite(found) or (counts and (not 0 <= found <= COUNTABLE or found != int(found))):
+        raise refused(owner, key, name, value, "a whole number from 0 to 2^53" if counts else "a finite number")
+    return found
+
+
+def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """A slot of a parameter, or a part of one."""
+    if closed(value):
+        raise refused(owner, key, name, value, f"a tensor of shape {shape}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{owner}: {key!r} of {name} has shape {tuple(value.shape)} in the checkpoint, needed is {shape}")
