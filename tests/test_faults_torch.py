@@ -532,3 +532,25 @@ def test_settings_that_were_refused_leave_nothing_behind(name):
         first["eps"][1] = 50.0
     a, b = step()
     assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "KronPSGD", "NorMuon", "AdamW", "Adafactor"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_autocast_is_not_for_steps(name, attached):
+    """A step within it is one without, bit for bit: products of matrices would be of eight bits."""
+    ends = []
+    for cast in (False, True):
+        p = torch.nn.Parameter(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)))
+        opt = getattr(ours, name)([("p", p)], lr=0.1, engine="torch")
+        if attached:
+            opt.attach([p])
+        for i in range(4):
+            direction = torch.randn(40, 24, generator=torch.Generator().manual_seed(i))
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                (p * direction).sum().backward()
+                if not attached:
+                    opt.step()
+                    opt.zero_grad()
+                assert torch.is_autocast_enabled("cpu") == cast
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)

@@ -42,6 +42,7 @@ from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_
 
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
+CAST = ("cuda", "cpu", "xpu", "mps")  # devices that autocast knows
 BOUNDARY = 0  # between groups, and no object's id
 ROUNDED = 1e-9  # of the rate a schedule began with: below zero by no more is zero (LinearLR gets there by adding up)
 
@@ -183,6 +184,11 @@ class Stepper(Deciding):
             release(grad)
 
     def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
+        if cast := list(filter(torch.is_autocast_enabled, CAST)):  # for forward passes: products here would lose bits
+            with contextlib.ExitStack() as off:
+                for kind in cast:
+                    off.enter_context(torch.autocast(kind, enabled=False))
+                return self._step(only, loss)
         if self._evaluating is not False and self._evaluates():
             raise RuntimeError(
                 f"{self._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
