@@ -18,7 +18,7 @@ from rlx_optim.constructs import BROKE, CONSTRUCTS, Small
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
-from rlx_optim.spec import Spec, like, real
+from rlx_optim.spec import Slot, Spec, like, real
 from rlx_optim.vocabulary import sqrt, where
 
 HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in conformance.present()]
@@ -643,9 +643,58 @@ class Outside(Momentum):
         return E.map(power, x)
 
 
+class Undeclared(Momentum):
+    """The same rate for everybody, whatever they ask for."""
+
+    lr = 0.1
+    ratio: float = 0.5
+    shown: ClassVar[float] = 0.5
+
+
+def straight(g):
+    u = g
+    return u
+
+
+class Bare(Spec):
+    lr = 0.1
+
+    def slots(self, shape):
+        return {}
+
+    def scalars(self, t, counters):
+        return {"step": self.lr}
+
+    def update(self, E, x):
+        return E.map(straight, x)
+
+
+class Hoards(Momentum):
+    def slots(self, shape):
+        return like(shape, "m", "spare")
+
+
+class HoardsMatrices(Hoards):
+    matrix, branches = True, True
+
+    def decisions(self, t, counters):
+        return {"third": t % 3 == 0}
+
+    def slots(self, shape):
+        return like(shape, "m", "read", "rare", "spare")
+
+    def update(self, E, x):
+        m = E.cond(x.third, lambda: x.m + x.rare, lambda: x.m)
+        return E.map(simple, x.set(m=m, g=x.g + x.read))
+
+
 @pytest.mark.parametrize(
     ("rule", "check", "words"),
     [
+        (Undeclared, "declared", "lr is 0.1, ratio is 0.5, and not a hyperparameter; declare it: lr: float = real(1e-3)"),
+        (Bare, "declared", "lr is 0.1, and not a hyperparameter"),
+        (Hoards, "slots", "nobody reads or writes spare; take it out of `slots`"),
+        (HoardsMatrices, "slots", "nobody reads or writes spare in 12 steps; take it out of `slots`"),
         (Idle, "hyperparameter nothing", "does `scalars` give it"),
         (OnTheClass, "resume", "state must be in slots or counters"),
         (OnTheClass, "same again", "a step may depend on"),
@@ -663,6 +712,43 @@ def test_rules_that_are_not_fit(rule, check, words):
     assert not report.ok
     assert words in bad[check]
     assert "WRONG" in str(report)
+
+
+class Misfit(Momentum):
+    def slots(self, shape):
+        return {"m": Slot((3, 5))}
+
+
+class Picky(Momentum):
+    def takes(self, shape):
+        return "it is not to its taste"
+
+
+class Misspelt(Momentum):
+    def update(self, E, x):
+        return E.map(simple, x.set(m=x.n))
+
+
+class Directionless(Momentum):
+    def update(self, E, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Misfit, r"ValueError: Misfit: slots\(\(\)\): 'm' has shape \(3, 5\), .* factor=True of what does not"),
+        (Picky, "it takes none of these shapes: .*: it is not to its taste"),
+        (Misspelt, r"AttributeError: n; raised at .*test_language.py:\d+"),
+        (Directionless, "LanguageError: Directionless.update gives no u; the commit takes shrink·p [+] step·u from p"),
+        (Outside, r"LanguageError: .*test_language.py:\d+: power: `g \*\* 2` is outside the language .*; see docs/language.md"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.__name__,
+)
+def test_what_is_wrong_beside_the_language_has_no_hint_about_it(rule, words):
+    report = rlx_optim.check_rule(rule, engines=["reference"])
+    assert [row.check for row in report.rows] == ["language"]
+    assert re.fullmatch(words, report.rows[0].note)
 
 
 class InTurn(Momentum):

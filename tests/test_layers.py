@@ -63,7 +63,7 @@ MAY = {
     "stepping": {"engine", "program", "rounding", "spec", "stats", "storage"},
     "constructs": {"language", "spec", "vocabulary"},
     "conformance": {"constructs", "engine", "engines", "language", "program", "spec", "stepping"},
-    "checking": {"conformance", "curvature", "engines", "optimizer", "program", "spec"},
+    "checking": {"conformance", "curvature", "engines", "language", "optimizer", "program", "spec"},
     "family": {"guard", "engine", "engines", "spec", "stats", "settings", "admission", "routing", "stepping"},
     "optimizer": {"guard", "engine", "engines", "family", "spec", "stats", "settings", "admission", "routing", "stepping", "checkpoint", "program", "storage"},
     "curvature": {"storage", "engine", "program", "spec", "optimizer", "admission", "stepping"},

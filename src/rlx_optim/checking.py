@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import itertools
 import math
 import textwrap
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .conformance import Arrays, Speaker, Walk, present, speaker
 from .curvature import CurvatureOptimizer
+from .language import LanguageError
 from .optimizer import NamedOptimizer
 from .program import Program, trace
-from .spec import MODIFIERS, REQUIRED, Field, Shape, Spec
+from .spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
 SMALL: tuple[Shape, ...] = ((5, 4), (3, 6), (7,))
@@ -32,6 +36,8 @@ Asked = Callable[[], tuple[bool, float | None, str]]
 #: why each is asked; those of hyperparameters are asked of every one
 REASONS = {
     "language": "what is outside the language of rules no engine can run",
+    "declared": "only what is declared can be set, scheduled, saved and documented",
+    "slots": "a slot that nobody reads or writes is memory for nothing",
     "engine": "every engine that is here ends where the reference does",
     "groups": "groups that differ in every number are stepped each by its own",
     "same again": "the same steps must give the same bits",
@@ -43,8 +49,10 @@ REASONS = {
     "hyperparameter": "one that does nothing is a bug that no loss curve shows",
     "schedule": "a constant schedule is that number, and one that moves compiles nothing",
 }
+#: beside what a check found; what was raised says by itself how to mend it
 HINTS = {
-    "language": "say it in the language of rules: docs/language.md",
+    "declared": "declare it: lr: float = real(1e-3), or with flag, integer, choice of rlx_optim.rule; a constant is a ClassVar",
+    "slots": "take it out of `slots`, or let `update` give it to a rule and take its next value from there",
     "engine": "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
     "groups": "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
     "resume": "state must be in slots or counters: nothing else is saved",
@@ -137,6 +145,8 @@ class RuleChecks:
     def plan(self) -> Iterator[tuple[str, str, Asked]]:
         """(check, engine, what is asked), the language first: the others step the shapes that it found."""
         yield "language", "trace", self.language
+        yield "declared", "trace", self.declared
+        yield "slots", "reference", self.touched
         for engine in self.engines:
             yield "engine", engine, functools.partial(self.beside, engine, False)
         for engine in self.engines:
@@ -156,14 +166,20 @@ class RuleChecks:
 
     def told(self, check: str, engine: str, run: Asked) -> Finding:
         """What a check found; whatever is raised is what it found."""
-        hint = HINTS[next(key for key in HINTS if check.startswith(key))]
+        hint = next((HINTS[key] for key in HINTS if check.startswith(key)), "")
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")  # a rule's advice is not asked for here
                 ok, seen, note = run()
         except Exception as problem:
-            ok, seen, note = False, None, f"{type(problem).__name__}: {str(problem).strip()}"
+            ok, seen, note, hint = False, None, f"{type(problem).__name__}: {str(problem).strip()}", self.place(problem)
         return Finding(check, engine, ok, seen, note if ok else "; ".join(part for part in (note, hint) if part))
+
+    def place(self, problem: Exception) -> str:
+        """The line of the rule's file that raised something; a LanguageError says its own."""
+        file = self.rule.update.__code__.co_filename
+        lines = [each.lineno for each in traceback.extract_tb(problem.__traceback__) if each.filename == file]
+        return f"raised at {file}:{lines[-1]}" if lines and not isinstance(problem, LanguageError) else ""
 
     # ---- checks: whether it holds, what was seen, a note ----------------------------------------------------------------
     def language(self) -> tuple[bool, float | None, str]:
@@ -172,7 +188,8 @@ class RuleChecks:
             if (why := spec.takes(shape)) is not None:
                 left.append(f"{shape}: {why}")
                 continue
-            program: Program | None = None if spec.matrix else trace(spec, spec.slots(shape))
+            slots = spec.stored_slots(shape)
+            program: Program | None = None if spec.matrix else trace(spec, slots)
             if program is not None:
                 program.check(self.rule.__name__, ["a tensor"], [shape])
                 self.gathers = self.gathers or program.gathers is not None
@@ -180,6 +197,50 @@ class RuleChecks:
         if not self.shapes:
             return False, None, f"it takes none of these shapes: {'; '.join(left)}"
         return True, None, f"left to others: {'; '.join(left)}" if left else ""
+
+    def declared(self) -> tuple[bool, float | None, str]:
+        """What stands in the class as a plain value, though it is a hyperparameter's."""
+        kinds = [kind for kind in self.rule.__mro__ if issubclass(kind, Spec) and kind is not Spec]
+        said = {name: str(word) for kind in kinds for name, word in inspect.get_annotations(kind).items()}
+        names = {name for name, word in said.items() if "ClassVar" not in word and name not in (*self.rule.fields, *vars(Spec))}
+        names |= {name for kind in kinds for name in vars(kind) if name in self.rule.fields}  # a plain value over a declared one
+        names |= {"lr"} - self.rule.fields.keys()
+        plain = [
+            f"{name} is {getattr(self.rule, name)!r:.80}" if hasattr(self.rule, name) else f"there is no {name}" for name in names
+        ]
+        return not plain, None, f"{', '.join(sorted(plain))}, and not a hyperparameter" if plain else ""
+
+    def touched(self) -> tuple[bool, float | None, str]:
+        """Whether every slot is read or written; of matrix rules, whether it changes anything, or is changed."""
+        spec, names, touched = self.rule(**self.settings), set[str](), {self.rule.evaluated}
+        for shape in self.shapes:
+            slots = spec.slots(shape)
+            names |= slots.keys()
+            touched |= self.felt(spec, shape) if self.rule.matrix else _traced(spec, slots)
+        often = f" in {LONG} steps" if self.rule.matrix else ""
+        idle = ", ".join(sorted(names - touched))
+        return not idle, None, f"nobody reads or writes {idle}{often}" if idle else ""
+
+    def felt(self, spec: Spec, shape: Shape) -> set[str]:
+        """The slots of a tensor that some steps change, or that change some steps."""
+        start, gradients = self.problem((shape,), LONG)
+
+        def walk(other: str = "") -> tuple[Arrays, Arrays]:
+            made = Walk([spec], speaker("reference"), start)
+            if other:
+                made.records[0].state[other][...] += 1.0
+            before = copy.deepcopy(made.found())
+            for g in gradients:
+                made.step(g)
+            return before, made.found()
+
+        first, want = walk()
+
+        def changes(name: str) -> bool:
+            before, after = walk(name)
+            return not np.array_equal(before[name], after[name]) or not np.array_equal(after["p"], want["p"])
+
+        return {name for name in first if name != "p" and (not np.array_equal(first[name], want[name]) or changes(name))}
 
     def beside(self, engine: str, apart: bool) -> tuple[bool, float | None, str]:
         """Beside the reference."""
@@ -308,13 +369,13 @@ class RuleChecks:
         return not made, None, f"{made} kernels were compiled while {name} moved" if made else ""
 
     # ---- what they share -------------------------------------------------------------------------------------------------
-    def problem(self) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
+    def problem(self, shapes: Sequence[Shape] = (), steps: int = STEPS) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
         rng = np.random.default_rng(0)
 
         def draw(scale: float) -> list[np.ndarray]:
-            return [np.asarray(scale * rng.standard_normal(shape), np.float32) for shape in self.shapes]
+            return [np.asarray(scale * rng.standard_normal(shape), np.float32) for shape in shapes or self.shapes]
 
-        return draw(0.1), [draw(0.1) for _ in range(STEPS)]
+        return draw(0.1), [draw(0.1) for _ in range(steps)]
 
     def walked(
         self, specs: Sequence[Spec], who: Speaker, start: Any, gradients: Any, apart: bool = False, names: Any = None
@@ -392,6 +453,13 @@ class RuleChecks:
                 if not np.array_equal(a, b, equal_nan=True):
                     return False, float(np.nanmax(np.abs(a - b))), f"{otherwise}: {name} of shape {a.shape}"
         return True, 0.0, ""
+
+
+def _traced(spec: Spec, slots: Mapping[str, Slot]) -> set[str]:
+    """The slots that a step or an estimate reads or writes."""
+    programs = [trace(spec, slots, what) for what in ("step", "observe")[: 1 + spec.observes]]
+    read = {n for program in programs for step in program.steps for n in step.takes}
+    return {name for program in programs for name, n in program.inputs.items() if n in read or name in program.buffers}
 
 
 def _apart(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:

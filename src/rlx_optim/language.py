@@ -123,7 +123,8 @@ class _Reader:
     def refused(self, node: Any, why: str) -> LanguageError:
         code, line = self.rule.__code__, self.first + getattr(node, "lineno", 1) - 1
         said = "" if node is getattr(self, "tree", None) else f"`{ast.unparse(node)}` "
-        return LanguageError(f"{code.co_filename}:{line}: {self.rule.__name__}: {said}is outside the language of rules: {why}")
+        where = f"{code.co_filename}:{line}: {self.rule.__name__}"
+        return LanguageError(f"{where}: {said}is outside the language of rules: {why}; see docs/language.md")
 
     def takes(self) -> tuple[str, ...]:
         a = self.tree.args

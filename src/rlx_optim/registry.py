@@ -64,7 +64,11 @@ Kind = TypeVar("Kind", bound=type[Spec])
 
 
 def register(kind: Kind) -> Kind:
-    """Make an optimizer known to every front end, by the name its class says. Gives the class back: it may be a decorator."""
+    """Make an optimizer known to every front end, by the name its class says. Gives the class back: it may be a decorator.
+
+    A class that is defined again (the same module and qualified name: a notebook's cell run twice, a module reloaded) takes the
+    place of the one before. Optimizers made before stay of the class they were made from: make them anew after a change.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Spec)) or inspect.isabstract(kind):
         raise TypeError(f"register takes a subclass of rlx_optim.rule.Spec with slots and update, got {kind!r}")
     if _KINDS.get(kind.name) is kind:
@@ -78,16 +82,26 @@ def register(kind: Kind) -> Kind:
     if not kind.title.isidentifier() or kind.title.islower() or kind.title.startswith("_"):
         raise ValueError(f"{kind.title}: a title must be a class's name, with a capital, got {kind.title!r}")
     mine = dict.fromkeys((kind.name, *kind.aliases, factory, kind.title.lower()))
+    before = []
     for other in _KINDS.values():
-        for word in mine.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
-            raise ValueError(
-                f"{kind.__module__}.{kind.__qualname__}: {word!r} is already {other.__module__}.{other.__qualname__}; "
-                "give the class another name"
-            )
+        if words := mine.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
+            if other.name in FILES or not again(kind, other):
+                raise ValueError(
+                    f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is already {other.__module__}.{other.__qualname__}; "
+                    "give the class another name"
+                )
+            before.append(other.name)
     if words := mine.keys() & TAKEN:
         raise ValueError(f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is a word of rlx_optim; give it another name")
+    for name in before:
+        del _KINDS[name]
     _KINDS[kind.name] = kind
     return kind
+
+
+def again(kind: type[Spec], other: type[Spec]) -> bool:
+    """Whether one is the other, defined again."""
+    return (kind.__module__, kind.__qualname__) == (other.__module__, other.__qualname__)
 
 
 OURS = [register(getattr(importlib.import_module(f".rules.{file}", __package__), title)) for file, title in FILES.items()]
@@ -119,7 +133,8 @@ def aliases() -> dict[str, str]:
 
 
 def registered(kind: type[Spec]) -> bool:
-    return _KINDS.get(kind.name) is kind
+    """Whether it is known by its name, or what it was defined again as."""
+    return kind.name in _KINDS and again(kind, _KINDS[kind.name])
 
 
 def spec_class(name: str) -> type[Spec]:
