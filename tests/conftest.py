@@ -11,6 +11,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the tests of torch need the GPU's memory too
 #: the files that take longest, compiling included; they go first, so that no process is left alone with one at the end
 LONG = (
     "test_distributed",

@@ -58,6 +58,33 @@ def test_complex_leaves_are_refused(name):
             call()
 
 
+# ---- leaves that are whole numbers -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("leaf", [np.array([5, 6], np.int32), np.array([True]), 5], ids=["int32", "bool", "number"])
+def test_whole_numbers_are_refused(name, leaf):
+    """They were stepped by updates cut to whole numbers: by nothing, mostly."""
+    tx, extra = build(name)
+    params, floating = {"a": {"w": jnp.ones((3, 4)), "n": leaf}}, {"a": {"w": jnp.ones((3, 4)), "n": jnp.ones(jnp.shape(leaf))}}
+    message = rf"(?i){name.replace('_', '')}: 'a.n' is (int32|bool), which no step .* optax.set_to_zero\(\) by optax.partition"
+    with pytest.raises(ValueError, match=message):
+        tx.init(params)
+    with pytest.raises(ValueError, match=message):
+        tx.update(floating, tx.init(floating), params, **extra)
+
+
+def test_whole_numbers_may_stand_beside():
+    """The way that the message tells. What optax's own rules make of them, for whoever compares: 5 by a step of 1e-3 is 4."""
+    params = {"w": jnp.ones((3, 4)), "n": jnp.array([5, 6])}
+    grads = {"w": jnp.ones((3, 4)), "n": jnp.array([1, 1])}
+    apart = optax.partition({"w": ours.sgd(1e-3), "n": optax.set_to_zero()}, {"w": "w", "n": "n"})
+    moved = optax.apply_updates(params, apart.update(grads, apart.init(params), params)[0])
+    assert moved["n"].tolist() == [5, 6]
+    assert moved["n"].dtype == params["n"].dtype
+    np.testing.assert_allclose(moved["w"], 0.999, rtol=1e-6)
+    theirs = optax.sgd(1e-3)
+    assert optax.apply_updates(params, theirs.update(grads, theirs.init(params), params)[0])["n"].tolist() == [4, 5]
+
+
 # ---- stacked ---------------------------------------------------------------------------------------------------------------
 STACKED = [
     (ValueError, r"stacked\['block.\*'\] matches no leaf; there are 'blocks.b', 'blocks.s', 'blocks.w'", {"block.*": 1}),

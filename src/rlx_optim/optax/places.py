@@ -120,6 +120,18 @@ def admitted(owner: str, what: str, leaf: Any) -> Any:
     return array
 
 
+def stepped(owner: str, name: str, leaf: Any) -> Any:
+    """A parameter as an array. Integers and booleans are refused: optax's own rules give them real updates, which `apply_updates`
+    then cuts, so that 5 becomes 4 by whatever small step."""
+    array = admitted(owner, repr(name), leaf)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"{owner}: {name!r} is {array.dtype}, which no step can move by less than 1; make it floating, keep it out of the "
+            "parameters, or leave it to optax.set_to_zero() by optax.partition"
+        )
+    return array
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """A leaf's path as "layers.0.kernel"."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -25,7 +25,7 @@ from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import PARTS, Coded, decode, encode, parts
-from .places import Member, Place, admitted, path_name
+from .places import Member, Place, admitted, path_name, stepped
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
@@ -125,7 +125,7 @@ class Transform:
         found = jax.tree_util.tree_flatten_with_path(params)[0]
         tree: Any = jax.tree.structure(params)
         names = [path_name(path) for path, _ in found]
-        leaves = [admitted(self.owner, repr(name), leaf) for name, (_, leaf) in zip(names, found, strict=True)]
+        leaves = [stepped(self.owner, name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
         params = tree.unflatten(leaves)
         mask = self.mask(params) if callable(self.mask) else self.mask
         decays = (
