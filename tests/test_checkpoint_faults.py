@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import errno
 import hashlib
+import io
 import json
 import os
 import random
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 
 import rlx_optim
 from rlx_optim import CheckpointError
+from rlx_optim.checkpoint import files
 from rlx_optim.checkpoint.format import DIGEST_AT
 
 FAULTS = Path(__file__).parent / "faults.py"
@@ -73,9 +76,59 @@ def test_a_full_disk_and_a_read_only_one(tmp_path):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces")
     found = crash("full", tmp_path, before=["unshare", "-rm"])
-    assert "No space left on device" in found["full"]
+    assert "No space left on device; make room there, or write elsewhere" in found["full"]
     assert "Read-only file system" in found["read_only"]
     assert found["iteration"] == 1
+
+
+class Full(io.RawIOBase):
+    """A file on a disk that takes 8 KiB, and then nothing more, however often it is asked."""
+
+    def __init__(self, raw):
+        super().__init__()
+        self.raw = raw
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.raw.fileno()
+
+    def write(self, data):
+        if self.raw.tell() + len(data) > 8192:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.raw.write(data)
+
+    def close(self):
+        if not self.closed:
+            self.raw.close()
+        super().close()
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["posix", "windows"])
+@pytest.mark.parametrize("what", ["save", "convert"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, locks, what):
+    """Not even where a file is closed before it is removed, which writes once more what did not fit."""
+    convert = pytest.importorskip("rlx_optim.torch.foreign").convert
+    opt, params = rlx_optim.AdamW(), {"w": np.ones((64, 64), np.float32)}
+    opt.step_all(params, {"w": np.ones((64, 64), np.float32)})
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    opt.save(tmp_path / "from/a.safetensors")
+    path = tmp_path / "to" / ("b.safetensors" if what == "save" else "b.pt")
+    path.write_text("what was there")
+
+    def opened(file, mode="r", *rest):
+        return io.BufferedWriter(Full(open(file, mode, buffering=0))) if mode == "xb" else open(file, mode, *rest)
+
+    monkeypatch.setattr(files, "open", opened, raising=False)
+    if not locks:
+        monkeypatch.setattr(files, "fcntl", None)
+    said = f"{path.name}: cannot be written: No space left on device; make room there, or write elsewhere"
+    with pytest.raises(CheckpointError, match=said):
+        opt.save(path) if what == "save" else convert(tmp_path / "from/a.safetensors", path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert path.read_text() == "what was there"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

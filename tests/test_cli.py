@@ -579,6 +579,31 @@ def test_what_is_missing_is_named(monkeypatch):
     assert walks.ENGINES["cpu"].missing() == "numba is not installed (pip install numba)"
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 140])
+def test_inspect_is_whole_at_every_width(columns, tmp_path, capsys, monkeypatch):
+    """A table where it fits, else lines; no number and no name is cut."""
+    name, files = "blocks.11.attention.qkv.weight", [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    params = {name: np.ones((300, 200), np.float32), "head[0]": np.ones(7, np.float32)}
+    opt = rlx_optim.NAdamW(convention="torch")
+    for file in files:
+        opt.step_all(params, {k: np.ones_like(p) for k, p in params.items()})
+        opt.save(file)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", files[0].name) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns
+    assert ("┃ parameter" in said) is (columns == 140)
+    words = said.replace(",", " ").replace(":", " ").split()
+    for word in (name, "head[0]", "300×200", "480", "000", "56", "mu_product=0.450073", "float32", "NAdamW"):
+        assert word in words
+    assert "480,000" in said
+    assert run("inspect", *(file.name for file in files)) == 1
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns
+    assert "60,000 of 60,000 numbers differ" in " ".join(said.split())
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------------
 def test_inspect_in_json(tmp_path, capsys):
     one, two = tmp_path / "a.safetensors", tmp_path / "b.safetensors"

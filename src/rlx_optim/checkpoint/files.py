@@ -51,15 +51,23 @@ def store(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
     """Write a checkpoint: all of it, or nothing."""
     check(snapshot)
     path = Path(os.path.realpath(path))  # a link stays one
+    with replacing(path, lambda name: _read_back(name, path, allow_nan)) as file:
+        write(file, encode(snapshot, _newest_ns(path)), snapshot.tensors(), allow_nan)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, look: Callable[[Path], None] = lambda name: None) -> Iterator[BinaryIO]:
+    """A file that is at this path once all of it is on the disk, and nowhere if something fails. look: at it, before."""
+    path = Path(os.path.realpath(path))
     with saying(path, "cannot be written"):
         if path.is_dir():
             raise CheckpointError(f"{path}: is a folder")
         clean(path.parent)
         with _temporary(path) as (file, name):
-            write(file, encode(snapshot, _newest_ns(path)), snapshot.tensors(), allow_nan)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-            _read_back(name, path, allow_nan)
+            look(name)
             _let_go(file)
             os.replace(name, path)
         _sync_folder(path.parent)
@@ -98,9 +106,11 @@ def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
                     yield file, name
                     return
             finally:
-                _let_go(file)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+                try:
+                    _let_go(file)  # what a full disk did not take, it does not take now
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)
 
 
 def _let_go(file: BinaryIO) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -44,13 +45,22 @@ class NotOurs(CheckpointError):
     """Some other safetensors file."""
 
 
+#: what helps against what a system says
+FIXES = {
+    errno.ENOSPC: "make room there, or write elsewhere",
+    errno.EDQUOT: "make room within the quota, or write elsewhere",
+    errno.EROFS: "write elsewhere",
+}
+
+
 @contextlib.contextmanager
 def saying(path: Path, what: str) -> Iterator[None]:
     """Turn the system's refusals into ours."""
     try:
         yield
     except OSError as problem:
-        raise CheckpointError(f"{path}: {what}: {problem.strerror or problem}") from problem
+        fix = f"; {FIXES[problem.errno]}" if problem.errno in FIXES else ""
+        raise CheckpointError(f"{path}: {what}: {problem.strerror or problem}{fix}") from problem
 
 
 @dataclasses.dataclass(frozen=True)

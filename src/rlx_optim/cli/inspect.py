@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from ..checkpoint import CheckpointError, summary
 from ..checkpoint.files import opened
-from . import Problem, say, show_table, write_json
+from . import Problem, say, show_table, width, write_json
 
 
 def show(path: Path, as_json: bool) -> int:
@@ -28,9 +28,12 @@ def show(path: Path, as_json: bool) -> int:
         write_json({"file": str(path), "verified": True, "description": list(said), "state": entries})
         return 0
     say("\n".join([str(path), *said]))
-    rows = [[escape(cell) for cell in row] for row in told]
-    show_table(summary.HEAD, rows, [False] * len(rows))
-    print("SHA-256 verified: every byte is as it was written")
+    if sum(max(map(len, column)) + 3 for column in zip(summary.HEAD, *told, strict=True)) < width():
+        show_table(summary.HEAD, [[escape(cell) for cell in row] for row in told], [False] * len(told))
+    else:
+        for name, optimizer, shape, dtype, steps, state, count in told:
+            say(f"{name}\n  {optimizer}, {shape}, {dtype}, steps {steps}, bytes {count}: {state}")
+    say("SHA-256 verified: every byte is as it was written")
     return 0
 
 
@@ -40,7 +43,7 @@ def compare(path: Path, other: Path, as_json: bool) -> int:
     if as_json:
         write_json({"files": [str(path), str(other)], "equal": not found, "differences": found})
         return int(bool(found))
-    print("\n".join(found) or "equal in settings, counts and every bit of state")
+    say("\n".join(found) or "equal in settings, counts and every bit of state")
     return int(bool(found))
 
 
