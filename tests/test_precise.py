@@ -23,7 +23,10 @@ def products(device="cpu"):
     from rlx_optim.engines.triton_ import precise
 
     torch.manual_seed(0)
-    A, B = torch.randn(2, 20, 70, device=device), 1e-6 * torch.randn(2, 70, 30, device=device)
+    A, B = (
+        torch.randn(2, 20, 70, device=device, dtype=torch.float32),
+        1e-6 * torch.randn(2, 70, 30, device=device, dtype=torch.float32),
+    )
     A[1] *= 1e9
     found = {}
     for name, a, b in (
@@ -31,11 +34,17 @@ def products(device="cpu"):
         ("a part", A[:, :, 8:64], B[:, 8:64]), ("tiny", A, 1e-25 * B),
     ):  # fmt: skip
         found[name] = gap(precise.product(a, b), a.double() @ b.double())
-    small = torch.rand(1, 20, 70, device=device) - 0.5
-    found["bounded"] = gap(precise.product(small, small.mT, most=1), small.double() @ small.double().mT)
+    small = torch.rand(1, 20, 70, device=device, dtype=torch.float32) - 0.5
+    square = small.double() @ small.double().mT
+    found["bounded"] = gap(precise.product(small, small.mT, most=1), square)
+    whole = torch.randn(1, 20, 50, device=device, dtype=torch.float32)
+    before, here = whole.double(), whole[..., 10:30]
+    precise.joined(here, small, small.mT, 1, 1.0, -1.0)
+    found["joined to columns"] = gap(here, before[..., 10:30] - square)
+    found["beside them"] = float((whole.double() - before)[..., [*range(10), *range(30, 50)]].abs().sum())
     for name, X in (
-        ("square", 1e-17 * torch.randn(2, 256, 70, device=device)),
-        ("of the other side", torch.randn(2, 70, 256, device=device).mT),
+        ("square", 1e-17 * torch.randn(2, 256, 70, device=device, dtype=torch.float32)),
+        ("of the other side", torch.randn(2, 70, 256, device=device, dtype=torch.float32).mT),
     ):
         found[name] = gap(precise.square(X), X.double() @ X.double().mT)
     return found
@@ -62,13 +71,13 @@ def averages(device="cpu"):
     return found
 
 
-def panels(device="cpu"):
+def columns(device="cpu"):
     """A few columns in the midst of larger arrays: how far they are from the Q of float64, one that nearly depends on others, too;
     one that does but for noise is zero, and the noise follows."""
     from rlx_optim import linalg
     from rlx_optim.engines import get_engine
+    from rlx_optim.engines.triton_ import panels
     from rlx_optim.engines.triton_.engine import Triton
-    from rlx_optim.engines.triton_.panels import orthonormal
 
     torch.manual_seed(2)
     found = {}
@@ -79,13 +88,18 @@ def panels(device="cpu"):
         X /= X.norm(dim=-2, keepdim=True)
         noise = torch.full((2, 100), 1e-10, device=device)
         here, before, off = slice(5, 5 + n), X.clone(), noise[:, 5 : 5 + n].double().cpu().numpy()
-        orthonormal(X[..., here], noise[:, here])
+        panels.orthonormal(X[..., here], noise[:, here])
         Q, beside = X[..., here], torch.cat((X - before, noise[:, None] - 1e-10), 1)
         want = linalg.by_pivots(get_engine("reference"), before[..., here].double().cpu().numpy(), off)
         found[f"{n}"] = gap(Q.cpu(), torch.tensor(want))
         found[f"{n}, one left out"] = float(Q[1, :, n // 2].abs().sum() + (want[1, :, n // 2] != 0).sum())
         found[f"{n}, beside it"] = float(beside[..., :5].abs().sum() + beside[..., 5 + n :].abs().sum())
         found[f"{n}, noise"] = gap(noise[:, here].cpu(), torch.tensor(off))
+    X, near = (torch.randn(2, 70, 150, device=device) for _ in range(2))
+    found["diagonal"] = gap(panels.diagonal(X, near), (X.double() * near.double()).sum(-2))
+    free, order = X[:, 0] > 0.5, X[:, 1].argsort(-1)
+    want = torch.where(free[:, None], near, X).gather(2, order[:, None].expand(X.shape))
+    found["chosen"] = float((panels.chosen(X, near, free, order) != want).sum())
     for rows, n in ((100, 70), (300, 200)):
         X, noise = torch.randn(2, rows, n, device=device), torch.full((2, n), 1e-10, device=device)
         wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
@@ -96,14 +110,26 @@ def panels(device="cpu"):
     return found
 
 
-@pytest.mark.parametrize("function", ["products", "averages", "panels"])
+def products_by_default(device="cpu"):
+    """Whatever type torch makes where none is asked for."""
+    found = {}
+    for default in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            found |= {f"{name}, by default {default}": value for name, value in products(device).items()}
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("function", ["products", "products_by_default", "averages", "columns"])
 def test_they_have_the_bits_of_float32(function):
     found = in_the_interpreter(function, "test_precise")
     assert {name: value for name, value in found.items() if not value < 5e-7} == {}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", [products, averages, panels])
+@pytest.mark.parametrize("function", [products, products_by_default, averages, columns])
 def test_they_have_the_bits_of_float32_on_the_gpu(function):
     assert {name: value for name, value in function("cuda").items() if not value < 3e-6} == {}
 

@@ -1,5 +1,6 @@
 """The triton engine. Without a GPU its kernels run in Triton's interpreter, in a process of its own; with one, compiled (`-m gpu`)."""
 
+import gc
 import json
 import os
 import subprocess
@@ -283,7 +284,7 @@ def test_everything_compiles_for_hopper():
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     of_rules = {"sweep", "tiles", "strips", "fold", "fold_lines", "fill"}
-    of_panels = {"gram", "factor", "combine", "follows", "shares", "less"}
+    of_panels = {"gram", "factor", "combine", "follows", "shares", "less", "dots", "choose"}
     assert set(kernels) == of_rules | of_panels | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew"}
     assert all(sizes and min(sizes) > 0 for sizes in kernels.values())
     assert len(kernels["sweep"]) >= 14
@@ -345,6 +346,8 @@ def built():
     first, rest = torch.ones(1, 300, 64), torch.ones(1, 300, 20)
     panels.without(rest, first, torch.ones(1, 20), torch.ones(1, 64))
     panels.without(rest, first, None, None)
+    panels.diagonal(first, first)
+    panels.chosen(first, first, torch.zeros(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.int64))
     return {name: list(sizes.values()) for name, sizes in seen.items()}
 
 
@@ -401,6 +404,7 @@ def test_a_captured_step_is_the_eager_one_bit_for_bit(case):
                 p.grad.copy_(torch.tensor(grads[k]))
             if captured and i == 2:
                 torch.cuda.synchronize()
+                gc.collect()  # what is freed on a device may end a recording
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     opt.step()

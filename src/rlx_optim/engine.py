@@ -483,6 +483,10 @@ class ArrayEngine(storage.Words):
         """X (B, rows, n) with its columns in an order (B, n). X is not needed any more, and is in no state."""
         return linalg.permute(self, X, order, 2)
 
+    def chosen(self, X: Array, near: Array, free: Array, order: Array) -> Array:
+        """The columns of X, those of `near` where they are `free` (B, n), in an order (B, n)."""
+        return linalg.permute(self, self.where(free[:, None, :], near, X), order, 2)
+
     def wide(self, X: Array) -> Array:
         """X in the widest arithmetic that is cheap here, for decisions that rounding would tip."""
         return X
@@ -508,13 +512,17 @@ class ArrayEngine(storage.Words):
         """A B where rounding does no more than round the step: engines may use fewer bits."""
         return A @ B
 
+    def less(self, X: Array, A: Array, B: Array) -> Array:
+        """X − A B, likewise."""
+        return X - self.product(A, B)
+
     def precise(self, A: Array, B: Array, most: float | None = None) -> Array:
         """A B where rounding may decide a basis: as good as this engine's arithmetic, on whatever is fast. most: what no entry of
         the two is above, if that is known."""
         return A @ B
 
     def square(self, X: Array, most: float | None = None) -> Array:
-        """X X^T, likewise."""
+        """X X^T as `precise`."""
         return X @ X.mT
 
     def average_gram(self, L: Array, X: Array, axis: int, beta: float, alpha: float) -> tuple[Array, Array]:

@@ -106,13 +106,13 @@ def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) ->
     Columns are made orthonormal twice: those of X, which tells what depends on others; then those that do not, as they are,
     with columns of `near` behind."""
     X = X / E.floor(E.norm(X, math.inf), TINY)
-    lengths = E.sqrt(E.lines(X, -2))
-    noise = ROUNDING[X.dtype.itemsize] * E.norm(lengths, math.inf) / E.floor(lengths, TINY)
+    lengths = E.floor(E.sqrt(E.lines(X, -2)), TINY)
+    noise = ROUNDING[X.dtype.itemsize] * E.norm(lengths, math.inf) / lengths
     noise = E.where(free[:, None, :], 0 * noise + 2, E.cap(noise, 2.0))[:, 0] ** 2
-    V = gram_schmidt(E, X, noise)
+    V = gram_schmidt_of_units(E, X / lengths, noise)
     free = ~(E.lines(V, -2)[:, 0] > 0.5)
     behind = last(E, free, order)
-    Q = gram_schmidt(E, permute(E, E.where(free[:, None, :], near, V), behind, 2))
+    Q = gram_schmidt_of_units(E, E.chosen(V, near, free, behind))
     Q = permute(E, straightened(E, Q), E.inverse(behind), 2)
     return E.where((skew(E, Q) < SKEW)[:, None, None], Q, near)
 
@@ -129,8 +129,7 @@ def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: A
 def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = False) -> Any:
     """The Q of X, whose `free` columns are those of `near`, and come after all others."""
     behind = last(E, free, order)
-    chosen = permute(E, E.where(free[:, None, :], near, X), behind, 2)
-    return permute(E, E.qr(chosen, surely), E.inverse(behind), 2)
+    return permute(E, E.qr(E.chosen(X, near, free, behind), surely), E.inverse(behind), 2)
 
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:
@@ -163,20 +162,21 @@ def gram_schmidt(E: Any, X: Any, noise: Any = None) -> Any:
     a column of which no more is left becomes zero. Without it, where columns depend on others, Q is no basis, and where they
     nearly do, none that `straightened` would mend."""
     X /= E.floor(E.sqrt(E.lines(X, -2)), TINY)
-    _halve(E, X, noise)
-    return X
+    return gram_schmidt_of_units(E, X, noise)
 
 
-def _halve(E: Any, X: Any, noise: Any) -> None:
+def gram_schmidt_of_units(E: Any, X: Any, noise: Any = None) -> Any:
+    """The same of columns that have length 1."""
     n, width = X.shape[-1], E.panel
     if n <= width:
         E.few(X, noise)
-        return
+        return X
     middle = width * -(-n // (2 * width))
     (first, rest), (before, after) = ((None, None) if of is None else (of[..., :middle], of[..., middle:]) for of in (X, noise))
-    _halve(E, first, before)
+    gram_schmidt_of_units(E, first, before)
     E.without(rest, first, after, before)
-    _halve(E, rest, after)
+    gram_schmidt_of_units(E, rest, after)
+    return X
 
 
 def without(E: Any, rest: Any, first: Any, after: Any, before: Any) -> None:
@@ -222,7 +222,7 @@ def straightened(E: Any, Q: Any) -> Any:
     """Q nearly orthonormal, but for the square of what it lacks: with Q'Q = I + U + U', up to lengths, and U strictly upper
     triangular it is Q (I − U), as Q R^-1 would be with the Cholesky factor R of Q'Q."""
     D, places = E.square(Q.mT, most=1), E.counter(Q.shape[-1])
-    Q = Q - E.product(Q, E.where(places[:, None] < places, D, 0.0))
+    Q = E.less(Q, Q, E.where(places[:, None] < places, D, 0.0))
     return Q / E.sqrt(E.lines(Q, -2))
 
 

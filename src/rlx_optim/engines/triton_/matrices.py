@@ -8,7 +8,6 @@ shapes differ.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -264,8 +263,12 @@ class Matrices(Torch):
 
     def product(self, A: Any, B: Any) -> torch.Tensor:
         A, B = dense(A), dense(B)
-        with products.tf32() if products.pays(A) and products.pays(B) else contextlib.nullcontext():
+        with products.rounding(A, B):
             return A @ B
+
+    def less(self, X: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        with products.rounding(A, B):
+            return torch.baddbmm(X, A, B, alpha=-1)
 
     def precise(self, A: Any, B: Any, most: float | None = None) -> torch.Tensor:
         A, B = dense(A), dense(B)
@@ -287,6 +290,14 @@ class Matrices(Torch):
         L.written()
         return L, L
 
+    def diagonal(self, A: Any, B: Any) -> torch.Tensor:
+        A, B = dense(A), dense(B)
+        return panels.diagonal(A, B) if panels.plain(A, B) else super().diagonal(A, B)
+
+    def chosen(self, X: torch.Tensor, near: torch.Tensor, free: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        made = panels.chosen if panels.plain(X, near) else super().chosen
+        return made(X, near, free, order)
+
     panel = panels.WIDTH
 
     def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
@@ -295,7 +306,7 @@ class Matrices(Torch):
     def without(self, rest: torch.Tensor, first: torch.Tensor, after: Any = None, before: Any = None) -> None:
         if precise.pays(rest, first):
             shares = precise.product(first.mT, rest, 1)
-            precise.less(rest, first, shares, 1)
+            precise.joined(rest, first, shares, 1, 1.0, -1.0)
             if after is not None:
                 panels.follow(after, shares, before)
                 with products.tf32():

@@ -1,5 +1,5 @@
 """A few columns made orthonormal (`linalg.by_pivots`), in float64 wherever their own number would be squared: three launches.
-And columns less what a few others span (`linalg.without`): two."""
+Columns less what a few others span (`linalg.without`): two. And passes over whole bases that read and write once."""
 
 # mypy: ignore-errors
 
@@ -166,6 +166,31 @@ def follows(NOISE, SHARES, BEFORE, n, nb, sb, sr, bb, M: tl.constexpr, R: tl.con
     tl.store(NOISE + b * nb + w, noise, mask=w < n)
 
 
+@triton.jit
+def dots(A, B, OUT, n, M: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Of each column of A (M, n) with that of B."""
+    b = tl.program_id(1).to(tl.int64)
+    r, w = tl.arange(0, R), tl.program_id(0) * W + tl.arange(0, W)
+    acc = tl.zeros((R, W), tl.float32)
+    for k in range(0, M, R):
+        live, at = (k + r < M)[:, None] & (w < n)[None, :], (b * M + k + r[:, None]) * n + w[None, :]
+        acc += tl.load(A + at, mask=live, other=0.0) * tl.load(B + at, mask=live, other=0.0)
+    tl.store(OUT + b * n + w, tl.sum(acc, 0), mask=w < n)
+
+
+@triton.jit
+def choose(X, NEAR, FREE, ORDER, OUT, rows, n, R: tl.constexpr, W: tl.constexpr):
+    """OUT (rows, n): columns of X, of NEAR where they are FREE (n), in an ORDER (n)."""
+    b = tl.program_id(2).to(tl.int64)
+    r, w = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * W + tl.arange(0, W)
+    live, row = (r < rows)[:, None] & (w < n)[None, :], (b * rows + r[:, None]) * n
+    column = tl.load(ORDER + b * n + w, mask=w < n, other=0)
+    free = tl.load(FREE + b * n + column, mask=w < n, other=0) != 0
+    at = row + column[None, :]
+    x, near = tl.load(X + at, mask=live & ~free[None, :], other=0.0), tl.load(NEAR + at, mask=live & free[None, :], other=0.0)
+    tl.store(OUT + row + w[None, :], tl.where(free[None, :], near, x), mask=live)
+
+
 def follow(noise: torch.Tensor, shares: torch.Tensor, before: torch.Tensor) -> None:
     """What noise (batch, n) becomes, in its place, of shares (batch, m, n) of columns that are off by `before` (batch, m)."""
     shares = shares.contiguous()
@@ -207,3 +232,24 @@ def without(rest: torch.Tensor, first: torch.Tensor, after: torch.Tensor | None,
     less[(-(-rows // WIDTH), across, batch)](
         first, rest, P, *noise[:2], rows, k, *strides, *noise[2:], m, parts, after is not None, WIDTH, WIDTH, num_warps=4,
     )  # fmt: skip
+
+
+def plain(*arrays: torch.Tensor) -> bool:
+    return all(X.dtype is torch.float32 and X.is_contiguous() for X in arrays)
+
+
+def diagonal(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """That of A'B (batch, n)."""
+    batch, rows, n = A.shape
+    out = A.new_empty((batch, n))
+    dots[(-(-n // WIDTH), batch)](A, B, out, n, rows, ROWS, WIDTH, num_warps=4)
+    return out
+
+
+def chosen(X: torch.Tensor, near: torch.Tensor, free: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Columns of X, of `near` where they are `free` (batch, n), in an order (batch, n)."""
+    batch, rows, n = X.shape
+    out = torch.empty_like(X)
+    grid = (-(-rows // ROWS), -(-n // (2 * WIDTH)), batch)
+    choose[grid](X, near, free.contiguous(), order.contiguous(), out, rows, n, ROWS, 2 * WIDTH, num_warps=4)
+    return out

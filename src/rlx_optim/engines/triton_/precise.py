@@ -50,9 +50,13 @@ def split(
 
 
 @triton.jit
-def renew(H, L, ADDRESS, FACTOR, ALPHA, BETA, M, K: tl.constexpr, TALL: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+def renew(
+    H, L, ADDRESS, FACTOR, ALPHA, BETA, M,
+    K: tl.constexpr, TALL: tl.constexpr, FRESH: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """A ← BETA·A + ALPHA·G with G = XX', X·FACTOR = H + L (M, K), or X'X of X (K, M) where TALL; A (M, M) by address, numbers by
-    tensor. Tiles that touch or lie above the diagonal, mirrored. M is a multiple of S. Where ALPHA is 0, G may be NaN."""
+    tensor. Tiles that touch or lie above the diagonal, mirrored. M is a multiple of S. Where ALPHA is 0, G may be NaN; where
+    FRESH, A may be anything, and becomes G."""
     b = tl.program_id(1).to(tl.int64)
     i, j = tile_of(tl.program_id(0), 1)
     ri, rj, rk = i * S + tl.arange(0, S), j * S + tl.arange(0, S), tl.arange(0, D)
@@ -73,11 +77,14 @@ def renew(H, L, ADDRESS, FACTOR, ALPHA, BETA, M, K: tl.constexpr, TALL: tl.const
         acc = tl.dot(hx, ly, acc)
         acc = tl.dot(lx, hy, acc)
         acc = tl.dot(hx, hy, acc)
-    alpha, beta, scale = tl.load(ALPHA + b), tl.load(BETA + b), 1 / tl.load(FACTOR + b)
+    scale = 1 / tl.load(FACTOR + b)
     A = tl.load(ADDRESS + b).to(tl.pointer_type(tl.float32))
     at = A + ri[:, None].to(tl.int64) * M + rj[None, :]
-    before = tl.load(at)
-    out = tl.where(alpha == 0.0, before, beta * before + acc * scale * (scale * alpha))
+    if FRESH:
+        out = acc * scale * scale
+    else:
+        alpha, beta, before = tl.load(ALPHA + b), tl.load(BETA + b), tl.load(at)
+        out = tl.where(alpha == 0.0, before, beta * before + acc * scale * (scale * alpha))
     tl.store(at, out)
     if i != j:
         tl.store(A + rj[:, None].to(tl.int64) * M + ri[None, :], tl.trans(out))
@@ -117,24 +124,30 @@ def parts(X: torch.Tensor, factor: torch.Tensor | float, low: tuple[bool, ...], 
 
 def product(A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> torch.Tensor:
     """A B; most: what no entry is above, a power of two."""
+    out = A.new_empty((*A.shape[:2], B.shape[2]))
     if most is not None:
-        factor = 2.0 ** (HIGH - 1) / most
-        return scaled(A, B, factor, factor).mul_(factor**-2)
+        return joined(out, A, B, most, 0.0, 1.0)
     left, right = scales(sizes(A)), scales(sizes(B))
-    return scaled(A, B, left, right).mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # 1/(l·r) may be too small
+    multiplied(out, A, B, left, right, 0.0, 1.0)
+    return out.mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # 1/(l·r) may be too small
 
 
-def less(S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float) -> None:
-    """S ← S − A B, in place."""
+def joined(S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float, beta: float, alpha: float) -> torch.Tensor:
+    """S ← beta·S + alpha·A B, in place; most: what no entry of A and B is above, a power of two."""
     factor = 2.0 ** (HIGH - 1) / most
-    S.sub_(scaled(A, B, factor, factor), alpha=factor**-2)
+    return multiplied(S, A, B, factor, factor, beta, alpha * factor**-2)
 
 
-def scaled(A: torch.Tensor, B: torch.Tensor, left: torch.Tensor | float, right: torch.Tensor | float) -> torch.Tensor:
-    """(left·A)(right·B)."""
+def multiplied(
+    S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, left: torch.Tensor | float, right: torch.Tensor | float,
+    beta: float, alpha: float,
+) -> torch.Tensor:  # fmt: skip
+    """S ← beta·S + alpha·(left·A)(right·B), in place; where beta is 0, S may be anything."""
     high, low = False, True
     X, Y = parts(A, left, (high, high, low), 2), parts(B, right, (high, low, high), 1)
-    return torch.bmm(X, Y, out_dtype=torch.float32) if A.device.type == "cuda" else X.float() @ Y.float()
+    if S.device.type == "cuda":
+        return torch.baddbmm(S, X, Y, torch.float32, beta=beta, alpha=alpha, out=S)
+    return S.baddbmm_(X.float(), Y.float(), beta=beta, alpha=alpha)
 
 
 def pays(*arrays: torch.Tensor) -> bool:
@@ -148,7 +161,7 @@ def average_gram(address: torch.Tensor, X: torch.Tensor, tall: bool, beta: Any, 
     factor = scales(largest)
     sound = X.shape[1 if tall else 2] * largest.double() ** 2 < torch.finfo(torch.float32).max
     sound = sound if live is None else sound & live
-    _renew(X, factor, address, torch.where(sound, alpha, 0.0).to(factor.dtype), torch.zeros_like(factor) + beta, tall)
+    _renew(X, factor, address, (torch.where(sound, alpha, 0.0).to(factor.dtype), torch.zeros_like(factor) + beta), tall)
 
 
 def square(X: torch.Tensor, most: float | None = None) -> torch.Tensor:
@@ -156,19 +169,20 @@ def square(X: torch.Tensor, most: float | None = None) -> torch.Tensor:
     tall = X.stride(-1) != 1
     batch, n, _ = X.shape
     X = X.mT if tall else X
-    factor = scales(sizes(X)) if most is None else torch.full((batch,), 2.0 ** (HIGH - 1) / most, device=X.device)
-    out = torch.zeros((batch, n, n), device=X.device)
+    factor = scales(sizes(X)) if most is None else X.new_full((batch,), 2.0 ** (HIGH - 1) / most)
+    out = X.new_empty((batch, n, n))
     address = out.data_ptr() + out.stride(0) * out.element_size() * torch.arange(batch, device=X.device)
-    one = torch.ones_like(factor)
-    _renew(X, factor, address, one, one, tall)
+    _renew(X, factor, address, None, tall)
     return out
 
 
 def _renew(
-    X: torch.Tensor, factor: torch.Tensor, address: torch.Tensor, alphas: torch.Tensor, betas: torch.Tensor, tall: bool
+    X: torch.Tensor, factor: torch.Tensor, address: torch.Tensor, numbers: tuple[torch.Tensor, torch.Tensor] | None, tall: bool
 ) -> None:
+    """`renew`; numbers: alpha and beta of each, or None for new matrices."""
     M, K = X.shape[:0:-1] if tall else X.shape[1:]
     high, low = parts(X, factor, (False, True), 0).chunk(2)
     tiles = M // SIDE
     grid = (tiles * (tiles + 1) // 2, X.shape[0])
-    renew[grid](high, low, address, factor, alphas, betas, M, K, tall, SIDE, DEPTH, num_warps=8, num_stages=3)
+    alphas, betas = numbers or (factor, factor)
+    renew[grid](high, low, address, factor, alphas, betas, M, K, tall, numbers is None, SIDE, DEPTH, num_warps=8, num_stages=3)

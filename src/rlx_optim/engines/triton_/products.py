@@ -14,6 +14,7 @@ about 1, and R carries the scale back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,7 @@ LEAST, OBLONG = 128, 1.5
 RESTARTS = range(2, 1000, 3)  # before these steps X ← QX and R anew
 #: from which side on: rows and columns of a tile, depth of a product's step, warps, stages; as measured on an H200
 CONFIGS = (
-    {"LEAST": 1024, "BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4},
+    {"LEAST": 1024, "BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
     {"LEAST": 0, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
 )
 
@@ -47,35 +48,41 @@ def tile_of(pid, W: tl.constexpr):
 
 @triton.jit
 def symmetric(
-    X, Y, C, O, M, alpha, beta, gamma,
-    K: tl.constexpr, HAS_C: tl.constexpr, TALL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, Y, C, O, MIRROR, rows, each, M, alpha, beta, gamma,
+    K: tl.constexpr, HAS_C: tl.constexpr, TALL: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """O = alpha·XYᵀ + beta·C + gamma·I, known to be symmetric: tiles that touch or lie above the diagonal, mirrored.
+    """O = alpha·XYᵀ + beta·C + gamma·I, known to be symmetric: the tiles that touch or lie above the diagonal, `each` of a
+    matrix, mirrored.
 
-    X, Y: descriptors of (batch·M, K), or of (batch·K, M) where TALL and the product is XᵀY; C, O: (batch, M, M). Sides are
-    multiples of the blocks, BN of BM.
+    Everything is a descriptor: X, Y of (batch·M, K), or of (batch·K, M) where TALL and the product is XᵀY; C, O and MIRROR, which
+    is O with sides of blocks exchanged, of (rows, M), rows = batch·M. Sides are multiples of the blocks, BN of BM.
+    A program takes one tile after the other, so that the next is fetched while the last is stored. What lies outside is read as
+    zeros and not written: tiles after the last, and what would be mirrored across the diagonal of a tile.
     """
-    b = tl.program_id(1)
-    i, j = tile_of(tl.program_id(0), BN // BM)
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(0, K, BK):
-        if TALL:
-            acc = tl.dot(X.load([b * K + k, i * BM]).T, Y.load([b * K + k, j * BN]), acc)
-        else:
-            acc = tl.dot(X.load([b * M + i * BM, k]), Y.load([b * M + j * BN, k]).T, acc)
-    acc = acc * alpha
-    ri = i * BM + tl.arange(0, BM)
-    rj = j * BN + tl.arange(0, BN)
-    first = b.to(tl.int64) * M * M
-    at = first + ri[:, None] * M + rj[None, :]
-    if HAS_C:
-        acc += beta * tl.load(C + at).to(tl.float32)
-    if (i + 1) * BM > j * BN:
-        acc = tl.where(ri[:, None] == rj[None, :], acc + gamma, acc)
-    out = acc.to(O.dtype.element_ty)
-    tl.store(O + at, out)
-    if (i + 1) * BM <= j * BN:
-        tl.store(O + first + rj[:, None] * M + ri[None, :], tl.trans(out))
+    H: tl.constexpr = BN // 2  # half a tile is stored at a time: there is no room for more
+    for turn in tl.range(0, ROUNDS, flatten=True):
+        tile = tl.program_id(0) + turn * PROGRAMS
+        b = tile // each
+        i, j = tile_of(tile % each, BN // BM)
+        first, row, column = b * M, i * BM, j * BN
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, K, BK):
+            if TALL:
+                acc = tl.dot(X.load([b * K + k, row]).T, Y.load([b * K + k, column]), acc)
+            else:
+                acc = tl.dot(X.load([first + row, k]), Y.load([first + column, k]).T, acc)
+        left, right = tl.split(tl.permute(tl.reshape(acc * alpha, (BM, 2, H)), (0, 2, 1)))
+        if HAS_C:
+            left += beta * C.load([first + row, column]).to(tl.float32)
+            right += beta * C.load([first + row, column + H]).to(tl.float32)
+        below = row - column + tl.arange(0, BM)[:, None] - tl.arange(0, H)[None, :]
+        left, right = tl.where(below == 0, left + gamma, left), tl.where(below == H, right + gamma, right)
+        mirror = tl.where(row + BM <= column, first + column, rows)
+        O.store([first + row, column], left.to(tl.float16))
+        O.store([first + row, column + H], right.to(tl.float16))
+        MIRROR.store([mirror, row], left.to(tl.float16).T)
+        MIRROR.store([mirror + H, row], right.to(tl.float16).T)
 
 
 @triton.jit
@@ -134,6 +141,12 @@ def repack(FLAT, TABLE, STACK, n, C, OUT: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(STACK + b * n + at, tl.load(flat, mask=inside, other=0.0), mask=at < n)
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """That a program each keeps busy."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def product(
     X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
     gamma: float = 0.0, tall: bool = False,
@@ -143,19 +156,22 @@ def product(
     if tall:
         m, k = k, m
     config = next((c for c in CONFIGS if m % c["BN"] == 0 and m >= c["LEAST"]), CONFIGS[-1])
-    blocks = {name: value for name, value in config.items() if name != "LEAST"}
-    BM, BN, BK = blocks["BM"], blocks["BN"], blocks["BK"]
+    BM, BN, BK = config["BM"], config["BN"], config["BK"]
     columns = -(-m // BN)
     grid = (BN // BM * columns * (columns + 1) // 2, batch)
-    C, options = X if add is None else add, {"K": k, "HAS_C": add is not None, **blocks}
+    options = {"K": k, "HAS_C": add is not None, **{name: value for name, value in config.items() if name != "LEAST"}}
     if m >= CONFIGS[0]["LEAST"] and m % BN == 0 and k % BK == 0:  # below, descriptors cost the host more than they save
         left, right = ((BK, BM), (BK, BN)) if tall else ((BM, BK), (BN, BK))
-        described = [TensorDescriptor.from_tensor(Z.view(-1, Z.shape[2]), list(block)) for Z, block in ((X, left), (Y, right))]
-        symmetric[grid](*described, C, out, m, alpha, beta, gamma, TALL=tall, **options)
+        half, turned = (BM, BN // 2), (BN // 2, BM)
+        blocks = ((X, left), (Y, right), (out if add is None else add, half), (out, half), (out, turned))
+        described = [TensorDescriptor.from_tensor(Z.view(-1, Z.shape[2]), list(block)) for Z, block in blocks]
+        tiles, programs = math.prod(grid), processors(X.device)
+        counts = {"PROGRAMS": programs, "ROUNDS": -(-tiles // programs)}
+        symmetric[(programs,)](*described, batch * m, grid[0], m, alpha, beta, gamma, TALL=tall, **counts, **options)
     else:
         strides = X.stride()
         strides = (strides[0], strides[2], strides[1]) if tall else strides
-        symmetric_any[grid](X, Y, C, out, m, *strides, alpha, beta, gamma, **options)
+        symmetric_any[grid](X, Y, X if add is None else add, out, m, *strides, alpha, beta, gamma, **options)
     return out
 
 
@@ -174,6 +190,11 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
+
+
+def rounding(A: torch.Tensor, B: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """For a product that only rounds the step: `tf32` where both are large enough."""
+    return tf32() if pays(A) and pays(B) else contextlib.nullcontext()
 
 
 def scale_of(shape: Any) -> float:
