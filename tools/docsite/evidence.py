@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 FILES = "benchmarks/gpt/*.jsonl"
 STEPS = 1000
 MARKS = {"muon": 0.60, "soap": 0.75}  # of AdamW's seconds in which its loss is to be reached
+SHORT = [round(share * STEPS) for share in (*plan.SHORTER, plan.LONGER)]
+OLD = "precondition_frequency"
 NONE, SPACE = "–", "\N{NO-BREAK SPACE}"
 PLUS = f" ±{SPACE}"  # a line may end before it
 
@@ -75,10 +77,8 @@ def result(name: str) -> Result | None:
     losses = search.losses(settings, STEPS)
     learned = [r["train_loss"] for r in pool().of(name, STEPS) if r["settings"] == settings and "train_loss" in r]
     beside = plan.Search(pool(), "adamw", STEPS)
-    lengths = [round(share * STEPS) for share in (*plan.SHORTER, plan.LONGER, 1)]
-    ends = {length: found for length in lengths if (found := search.losses(settings, length))}
+    ends = {length: found for length in (*SHORT, STEPS) if (found := search.losses(settings, length))}
     least = leads.reached(ends, plan.goal_of(pool(), STEPS))
-    own, theirs = cost(name), cost("adamw")
     return Result(
         dict(settings),
         losses,
@@ -88,7 +88,7 @@ def result(name: str) -> Result | None:
         None if name == "adamw" else leads.lead(losses, beside.losses(beside.winner(), STEPS)),
         least,
         len(ends) > 1 or name == "adamw",
-        least * own.step / (STEPS * theirs.step) if least and own and theirs else None,
+        share_of(name, least),
     )
 
 
@@ -116,6 +116,30 @@ def cost(name: str) -> Cost | None:
         passes = beside.step - beside.own
         whole = passes * (1 + spec_class(name).observes / HESSIAN_EVERY) + own
     return Cost(whole, own, statistics.median(peaks) if peaks else None)
+
+
+def seconds(name: str, steps: int, aside: Mapping[str, Any]) -> float | None:
+    """Of such a run from its first step to its last: of those that had the device to themselves, at any rate, or of as many
+    steps as those that were timed."""
+    runs = [
+        r["seconds"]
+        for r in pool().whose.get(name, ())
+        if r["steps"] == steps and not r.get("shared") and r["diverged_at"] is None and aside_of(r["settings"]) == aside
+    ]
+    if runs:
+        return statistics.median(runs)
+    return cost(name).step * steps if not aside and cost(name) else None
+
+
+def aside_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a run that are no part of a search."""
+    return {key: value for key, value in settings.items() if key in records.ASIDE}
+
+
+def share_of(name: str, steps: int | None, **aside: Any) -> float | None:
+    """Of AdamW's seconds that so many steps take."""
+    own, theirs = seconds(name, steps, aside) if steps else None, seconds("adamw", STEPS, {})
+    return own / theirs if own and theirs else None
 
 
 def rated(name: str) -> list[dict[str, Any]]:
@@ -223,11 +247,12 @@ def source() -> str:
     runs = pool().records
     if not runs:
         return "No run is committed yet."
-    new, dates = runs[-1], sorted({record["date"][:10] for record in runs})
+    new, dates = runs[-1], sorted(record["date"][:10] for record in runs)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     versions = ", ".join(f"{n} {v}" for n, v in new["versions"].items() if n in ("python", "torch", "triton", "rlx_optim"))
     steps_ = sum(record["steps"] if record["diverged_at"] is None else record["diverged_at"] for record in runs)
     return (
-        f"{len(runs)} runs, {steps_:,} training steps on one {new['device']}, {' and '.join(dates)}; {versions}; "
+        f"{len(runs)} runs, {steps_:,} training steps on one {new['device']}, {when}; {versions}; "
         f"{new['parameters'] / 1e6:.1f} M parameters, {new['batch']:,} bytes a batch, text of SHA-256 `{new['corpus'][:12]}`."
     )
 
@@ -264,17 +289,14 @@ class Reach(NamedTuple):
 
 
 def reach(n: int) -> Reach | None:
-    """Where SOAP with bases that are n steps old at most reaches AdamW's loss."""
-    search, beside = (plan.Search(pool(), name, STEPS) for name in ("soap", "adamw"))
-    ends: dict[int, dict[int, float]] = {}
-    for job in (*search.oftener(n), *search.repeated(search.oftener(n))):
-        if (record := pool().has(job)) and "test_loss" in record:
-            ends.setdefault(job.steps, {})[job.seed] = record["test_loss"]
-    if (least := leads.reached(ends, plan.goal_of(pool(), STEPS))) is None:
-        return None
-    own = next((r for job in search.stepped() if job.settings["precondition_frequency"] == n and (r := pool().has(job))), None)
-    theirs = pool().has(next(beside.stepped()))
-    return Reach(least, least * own["training_ms"] / (STEPS * theirs["training_ms"]) if own and theirs else None)
+    """Where SOAP with bases that are n steps old at most reaches AdamW's loss, at any rate that was run."""
+    ends: dict[float, dict[int, dict[int, float]]] = {}
+    for r in pool().whose.get("soap", ()):
+        if aside_of(r["settings"]) == {OLD: n} and r["steps"] in SHORT and r["seed"] != records.TUNING_SEED and "test_loss" in r:
+            ends.setdefault(r["settings"]["lr"], {}).setdefault(r["steps"], {})[r["seed"]] = r["test_loss"]
+    goal = plan.goal_of(pool(), STEPS)
+    least = min((found for of in ends.values() if (found := leads.reached(of, goal))), default=None)
+    return None if least is None else Reach(least, share_of("soap", least, **{OLD: n}))
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
@@ -355,7 +377,7 @@ def starts() -> str:
     rows = []
     for name in list_optimizers():
         found, own = result(name), spec_class(name).fields["lr"].default
-        count = counted(len({r["settings"]["lr"] for r in tried(name)}), "rate")
+        count = counted(len({r["settings"]["lr"] for r in (*tried(name), *whole(name))}), "rate")
         if found is not None:
             lr, rests = found.settings["lr"], f"[our run](evidence.md), the best of {count}"
         elif searched(name):
@@ -400,8 +422,8 @@ def frequencies() -> str:
     """SOAP's loss by how many steps there are between two bases, and AdamW's in runs as long."""
     search, beside = (plan.Search(pool(), name, STEPS) for name in ("soap", "adamw"))
     lengths = (search.tuning, search.half)
-    found = {(job.settings["precondition_frequency"], job.steps): pool().has(job) for job in search.frequencies()}
-    stepped = {job.settings["precondition_frequency"]: pool().has(job) for job in search.stepped()}
+    found = {(job.settings[OLD], job.steps): pool().has(job) for job in search.frequencies()}
+    stepped = {job.settings[OLD]: pool().has(job) for job in search.stepped()}
     best = [next(iter(beside.tried(steps, records.TUNING_SEED)), None) for steps in lengths]
     default = result("soap")
     ends: dict[int, Any] = {n: reach(n) for n in plan.OFTEN}
