@@ -92,6 +92,42 @@ def test_register_gives_the_class_back_and_may_be_repeated():
     assert (Mine.name, Mine.title, Mine.aliases) == ("mine", "Mine", ())
 
 
+def test_a_class_that_is_defined_again_takes_the_place_of_the_one_before(tmp_path):
+    """As a notebook's cell that is run twice."""
+
+    def cell(**attributes):
+        return register(rule_class(**attributes))
+
+    first = cell(name="mine", aliases=("other_mine",))
+    old, params = rlx_optim.create("mine", **SETTINGS), start()
+    stepped(old, params, gradients(2))
+    second = cell(name="mine", lr=rule.real(0.5), aliases=("mine_too",))
+    assert spec_class("mine") is spec_class("mine_too") is second
+    assert rlx_optim.create("mine").lr == rlx_optim.Other().lr == 0.5
+    with pytest.raises(ValueError, match="unknown optimizer 'other_mine'"):
+        spec_class("other_mine")
+    assert old.spec is first  # and goes on
+    old.save(tmp_path / "a.safetensors")
+    again = rlx_optim.load(tmp_path / "a.safetensors")
+    assert again.spec is second
+    ends = [stepped(opt, {k: p.copy() for k, p in params.items()}, gradients(4)[2:]) for opt in (old, again)]
+    assert all(np.array_equal(ends[0][k], ends[1][k]) for k in SHAPES)
+    third = cell(name="renamed")  # with another name, by its title
+    assert spec_class("renamed") is third
+    assert list(registry.known())[len(registry.FILES) :] == ["renamed"]
+    before = registry.known()
+    for attributes, said in (
+        ({"__qualname__": "Another"}, "'other' is already"),
+        ({"__module__": "elsewhere"}, "'other' is already"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            cell(name="renamed", **attributes)
+    ours = {"__module__": "rlx_optim.rules.adamw", "__qualname__": "AdamW", "title": "AdamW"}
+    with pytest.raises(ValueError, match=r"'adamw' is already rlx_optim.rules.adamw.AdamW; give the class another name"):
+        cell(**ours, name="adamw")
+    assert registry.known() == before
+
+
 @pytest.mark.parametrize(
     ("attributes", "said"),
     [
@@ -400,7 +436,7 @@ def test_a_dtensor_is_stepped_and_saved(mix, tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
     code = f"""
-        import sys, torch, torch.distributed as dist, test_registry as t, rlx_optim.torch as front
+        import os, sys, torch, torch.distributed as dist, test_registry as t, rlx_optim.torch as front
         from torch.distributed.tensor import Shard, distribute_tensor
         t.register(t.SlowMix)
         rank, where = int(sys.argv[1]), {str(tmp_path)!r}
@@ -417,6 +453,7 @@ def test_a_dtensor_is_stepped_and_saved(mix, tmp_path):
         whole = p.full_tensor().detach()
         rank or torch.save(whole, where + "/w.pt")
         dist.destroy_process_group()
+        os._exit(0)  # gloo's threads may still hold a tensor, and abort where the interpreter is ending (pytorch#65231)
     """
     path = os.pathsep.join([str(HERE), str(Path(rlx_optim.__file__).parent.parent)])
     argv = [sys.executable, "-c", inspect.cleandoc(code)]

@@ -63,6 +63,7 @@ def rank_main(rank: int, size: int, folder: str, how: str, target: str, settings
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may still hold a tensor, and abort where the interpreter is ending (pytorch#65231)
 
 
 def spread(s: TorchSubject, how: str) -> Any:
