@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import tempfile
 
 import numpy as np
 import pytest
@@ -101,7 +102,8 @@ SHARDED = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "prodigy", "sophia", "
 
 
 def sharded():
-    """For each of them the gap between four devices and one after five steps, and whether the state stayed in four parts."""
+    """For each of them the gap between four devices and one after five steps, where the parameter is then, and which slots of
+    its shape are not spread as it is: of a new state, of one after the steps, of one that was saved and loaded."""
     devices = jax.devices()
     assert len(devices) == 4
     rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("rows",)), jax.sharding.PartitionSpec("rows"))
@@ -110,13 +112,19 @@ def sharded():
     for name in SHARDED:
         # no basis that rounding decides
         tx = build(name, **QUICK[name], **({"max_precond_dim": 6, "precondition_frequency": 2} if name == "soap" else {}))
-        ends = []
-        for place in (rows, devices[0]):
+        ends, elsewhere = [], []
+        for place in (rows, devices[-1]):
             step = jax.jit(functools.partial(advance, tx))
             now = jax.device_put(asarrays(params), place)
-            state = jax.jit(tx.init)(now)
+            state = tx.init(now)
+            elsewhere.append(aside(state, now))
             for t in range(5):
                 now, state = step(now, state, jax.device_put({k: jnp.asarray(g[t]) for k, g in grads.items()}, place))
+            with tempfile.TemporaryDirectory() as folder:
+                ours.save_state(f"{folder}/a.safetensors", tx, state, now)
+                loaded = ours.load_state(f"{folder}/a.safetensors", tx, now)
+            elsewhere += [aside(state, now), aside(loaded, now)]
+            assert all(map(jnp.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(state)))
             ends.append(
                 (
                     {k: np.asarray(v) for k, v in now.items()},
@@ -124,5 +132,15 @@ def sharded():
                     now["w"].sharding.is_fully_replicated,
                 )
             )
-        out[name] = apart(ends[0][0], ends[1][0]), ends[0][1], ends[0][2]
+        out[name] = apart(ends[0][0], ends[1][0]), ends[0][1], ends[0][2], elsewhere
     print(json.dumps(out))
+
+
+def aside(state, params):
+    """Slots of a parameter's shape that are not where it is."""
+    found = [(f"{slot}.{k}", each[k], p) for slot, each in state.slots.items() for k, p in params.items()]
+    return [
+        name
+        for name, a, p in found
+        if getattr(a, "shape", None) == p.shape and not a.sharding.is_equivalent_to(p.sharding, p.ndim)
+    ]

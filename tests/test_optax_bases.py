@@ -101,6 +101,21 @@ def test_a_precision_that_is_asked_for_holds(gpu, asked):
     assert words == {None: {"HIGH,"}, "highest": {"HIGHEST"}, "tensorfloat32": {"HIGH,"}}[asked]
 
 
+def test_a_default_device_that_is_no_gpu_multiplies_in_full(gpu):
+    """`jax.default_device(cpu)` on a machine with a GPU."""
+    assert Jax(jnp.float32, free=True).half
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert not Jax(jnp.float32, free=True).half
+    params = {"w": jnp.ones((4, 4))}
+    tx = soap(1e-2)
+    update = jax.jit(tx.update)
+    texts = [update.lower(params, tx.init(params), params).as_text()]
+    with jax.default_device("cpu"):
+        texts.append(update.lower(params, tx.init(params), params).as_text())
+    assert ["HIGH," in text for text in texts] == [True, False]
+
+
 # ---- stacks that are not made ---------------------------------------------------------------------------------------------
 LEAVES = {"a": (12, 20), "b": (12, 20), "layers": (3, 12, 20), "c": (20, 12), "bias": (20,)}
 

@@ -276,9 +276,10 @@ def test_sharded():
     assert script.returncode == 0, script.stderr[-2000:]
     found = json.loads(script.stdout.splitlines()[-1])
     assert found.keys() == set(SHARDED)
-    assert {name: gap for name, (gap, _, _) in found.items() if gap > 1e-6} == {}
-    assert all(devices == 4 for _, devices, _ in found.values())
-    assert not any(replicated for name, (_, _, replicated) in found.items() if name not in MATRIX)
+    assert {name: gap for name, (gap, *_) in found.items() if gap > 1e-6} == {}
+    assert all(devices == 4 for _, devices, _, _ in found.values())
+    assert not any(replicated for name, (_, _, replicated, _) in found.items() if name not in MATRIX)
+    assert {name: aside for name, (*_, aside) in found.items() if any(aside)} == {}
 
 
 if __name__ == "__main__":

@@ -105,6 +105,12 @@ def precision() -> str | None:
     return asked
 
 
+def platform() -> str:
+    """Where arrays are computed with, as jax_default_device says; those that were put elsewhere are not known when traced."""
+    chosen = jax.config.values["jax_default_device"]
+    return chosen if isinstance(chosen, str) else jax.default_backend() if chosen is None else chosen.platform
+
+
 def _halves(X: Array) -> tuple[Array, Array]:
     """X as what TF32 has of it, and the rest."""
     top = (X.view(jnp.uint32) & jnp.uint32(0xFFFFE000)).view(jnp.float32)
@@ -277,7 +283,7 @@ class Jax(ArrayEngine):
     @property
     def half(self) -> bool:
         """Whether float32 is multiplied on tensor cores of fewer bits."""
-        return self.free and jax.default_backend() == "gpu"
+        return self.free and platform() == "gpu"
 
     def product(self, A: Any, B: Any) -> Array:
         A, B = dense(A), dense(B)

@@ -201,11 +201,17 @@ def _arrays(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> dict[s
         if slot.storage and there[name][0].storage == slot.storage:
             for end, (shape, dtype) in parts(slot).items():
                 found = p.tensors[name + end].read().reshape((*place.stack, *shape))
-                out[name + end] = jnp.asarray(found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
+                out[name + end] = beside(leaf, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
         else:
-            values = jnp.asarray(p.values(there, name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
-            out |= encoded(place, {name: values}, 0)
+            values = np.asarray(p.values(there, name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
+            out |= encoded(place, {name: beside(leaf, values)}, 0)
     return out
+
+
+def beside(leaf: Any, array: np.ndarray) -> jax.Array:
+    """An array that was read: spread over devices as the leaf is, where it is of its shape."""
+    there = isinstance(leaf, jax.Array) and leaf.committed and array.shape == leaf.shape
+    return jax.device_put(array, leaf.sharding) if there else jnp.asarray(array)
 
 
 def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> dict[str, Any]:

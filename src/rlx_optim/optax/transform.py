@@ -184,7 +184,7 @@ class Transform:
         for place, leaf in zip(places, leaves, strict=True):
             _refuse_zeros(place, leaf)
             fresh = {
-                name + end: jnp.zeros((*place.stack, *shape), dtype) if dtype else start(slot, place, arithmetic(leaf))
+                name + end: filled((*place.stack, *shape), 0, dtype, leaf) if dtype else start(slot, place, leaf)
                 for name, slot in place.slots.items()
                 for end, (shape, dtype) in parts(slot).items()
             }
@@ -420,9 +420,16 @@ def gathered(value: Any, first: int, last: int) -> Any:
     return value[first] if last - first == 1 else jnp.stack(value[first:last])
 
 
-def start(slot: Slot, place: Place, dtype: Any) -> Any:
-    value = jnp.eye(slot.shape[0], dtype=dtype) * slot.fill if slot.eye else jnp.full(slot.shape, slot.fill, dtype)
-    return jnp.broadcast_to(value, (*place.stack, *slot.shape))
+def start(slot: Slot, place: Place, leaf: Any) -> Any:
+    shape, dtype = (*place.stack, *slot.shape), arithmetic(leaf)
+    if slot.eye:
+        return jnp.broadcast_to(jnp.eye(slot.shape[0], dtype=dtype) * slot.fill, shape)
+    return filled(shape, slot.fill, dtype, leaf)
+
+
+def filled(shape: Shape, value: float, dtype: Any, leaf: Any) -> Any:
+    """What is of the leaf's shape is spread over devices as the leaf is, but under jit, where nobody knows how that is."""
+    return jnp.full_like(leaf, value, dtype) if shape == leaf.shape else jnp.full(shape, value, dtype)
 
 
 def transformation(transform: Transform, update: Callable[..., Any] | None = None) -> optax.GradientTransformationExtraArgs:
