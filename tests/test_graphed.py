@@ -1,5 +1,7 @@
 """SOAP and KronPSGD with capturable=True: the host counts what they decide by, and `Graphed` has a graph for each thing they do."""
 
+import contextlib
+import gc
 import warnings
 
 import pytest
@@ -12,10 +14,23 @@ from interpreter import in_the_interpreter  # noqa: E402
 from test_triton import DECIDING, give, two_groups  # noqa: E402
 
 import rlx_optim.torch as front  # noqa: E402
+from rlx_optim.engines.torch_ import uncollected  # noqa: E402
 
 #: phases come and go: a basis refreshed every third step, factors fitted every other
 OFTEN = {"SOAP": {"precondition_frequency": 3}, "KronPSGD": {"preconditioner_update_probability": 0.5}}
 SHAPES = {"w": (33, 7), "b": (40,), "big": (40, 30), "twin": (40, 30)}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_nothing_is_collected_while_a_graph_is_recorded(before):
+    (gc.enable if before else gc.disable)()
+    try:
+        with contextlib.suppress(RuntimeError), uncollected():
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
 
 
 def test_a_skipped_step_moves_nothing_in_the_interpreter():

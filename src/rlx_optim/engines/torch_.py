@@ -7,7 +7,9 @@ float64 parameters; bfloat16 and float16 parameters and gradients are widened on
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +24,18 @@ from ..program import Each, Pass, Program, Values
 from ..rounding import Half
 from ..spec import Shape, Slot, Spec
 from . import padding
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is collected meanwhile: what is freed on a device may end the recording of a CUDA graph."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Many:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..engines.torch_ import uncollected
 from .optimizer import RuleOptimizer
 
 WARM = 2  # how often what a graph is to hold is done without one
@@ -71,7 +72,10 @@ class Graphed:
         for lane in lanes:
             lane.followed = True
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                uncollected(),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 return graph, self.function()
         finally:
             for lane in lanes:

@@ -13,7 +13,6 @@ scratch; stacks of matrices, which leave much of a device idle, run beside each 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import threading
 import warnings
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from ...linalg import Coefficients
+from ..torch_ import uncollected
 from . import products
 
 SHARE = 256  # bytes of the device's memory for an entry of what is recorded: its scratch, some ten bytes each, stays
@@ -236,17 +236,16 @@ class Passes:
         return self.watch.pool
 
     def _record(self, run: Callable[[Any], Any]) -> bool:
-        """Other threads may go on: only what this one does is recorded. Nothing is collected meanwhile, because what is freed on
-        a device may end a recording. Where it fails, nothing has been computed, and it is not tried again."""
+        """Other threads may go on: only what this one does is recorded. Where it fails, nothing has been computed, and it is not
+        tried again."""
         self._retire()
         self.recorded += 1
-        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device) if self.track is None else self.track.stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        gc.disable()
         _thread.recording = True
         try:
-            with torch.cuda.stream(stream):
+            with uncollected(), torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._pool(), capture_error_mode="thread_local")
                 try:
                     self.given = run(self.views)
@@ -258,8 +257,6 @@ class Passes:
             return False
         finally:
             _thread.recording = False
-            if collecting:
-                gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph, self.retired = graph, None
         return True
