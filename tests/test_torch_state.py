@@ -112,6 +112,37 @@ NUMBER = f"needed is a finite number; {AFRESH.format('w')}"
 PACKAGE = "known are 'nadamw'; it is misspelt or damaged, or of a package that is not installed"
 
 
+def test_no_state_dict_at_all():
+    opt = make("NAdamW", parameters(shapes={"w": W}).items())
+    for given in (None, [1], "a path"):
+        with pytest.raises(ValueError, match=r"NAdamW: the state dict is .*, needed is a dict; give what state_dict"):
+            opt.load_state_dict(given)
+
+
+@pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True)])
+def test_maximize_is_a_flag(value):
+    """Whatever is true would climb."""
+    params = parameters(shapes={"w": W})
+    opt = make("NAdamW", params.items())
+    with pytest.raises(TypeError, match="NAdamW: maximize must be True or False, got"):
+        make("NAdamW", params.items(), maximize=value)
+    with pytest.raises(TypeError, match="NAdamW: maximize must be True or False, got"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "param_names": ["late"], "maximize": value})
+    saved = opt.state_dict()
+    saved["param_groups"][0]["maximize"] = value
+    with pytest.raises(TypeError, match="NAdamW: maximize must be True or False, got"):
+        opt.load_state_dict(saved)
+    run(opt, params, 0, 2)
+    before = bits(params)
+    opt.param_groups[0]["maximize"] = value
+    with pytest.raises(TypeError, match="NAdamW: maximize must be True or False, got"):
+        run(opt, params, 2, 3)
+    assert same(bits(params), before)
+    opt.param_groups[0]["maximize"] = True
+    run(opt, params, 2, 3)
+    assert not same(bits(params), before)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -152,7 +183,21 @@ PACKAGE = "known are 'nadamw'; it is misspelt or damaged, or of a package that i
         (said("rule", "nadam w"), f"group 0 of the checkpoint is for rule 'nadam w'; {PACKAGE}"),
         (said("rule", ["nadamw"]), rf"group 0 of the checkpoint is for rule \['nadamw'\]; {PACKAGE}"),
         (said("betas", (0.9, 1.0)), "betas must be 2 finite numbers, each >= 0 and < 1"),
-        (lambda saved: saved["param_groups"][0]["params"].pop(), "doesn't match the size of optimizer's group"),
+        (
+            lambda saved: [saved["param_groups"][0][key].pop() for key in ("params", "param_names")],
+            "doesn't match the size of optimizer's group",
+        ),
+        (
+            lambda saved: saved.pop("state"),
+            r"'state' of the state dict is None, needed is a dict.*; give what state_dict\(\) gave",
+        ),
+        (lambda saved: saved.update(state=[]), r"'state' of the state dict is \[\], needed is a dict"),
+        (lambda saved: saved.pop("param_groups"), "'param_groups' of the state dict is None, needed is a list of dicts"),
+        (lambda saved: saved.update(param_groups=[[1]]), r"group 0 of the state dict is \[1\], needed is a dict"),
+        (lambda saved: saved["param_groups"][0].pop("params"), "'params' of group 0 of the state dict is None, needed is a list"),
+        (said("param_names", "wb"), "'param_names' of group 0 of the state dict is 'wb', needed is a list of 2, a name for each"),
+        (said("param_names", ["w", 3]), r"'param_names' of group 0 of the state dict is \['w', 3\], needed is a list of 2"),
+        (said("param_names", ["w"]), r"'param_names' of group 0 of the state dict is \['w'\], needed is a list of 2"),
         (lambda saved: saved["param_groups"].extend(saved["param_groups"]), "different number of parameter groups"),
     ],
 )

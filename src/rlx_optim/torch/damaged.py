@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,30 @@ def refused(owner: str, key: str, name: str, value: Any, needed: str) -> ValueEr
     """What is said of a value in a parameter's state."""
     hint = (closed(value) or CLOSED[0][1]).format(name=name)
     return ValueError(f"{owner}: {key!r} of {name} is {told(value)} in the checkpoint, needed is {needed}; {hint}")
+
+
+def check_outline(owner: str, given: Any) -> None:
+    """That a state dict has parameters in groups, which torch's loader takes for granted."""
+
+    def refuse(what: str, value: Any, needed: str) -> ValueError:
+        return ValueError(f"{owner}: {what} is {told(value)}, needed is {needed}; give what state_dict() gave")
+
+    if not isinstance(given, Mapping):
+        raise refuse("the state dict", given, "a dict")
+    state, groups = given.get("state"), given.get("param_groups")
+    if not isinstance(state, Mapping):
+        raise refuse("'state' of the state dict", state, "a dict, by the places of parameters")
+    if not isinstance(groups, (list, tuple)):
+        raise refuse("'param_groups' of the state dict", groups, "a list of dicts")
+    for i, group in enumerate(groups):
+        here = f"group {i} of the state dict"
+        if not isinstance(group, Mapping):
+            raise refuse(here, group, "a dict")
+        params, names = group.get("params"), group.get("param_names")
+        if not isinstance(params, (list, tuple)):
+            raise refuse(f"'params' of {here}", params, "a list of the places of parameters")
+        if names and not (isinstance(names, (list, tuple)) and [type(s) for s in names] == [str] * len(params)):
+            raise refuse(f"'param_names' of {here}", names, f"a list of {len(params)}, a name for each of its 'params'")
 
 
 def number_in(owner: str, key: str, name: str, value: Any) -> float:

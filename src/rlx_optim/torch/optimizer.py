@@ -22,7 +22,7 @@ from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
 from ..registry import known
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
-from .damaged import refused
+from .damaged import check_outline, refused
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
@@ -390,6 +390,7 @@ class RuleOptimizer(Stepper):
                     return Boxed(state)
                 return {k: Boxed(v) if isinstance(v, (torch.Tensor, str)) else v for k, v in state.items()}
 
+            check_outline(self._owner, loaded)
             if problem := guard.refusal(given := loaded.get("skip_window", {})):
                 raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
             window.update(given)
@@ -400,6 +401,8 @@ class RuleOptimizer(Stepper):
             return {**loaded, "state": boxes, "param_groups": groups}
 
         window: dict[str, Any] = {}
+        if not isinstance(state_dict, Mapping):  # before torch copies it
+            check_outline(self._owner, state_dict)
         handle = self.register_load_state_dict_pre_hook(box)  # the last one: it sees what the user's hooks made of it
         try:
             super().load_state_dict(state_dict)
