@@ -44,9 +44,10 @@ chromium:
 	@for p in chromium chromedriver; do command -v $$p >/dev/null || \
 		{ echo "make: the browser tests need $$p: apt-get install -y chromium chromium-driver"; exit 2; }; done
 
-# on a machine with a GPU, from source, with whatever Python has torch and Triton there
+# on a machine with a GPU, from source, with whatever Python has torch and Triton there, in JOBS processes
+JOBS ?= 8
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) tools/test_gpu.py --jobs $(JOBS) $(ARGS)
 
 test-integrations: $(VENV)/.integrations
 	$(BIN)/python -m pytest tests/integrations "tests/test_docs.py" $(ARGS)
