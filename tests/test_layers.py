@@ -46,7 +46,8 @@ MAY = {
     "settings": {"spec"},
     "admission": {"spec"},
     "rules": {"coefficients", "modifiers", "spec", "linalg", "vocabulary"},
-    "engine": {"language", "program", "spec", "stats", "linalg", "vocabulary", "random", "rounding", "storage"},
+    "algebra": {"linalg", "random", "storage"},
+    "engine": {"algebra", "language", "program", "spec", "stats", "vocabulary", "random", "rounding", "storage"},
     "engines": {"engine", "engines", "language", "program", "spec", "linalg", "vocabulary", "random", "rounding", "storage", "threads"},
     "checkpoint": {
         "storage", "guard", "pieces", "spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random",
