@@ -120,9 +120,7 @@ def sharded():
             elsewhere.append(aside(state, now))
             for t in range(5):
                 now, state = step(now, state, jax.device_put({k: jnp.asarray(g[t]) for k, g in grads.items()}, place))
-            with tempfile.TemporaryDirectory() as folder:
-                ours.save_state(f"{folder}/a.safetensors", tx, state, now)
-                loaded = ours.load_state(f"{folder}/a.safetensors", tx, now)
+            loaded = carried_over(tx, state, now)
             elsewhere += [aside(state, now), aside(loaded, now)]
             assert all(map(jnp.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(state)))
             ends.append(
@@ -133,7 +131,19 @@ def sharded():
                 )
             )
         out[name] = apart(ends[0][0], ends[1][0]), ends[0][1], ends[0][2], elsewhere
+    square = jax.device_put({"w": jnp.ones((8, 8))}, rows)
+    for name in ("soap", "kron_psgd"):  # factors are no parameters, be they of the same shape
+        tx = build(name, **QUICK[name])
+        for state in (tx.init(square), carried_over(tx, tx.init(square), square)):
+            assert {len(factor.sharding.device_set) for factor in jax.tree.leaves(state.factors)} == {1}, name
     print(json.dumps(out))
+
+
+def carried_over(tx, state, params):
+    """A state that was saved and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_state(f"{folder}/a.safetensors", tx, state, params)
+        return ours.load_state(f"{folder}/a.safetensors", tx, params)
 
 
 def aside(state, params):

@@ -53,6 +53,36 @@ class Optax:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def around():
+    """Transformations of others that hold ours, by what they are."""
+    optax, front = pytest.importorskip("optax"), pytest.importorskip("rlx_optim.optax")
+    falling = optax.linear_schedule(1e-2, 0.0, 9)
+    return {
+        "alone": front.adamw(1e-2),
+        "injected": optax.inject_hyperparams(front.adamw)(1e-2),
+        "injected schedule": optax.inject_hyperparams(front.adamw)(falling),
+        "chain": optax.chain(front.adamw(1.0), optax.scale_by_schedule(falling)),
+        "multi": optax.MultiSteps(front.adamw(1e-2), 1),
+    }
+
+
+@pytest.mark.parametrize("how", ["alone", "injected", "injected schedule", "chain", "multi"])
+def test_a_loaded_state_may_be_donated_and_traced(how, tmp_path):
+    """No two leaves are one buffer, and shapes alone are enough to read it for."""
+    jax, front = pytest.importorskip("jax"), pytest.importorskip("rlx_optim.optax")
+    tx, params = around()[how], {"w": jax.numpy.ones((4, 3))}
+    state = tx.update(params, tx.init(params), params)[1]
+    front.save_state(tmp_path / "a.safetensors", tx, state, params)
+    loaded = front.load_state(tmp_path / "a.safetensors", tx, params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded, state))
+    if "injected" not in how:  # whose settings are numbers of the file
+        shapes = jax.eval_shape(lambda p: front.load_state(tmp_path / "a.safetensors", tx, p), params)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), loaded)
+    want = jax.jit(tx.update)(params, state, params)
+    got = jax.jit(tx.update, donate_argnums=1)(params, loaded, params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+
+
 @pytest.mark.parametrize("name", slowly(NAMES))
 def test_optax_resumes_bit_for_bit(name, tmp_path):
     shapes = SMALL if name not in MATRIX else {k: SMALL[k] for k in ("w", "b")}

@@ -20,12 +20,12 @@ from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
-from ..spec import Spec
+from ..spec import Slot, Spec
 from ..storage import parts
 from . import places
 from .inside import Part, part_of
 from .places import Place
-from .transform import RuleState, Transform, arithmetic, encoded, factors_of
+from .transform import RuleState, Transform, arithmetic, encoded, factors_of, mirrors
 
 Tree = Any
 
@@ -201,17 +201,17 @@ def _arrays(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> dict[s
         if slot.storage and there[name][0].storage == slot.storage:
             for end, (shape, dtype) in parts(slot).items():
                 found = p.tensors[name + end].read().reshape((*place.stack, *shape))
-                out[name + end] = beside(leaf, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
+                out[name + end] = beside(leaf, slot, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
         else:
             values = np.asarray(p.values(there, name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
-            out |= encoded(place, {name: beside(leaf, values)}, 0)
+            out |= encoded(place, {name: beside(leaf, slot, values)}, 0)
     return out
 
 
-def beside(leaf: Any, array: np.ndarray) -> jax.Array:
-    """An array that was read: spread over devices as the leaf is, where it is of its shape."""
-    there = isinstance(leaf, jax.Array) and leaf.committed and array.shape == leaf.shape
-    return jax.device_put(array, leaf.sharding) if there else jnp.asarray(array)
+def beside(leaf: Any, slot: Slot, array: np.ndarray) -> jax.Array:
+    """An array that was read, where `init` would have it."""
+    known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+    return jax.device_put(array, leaf.sharding) if known and mirrors(slot, array.shape, leaf) else jnp.asarray(array)
 
 
 def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> dict[str, Any]:

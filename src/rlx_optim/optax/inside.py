@@ -54,7 +54,7 @@ class Part:
                 return ours
             name = jax.tree_util.keystr(path)
             if name.endswith((".count", ".gradient_step")):
-                return jnp.asarray(ours.count, leaf.dtype)
+                return jnp.array(ours.count, leaf.dtype)  # a copy: each may be donated
             for keyword, value in saved.items():
                 if name.endswith(keyword):
                     return jnp.asarray(value, leaf.dtype)

@@ -184,7 +184,7 @@ class Transform:
         for place, leaf in zip(places, leaves, strict=True):
             _refuse_zeros(place, leaf)
             fresh = {
-                name + end: filled((*place.stack, *shape), 0, dtype, leaf) if dtype else start(slot, place, leaf)
+                name + end: filled(slot, (*place.stack, *shape), 0, dtype, leaf) if dtype else start(slot, place, leaf)
                 for name, slot in place.slots.items()
                 for end, (shape, dtype) in parts(slot).items()
             }
@@ -424,12 +424,16 @@ def start(slot: Slot, place: Place, leaf: Any) -> Any:
     shape, dtype = (*place.stack, *slot.shape), arithmetic(leaf)
     if slot.eye:
         return jnp.broadcast_to(jnp.eye(slot.shape[0], dtype=dtype) * slot.fill, shape)
-    return filled(shape, slot.fill, dtype, leaf)
+    return filled(slot, shape, slot.fill, dtype, leaf)
 
 
-def filled(shape: Shape, value: float, dtype: Any, leaf: Any) -> Any:
-    """What is of the leaf's shape is spread over devices as the leaf is, but under jit, where nobody knows how that is."""
-    return jnp.full_like(leaf, value, dtype) if shape == leaf.shape else jnp.full(shape, value, dtype)
+def filled(slot: Slot, shape: Shape, value: float, dtype: Any, leaf: Any) -> Any:
+    return jnp.full_like(leaf, value, dtype) if mirrors(slot, shape, leaf) else jnp.full(shape, value, dtype)
+
+
+def mirrors(slot: Slot, shape: Shape, leaf: Any) -> bool:
+    """Whether what a slot is kept in is spread over devices as the leaf is, but under jit, where nobody knows how that is."""
+    return shape == leaf.shape and not slot.factor
 
 
 def transformation(transform: Transform, update: Callable[..., Any] | None = None) -> optax.GradientTransformationExtraArgs:
