@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -119,7 +120,7 @@ def test_no_state_dict_at_all():
             opt.load_state_dict(given)
 
 
-@pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True)])
+@pytest.mark.parametrize("value", ["false", 1, None, torch.tensor(True), np.bool_(True)])
 def test_maximize_is_a_flag(value):
     """Whatever is true would climb."""
     params = parameters(shapes={"w": W})
@@ -197,6 +198,12 @@ def test_maximize_is_a_flag(value):
         (lambda saved: saved["param_groups"][0].pop("params"), "'params' of group 0 of the state dict is None, needed is a list"),
         (said("param_names", "wb"), "'param_names' of group 0 of the state dict is 'wb', needed is a list of 2, a name for each"),
         (said("param_names", ["w", 3]), r"'param_names' of group 0 of the state dict is \['w', 3\], needed is a list of 2"),
+        (
+            said("param_names", np.array(["w", "b"])),
+            r"'param_names' of group 0 of the state dict is array\(.*, needed is a list of 2",
+        ),
+        (kept("exp_avg", np.ones(W)), r"'exp_avg' of w is array\(.*, needed is a tensor of shape \(6, 4\)"),
+        (kept("step", range(3)), r"'step' of w is range\(0, 3\) in the checkpoint, needed is a whole number"),
         (said("param_names", ["w"]), r"'param_names' of group 0 of the state dict is \['w'\], needed is a list of 2"),
         (lambda saved: saved["param_groups"].extend(saved["param_groups"]), "different number of parameter groups"),
     ],
@@ -217,6 +224,52 @@ def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(spoil, message):
     other.load_state_dict(before)
     run(opt, params, 2, 4)
     run(other, others, 2, 4)
+    assert same(bits(params), bits(others))
+
+
+class Name(str):
+    __slots__ = ()
+
+
+def test_names_of_a_type_of_strings():
+    params = parameters(shapes={"w": W, "b": B})
+    opt = make("NAdamW", params.items())
+    saved = opt.state_dict()
+    saved["param_groups"][0]["param_names"] = [Name("w"), np.str_("b")]
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["param_names"] == ["w", "b"]
+
+
+@pytest.mark.parametrize("kept", [5, None, "x", torch.ones(3), [1, "two"], {"a": ["b", {"c": 1}]}], ids=repr)
+@pytest.mark.parametrize("name", ["NAdamW", "ScheduleFreeAdamW"])
+def test_what_users_keep_beside_parameters(name, kept, tmp_path):
+    """In the state, or in that of a parameter, loaded or put there: it arrives as it was, by value, and steps are the same."""
+    params, others = (parameters(shapes={"w": W, "b": B}) for _ in range(2))
+    opt, other = make(name, params.items()), make(name, others.items())
+    for each, its in ((opt, params), (other, others)):
+        run(each, its, 0, 3)
+    opt.state["mine"] = kept
+    run(opt, params, 3, 5)
+    saved = opt.state_dict()
+    saved["state"][0]["mine"] = kept
+    opt.load_state_dict(saved)
+    for found in (opt.state["mine"], opt.state[params["w"]]["mine"]):
+        assert str(found) == str(kept)
+    assert kept is None or isinstance(kept, (int, str)) or opt.state[params["w"]]["mine"] is not kept
+    opt.save(tmp_path / "a.safetensors")
+    run(opt, params, 5, 8)
+    run(other, others, 3, 8)
+    assert same(bits(params), bits(others))
+    assert str(opt.state_dict()["state"]["mine"]) == str(kept)
+
+
+def test_parameters_in_a_tuple_are_stepped_alike():
+    """A tuple's header is no list's."""
+    params, others = (parameters(shapes={"w": W, "b": B}) for _ in range(2))
+    opt, other = make("NAdamW", params.items()), make("NAdamW", others.items())
+    opt.param_groups[0]["params"] = tuple(opt.param_groups[0]["params"])
+    for each, its in ((opt, params), (other, others)):
+        run(each, its, 0, 6)
     assert same(bits(params), bits(others))
 
 

@@ -61,7 +61,8 @@ def check_outline(owner: str, given: Any) -> None:
         params, names = group.get("params"), group.get("param_names")
         if not isinstance(params, (list, tuple)):
             raise refuse(f"'params' of {here}", params, "a list of the places of parameters")
-        if names and not (isinstance(names, (list, tuple)) and [type(s) for s in names] == [str] * len(params)):
+        listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if names is not None and not (listed and len(names) in (0, len(params))):
             raise refuse(f"'param_names' of {here}", names, f"a list of {len(params)}, a name for each of its 'params'")
 
 

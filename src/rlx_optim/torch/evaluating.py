@@ -19,6 +19,7 @@ from ..spec import TRAINED, Spec
 from .halves import local
 from .names import outside
 from .state import piece_shape
+from .structure import dicts_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +56,7 @@ class Evaluating(torch.optim.Optimizer):
 
     def _evaluates(self) -> bool:
         if self._evaluating is None:
-            self._evaluating = any(TRAINED in state for state in self.state.values())
+            self._evaluating = any(TRAINED in state for state in dicts_in(self.state))
         return self._evaluating
 
     @eager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from .names import by_name, counted, foreign, translated, unwrapped
 from .routing import kinds_of
 from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, split_of, taken_over
 from .stepping import Stepper, number
+from .structure import dicts_in
 
 
 class Boxed:
@@ -316,7 +318,7 @@ class RuleOptimizer(Stepper):
 
         def complete(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
             if self._evaluates():  # train() takes out of the state what was saved here
-                saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
+                saved["state"] = {key: copy.copy(state) for key, state in saved["state"].items()}
             for group in saved["param_groups"]:
                 group.update(foreign(self._rules[group.get("rule", self.rule)], group))
                 there = [key for key in group["params"] if key in saved["state"]]
@@ -388,7 +390,7 @@ class RuleOptimizer(Stepper):
                 state = unwrapped(state)
                 if not isinstance(state, Mapping):
                     return Boxed(state)
-                return {k: Boxed(v) if isinstance(v, (torch.Tensor, str)) else v for k, v in state.items()}
+                return {k: Boxed(v) for k, v in state.items()}
 
             check_outline(self._owner, loaded)
             if problem := guard.refusal(given := loaded.get("skip_window", {})):
@@ -469,7 +471,7 @@ class RuleOptimizer(Stepper):
         from ..checkpoint import files
         from .checkpoint import snapshot_of
 
-        steps = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        steps = max((int(state["step"]) for state in dicts_in(self.state) if "step" in state), default=0)
         if self._homes is not None:
             from .sharded.saving import save
 

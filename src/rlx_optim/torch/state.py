@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Mapping
@@ -272,4 +273,4 @@ def taken_over(
         state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
         state[label] = counter(counters.get(label, float(started) if label == "started" else first))
-    return state | {k: v.clone() if torch.is_tensor(v) else v for k, v in given.items()}  # the rest is the user's own
+    return state | {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in given.items()}  # the user's own

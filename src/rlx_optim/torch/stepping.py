@@ -21,7 +21,7 @@ from ..buckets import on_the_device
 from ..pieces import WHOLE, Split, part, slots_of
 from ..program import trace
 from ..routing import bare
-from ..spec import Spec, flag
+from ..spec import Spec
 from ..stats import Row, Stats, summed_up
 from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
@@ -44,7 +44,6 @@ DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
 CAST = ("cuda", "cpu", "xpu", "mps")  # devices that autocast knows
 BOUNDARY = 0  # between groups, and no object's id
-MAXIMIZE = flag(False)  # of a group
 ROUNDED = 1e-9  # of the rate a schedule began with: below zero by no more is zero (LinearLR gets there by adding up)
 
 
@@ -118,7 +117,8 @@ class Stepper(Deciding):
         return HOST.device if hosted else param.device
 
     def _spec_of(self, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Spec:
-        MAXIMIZE.validated(self._owner, "maximize", group.get("maximize", False))
+        if not isinstance(up := group.get("maximize", False), bool):  # whatever is true would climb
+            raise TypeError(f"{self._owner}: maximize must be True or False, got {up!r}")
         kind = self._rules[group["rule"]]
         group = in_dtype(kind, group, dtype)
         values = plain({name: group[name] for name in kind.fields})

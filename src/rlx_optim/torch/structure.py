@@ -32,7 +32,7 @@ class Plainly:
 
     def __init__(self, groups: Groups, state: State):
         self.groups = [list(group["params"]) for group in groups]
-        self.dicts = list(state.values())
+        self.each, self.dicts = list(state.values()), dicts_in(state)
         self.held = [value for each in self.dicts for value in each.values()]
 
     def stands(self, groups: Groups, state: State) -> bool:
@@ -42,8 +42,8 @@ class Plainly:
                 len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
                 for group, known in zip(groups, self.groups, strict=True)
             )
-            and len(state) == len(self.dicts)
-            and all(map(operator.is_, state.values(), self.dicts))
+            and len(state) == len(self.each)
+            and all(map(operator.is_, state.values(), self.each))
             and sum(map(len, self.dicts)) == len(self.held)
             and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self.dicts)), self.held))
         )
@@ -58,7 +58,7 @@ class Compiled:
         found = fields()
         assert found is not None
         version, length, items = found
-        self.lists, self.dicts = [group["params"] for group in groups], [state, *state.values()]
+        self.lists, self.dicts = [group["params"] for group in groups], [state, *dicts_in(state)]
         table = [len(self.dicts), len(self.lists), version, length, items]
         for each in self.dicts:
             table += [id(each), words_at(id(each) + version, 1)[0]]
@@ -76,9 +76,15 @@ class Compiled:
         )
 
 
+def dicts_in(state: State) -> list[dict[str, Any]]:
+    """What is kept of parameters; a user may keep something else beside them."""
+    return [each for each in state.values() if isinstance(each, dict)]
+
+
 def kept(groups: Groups, state: State) -> Structure:
-    """The quickest way there is to tell whether these are as they were."""
-    return Compiled(groups, state) if trusted() else Plainly(groups, state)
+    """The quickest way there is to tell whether these are as they were: of other types nobody knows what a header holds."""
+    known = isinstance(state, dict) and all(isinstance(group["params"], list) for group in groups)
+    return Compiled(groups, state) if known and trusted() else Plainly(groups, state)
 
 
 @functools.cache
