@@ -66,16 +66,14 @@ class Graphed:
         current.wait_stream(self.stream)
         return result
 
+    @uncollected()
     def _captured(self, lanes: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
         for lane in lanes:
             lane.followed = True
         try:
-            with (
-                uncollected(),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 return graph, self.function()
         finally:
             for lane in lanes:

@@ -235,6 +235,7 @@ class Passes:
             self.watch.pool = torch.cuda.graph_pool_handle()
         return self.watch.pool
 
+    @uncollected()
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Where it fails, nothing has been computed, and it is not
         tried again."""
@@ -245,7 +246,7 @@ class Passes:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         _thread.recording = True
         try:
-            with uncollected(), torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._pool(), capture_error_mode="thread_local")
                 try:
                     self.given = run(self.views)
