@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -240,7 +241,7 @@ def test_names_of_a_type_of_strings():
     assert opt.param_groups[0]["param_names"] == ["w", "b"]
 
 
-@pytest.mark.parametrize("kept", [5, None, "x", torch.ones(3), [1, "two"], {"a": ["b", {"c": 1}]}], ids=repr)
+@pytest.mark.parametrize("kept", [5, None, "x", torch.ones(3), [1, "two"], {"a": ("b", {"c": torch.ones(2)})}], ids=repr)
 @pytest.mark.parametrize("name", ["NAdamW", "ScheduleFreeAdamW"])
 def test_what_users_keep_beside_parameters(name, kept, tmp_path):
     """In the state, or in that of a parameter, loaded or put there: it arrives as it was, by value, and steps are the same."""
@@ -256,6 +257,9 @@ def test_what_users_keep_beside_parameters(name, kept, tmp_path):
     for found in (opt.state["mine"], opt.state[params["w"]]["mine"]):
         assert str(found) == str(kept)
     assert kept is None or isinstance(kept, (int, str)) or opt.state[params["w"]]["mine"] is not kept
+    saved["state"][0]["mine"] = lock = threading.Lock()  # nobody copies that
+    opt.load_state_dict(saved)
+    assert opt.state[params["w"]].pop("mine") is lock
     opt.save(tmp_path / "a.safetensors")
     run(opt, params, 5, 8)
     run(other, others, 3, 8)

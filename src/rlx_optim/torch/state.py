@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Mapping
@@ -273,4 +272,13 @@ def taken_over(
         state |= {key + end: buffer for end, buffer in buffers.items()}
     for label, first in spec.counters().items():
         state[label] = counter(counters.get(label, float(started) if label == "started" else first))
-    return state | {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in given.items()}  # the user's own
+    return state | {k: by_value(v) for k, v in given.items()}  # the rest is the user's own
+
+
+def by_value(found: Any) -> Any:
+    """Tensors and what they are in, copied; other objects are what they are."""
+    if torch.is_tensor(found):
+        return found.clone()
+    if type(found) is dict:
+        return {k: by_value(v) for k, v in found.items()}
+    return type(found)(map(by_value, found)) if type(found) in (list, tuple, set) else found
