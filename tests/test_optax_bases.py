@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlx_optim.engines.jax_ import Jax, engine_in
+from rlx_optim.engines.jax_ import Jax, _halves, engine_in
 from rlx_optim.optax import kron_psgd, soap, transform
 
 SHAPES = {"a": (6, 4), "b": (4, 6), "c": (4, 6), "d": (6,)}
@@ -75,6 +75,16 @@ def test_products_by_halves(monkeypatch, gpu):
     assert np.abs(E.precise(A, B) - exact).max() < 1e-6 * np.abs(exact).max() < np.abs(E.product(A, B) - exact).max()
     exact = A.astype(np.float64) @ A.astype(np.float64).swapaxes(-1, -2)
     assert np.abs(E.square(A) - exact).max() < 1e-6 * np.abs(exact).max()
+
+
+def test_halves_are_rounded_to_the_nearest():
+    """Cut off, the rest would have the sign of the number, and every sum of squares come out too small."""
+    X = (np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.arange(-20, 20).repeat(250)).astype(np.float32)
+    top, rest = map(np.asarray, _halves(jnp.asarray(X)))
+    np.testing.assert_array_equal(tf32(top), top)
+    np.testing.assert_array_equal(top.astype(np.float64) + rest, X)
+    assert (np.abs(rest) <= 2.0**-11 * np.abs(X)).all()
+    assert 0.45 < (np.sign(rest) == np.sign(X)).mean() < 0.55
 
 
 def tf32(X):

@@ -182,3 +182,22 @@ def test_stacks_beside_each_other_give_the_bits_of_one_after_the_other(monkeypat
     monkeypatch.setattr(replay, "TRACKS", 1)
     monkeypatch.setattr(replay, "branches", lambda device, streams: contextlib.nullcontext(contextlib.nullcontext))
     assert all(map(torch.equal, found, walk()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["triton", "torch"])
+@pytest.mark.parametrize("shape", [(512, 512), (640, 130), (40, 300), (96, 8)])
+def test_first_bases_on_the_gpu(engine, shape):
+    """Orthonormal, which torch's own eigenvectors are not up to 512 rows; where the reference has them; open columns too."""
+    rng, least = np.random.default_rng(0), min(shape)
+    U, V = (np.linalg.qr(rng.standard_normal((n, least)))[0] for n in shape)
+    g = ((U * np.geomspace(1, 0.1, least)) @ V.T).astype(np.float32)
+    p = torch.nn.Parameter(torch.zeros(shape, device="cuda"))
+    opt, reference = front.SOAP([p], engine=engine), rlx_optim.SOAP(engine="reference")
+    p.grad = torch.tensor(g, device="cuda")
+    opt.step()
+    reference.step("w", np.zeros(shape, np.float32), g)
+    for slot in ("Q1", "Q2"):
+        Q, want = opt.state[p][slot].double().cpu().numpy(), reference.state("w")[slot]
+        assert abs(Q.T @ Q - np.eye(len(Q))).max() < 5e-6
+        assert (1 - abs((Q * want).sum(0))).max() < 1e-3

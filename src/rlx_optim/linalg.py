@@ -76,12 +76,14 @@ def eigenbasis(E: Any, L: Any, eye: Any) -> Any:
     """Eigenvectors of symmetric L, by descending eigenvalue. Of a null space: the unit vectors whose columns of L depend on those
     before, less what the other eigenvectors span, made orthonormal one by one."""
     L = L / E.floor(E.norm(L, math.inf), TINY)
-    (values, Q), order = E.eigh(L), E.counter(L.shape[-1])[None]
+    values, Q = E.eigh(L)
+    free = minor(E, values)  # the last ones
 
-    def units() -> Any:
-        return permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), order), 2)
+    def settled(Q: Any) -> Any:
+        units = permute(E, eye, last(E, dependent(E, E.qr(L, surely=True), L), E.counter(L.shape[-1])[None]), 2)
+        return E.where(free.any(-1)[:, None, None], E.qr(E.where(free[:, None, :], units, Q), surely=True), Q)
 
-    return settled(E, Q, Q, minor(E, values), units, order)
+    return E.cond(free.any(), settled, lambda Q: Q, Q)
 
 
 def orthonormal(E: Any, X: Any, near: Any, order: Any, free: Any) -> Any:
@@ -117,19 +119,10 @@ def orthonormal_by_products(E: Any, X: Any, near: Any, order: Any, free: Any) ->
     return E.where((skew(E, Q) < SKEW)[:, None, None], Q, near)
 
 
-def settled(E: Any, Q: Any, X: Any, free: Any, near: Callable[[], Any], order: Any) -> Any:
-    """Q, or the Q of X where columns are `free`: those of `near` instead, after all others."""
-
-    def changed(Q: Any) -> Any:
-        return E.where(free.any(-1)[:, None, None], settle(E, X, free, near(), order, surely=True), Q)
-
-    return E.cond(free.any(), changed, lambda Q: Q, Q)
-
-
-def settle(E: Any, X: Any, free: Any, near: Any, order: Any, surely: bool = False) -> Any:
+def settle(E: Any, X: Any, free: Any, near: Any, order: Any) -> Any:
     """The Q of X, whose `free` columns are those of `near`, and come after all others."""
     behind = last(E, free, order)
-    return permute(E, E.qr(E.chosen(X, near, free, behind), surely), E.inverse(behind), 2)
+    return permute(E, E.qr(E.chosen(X, near, free, behind)), E.inverse(behind), 2)
 
 
 def dependent(E: Any, Q: Any, X: Any, known: Any = None) -> Any:

@@ -112,8 +112,8 @@ def platform() -> str:
 
 
 def _halves(X: Array) -> tuple[Array, Array]:
-    """X as what TF32 has of it, and the rest."""
-    top = (X.view(jnp.uint32) & jnp.uint32(0xFFFFE000)).view(jnp.float32)
+    """X rounded to what TF32 has of it, and the rest: to the nearest, so that what is lost of the rest has either sign."""
+    top = ((X.view(jnp.uint32) + jnp.uint32(0x1000)) & jnp.uint32(0xFFFFE000)).view(jnp.float32)
     return top, X - top
 
 
