@@ -1,7 +1,8 @@
 """The tests that need a GPU, in several processes at once: `make test-gpu`, or `make test-gpu JOBS=12 ARGS="-k soap"`.
 
 What takes long is compiling, on one core while the GPU is idle. pytest-xdist is not asked for, since nothing is installed where
-these run. Tests go out in pieces of a file, those of files with few first, which take longest; who is done takes the next piece.
+these run. Tests go out in pieces of a file, those of JAX first, which compiles longest, then those of files with few; who is done
+takes the next piece.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def pieces(given: list[str]) -> list[list[str]]:
     if not files:
         sys.exit(found.stdout + found.stderr)
     out = []
-    for names in sorted(files.values(), key=len):
+    for names in sorted(files.values(), key=lambda names: ("optax" not in names[0], len(names))):
         each = min(MOST, -(-len(names) // PIECES))
         out += [names[i : i + each] for i in range(0, len(names), each)]
     return out
