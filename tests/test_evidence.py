@@ -305,7 +305,8 @@ def test_what_the_page_says_of_rates_is_so():
     assert f"Of the {len(whole)} whose three best rates were all run whole, {len(largest)} ended lowest with the largest" in page
     assert "adamw" in largest
     bounded = [name for name in list_optimizers() if evidence.result(name).bounded]
-    assert f"That is so of {len(bounded)} by now, AdamW among them" in page
+    assert bounded == list_optimizers()
+    assert f"That is so of all {len(bounded)} by now" in page
     adamw, before = (
         evidence.result("adamw"),
         plan.Search(pool, "adamw", 1000).losses({**evidence.result("adamw").settings, "lr": 0.002}, 1000),
@@ -319,15 +320,35 @@ def test_what_the_page_says_of_rates_is_so():
 
 def test_what_the_page_says_of_kronpsgd_is_so():
     forget()
-    runs = {(r["settings"]["lr"], r["seed"]): r for r in evidence.pool().of("kronpsgd", 1000)}
-    broken = runs[0.001, 1]
-    assert f"{broken['loss'][52]:.2f} {broken['loss'][57]:.1f} {broken['test_loss']:.2f}" == "0.78 4.0 1.90"  # means of ten steps
-    assert f"{runs[0.00173, 0]['test_loss']:.2f}" == "0.83"
-    assert max(runs[0.00173, 0]["loss"][28:32]) > 3
-    assert runs[0.003, 0]["diverged_at"] is not None
+    search = plan.Search(evidence.pool(), "kronpsgd", 1000)
+    winner = search.winner()
+    assert (winner["lr"], winner["weight_decay"]) == (0.001, 2.5)
+    rarely = [r for r in evidence.pool().of("kronpsgd", 1000) if r["settings"] == winner]
+    always = search.done(search.fitted())
+    assert len(rarely) == len(always) == 3
+
+    def broken(run):
+        """Within these steps it is far above where it was."""
+        return max(run["loss"][46:58]) > 1.5 * min(run["loss"][:46])
+
+    lost, back = [[r for r in runs if broken(r)] for runs in (rarely, always)]
+    assert (len(lost), len(back)) == (2, 1)
+    assert min(r["test_loss"] for r in lost) > 1.2
+    assert min(back[0]["loss"][57:60]) < min(back[0]["loss"][:47])
+    assert max(r["test_loss"] for r in always) < 0.82
+    assert row(evidence.fits(), "in every step")[2].endswith("level")
+    runs = {r["settings"]["lr"]: r for r in evidence.pool().of("kronpsgd", 1000, 0)}
+    assert f"{runs[0.000577]['test_loss']:.3f} {runs[0.00173]['test_loss']:.2f}" == "0.827 0.83"
+    assert not broken(runs[0.000577])
+    assert max(runs[0.00173]["loss"][28:32]) > 3
+    assert runs[0.003]["diverged_at"] is not None
     heavy = next(r for r in evidence.pool().of("kronpsgd", 500) if r["settings"]["weight_decay"] == 12.5)
     assert max(heavy["loss"][20:]) > 2 * heavy["loss"][20]
     assert evidence.result("kronpsgd").lead.verdict == "unclear"
+
+
+def test_without_runs_of_kronpsgd_nothing_is_said_of_its_fits(raced):
+    assert evidence.fits() == "No run is committed yet."
 
 
 def test_what_the_page_says_of_soaps_frequency_is_so():
@@ -337,19 +358,27 @@ def test_what_the_page_says_of_soaps_frequency_is_so():
     assert float(by[1][1]) < float(by[2][1]) < float(by[4][1]) < float(adamw[1]) < float(by[10][1])
     assert float(by[2][1]) - float(by[1][1]) < 0.011
     assert by[10][4] == "750"
-    assert by[4][4:] == ["600", "101%"]
-    assert f"{600 * float(by[4][3]) / (1000 * float(adamw[3])):.0%}" == "88%"
-    runs = [r for r in evidence.pool().whose["soap"] if r["steps"] == 600 and r["settings"].get("precondition_frequency") == 4]
-    assert {r["settings"]["lr"] for r in runs} == {0.009}
-    first = [r["seconds"] - 0.6 * r["training_ms"] for r in runs]  # 600 steps, in seconds
-    assert statistics.fmean(first) == pytest.approx(2.4, abs=0.05)
-    assert f"{statistics.fmean(first) / evidence.seconds('adamw', 1000, {}):.0%}" == "13%"
+    assert by[4][4] == "600"
+    assert 0.95 < float(by[4][5].rstrip("%")) / 100 < 1.05
+    for steps, share in ((600, "88%"), (500, "73%")):
+        assert f"{steps * float(by[4][3]) / (1000 * float(adamw[3])):.0%}" == share
+    whole = evidence.seconds("adamw", 1000, {})
+    runs = [r for r in evidence.pool().whose["soap"] if r["settings"].get("precondition_frequency") == 4 and r["seed"] < 10]
+    for lr, said in ((0.0156, 1.6), (0.009, 2.4)):
+        mine = [r for r in runs if r["settings"]["lr"] == lr and r["steps"] == 600]
+        assert len(mine) == 3
+        first = [r["seconds"] - 0.6 * r["training_ms"] for r in mine]  # 600 steps, in seconds
+        assert statistics.fmean(first) == pytest.approx(said, abs=0.05)
+        if lr == 0.0156:
+            assert f"{statistics.fmean(first) / whole:.0%}" == "9%"
+    short = [r["test_loss"] for r in runs if r["steps"] == 500]
+    assert f"{statistics.fmean(short) - evidence.result('adamw').mean:.2f}" == "0.02"
 
 
 def test_what_the_page_says_of_two_widths_is_so():
     forget()
     share = {name: evidence.result(name).settings["lr"] / rates.SETTINGS["char-gpt"][name]["lr"] for name in list_optimizers()}
-    assert {name for name, s in share.items() if s < 0.4} == {"sgd", "radam", "lion", "kronpsgd"}
+    assert {name for name, s in share.items() if s < 0.4} == {"radam", "lion", "kronpsgd"}
     assert {name for name, s in share.items() if s > 2} == {"scion", "normuon", "prodigy"}
     assert all(0.49 < s < 2 for s in share.values() if 0.4 < s < 2)
 

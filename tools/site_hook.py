@@ -53,6 +53,7 @@ TABLES = {
     "evidence storage": evidence.storage,
     "evidence steps": evidence.steps,
     "evidence frequencies": evidence.frequencies,
+    "evidence fits": evidence.fits,
     "evidence figures": evidence.figures,
     **{f"evidence {name}": functools.partial(evidence.sentence, name) for name in rlx_optim.list_optimizers()},
     **{f"race {model}": functools.partial(races.by_optimizer, model) for model in RACED},

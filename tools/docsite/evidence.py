@@ -452,6 +452,22 @@ def frequencies() -> str:
     return table(head, cells, right=(1, 2, 3, 4, 5))
 
 
+def fits() -> str:
+    """KronPSGD's losses by how often its factors are fitted, and how far they are from AdamW's."""
+    search, goal = plan.Search(pool(), "kronpsgd", STEPS), plan.goal_of(pool(), STEPS)
+    by = {
+        "ever more rarely after 500 steps (the default)": search.losses(search.winner(), STEPS),
+        "in every step": {r["seed"]: r["test_loss"] for r in search.done(search.fitted()) if "test_loss" in r},
+    }
+    rows = [
+        [words, ", ".join(f"{losses[seed]:.4f}" for seed in sorted(losses)), said(leads.lead(losses, goal))]
+        for words, losses in by.items()
+        if losses
+    ]
+    head = ["factors are fitted", f"loss after {STEPS:,} steps, by seed", "less AdamW's"]
+    return table(head, rows) if len(rows) == len(by) else "No run is committed yet."
+
+
 def often(n: int) -> str:
     return "a new basis every step" if n == 1 else f"every {n} steps"
 

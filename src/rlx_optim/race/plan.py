@@ -220,6 +220,12 @@ class Search:
             yield from self.oftener(n)
             yield from self.repeated(self.oftener(n))
 
+    def fitted(self) -> Iterator[Job]:
+        """The winner with factors that are fitted in every step, as KronPSGD's own schedule does in the first 500."""
+        if (settings := self.winner()) is not None:
+            always = plain({**settings, "preconditioner_update_probability": 1.0})
+            yield from (Job(self.optimizer, always, self.steps, seed) for seed in range(LEAST))
+
     def formats(self, forms: Mapping[str, Settings] = FORMATS) -> Iterator[Job]:
         """State in each format, at half length, where a search would begin."""
         for seed in range(3):
@@ -252,7 +258,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str] | None, Sequence[str]]]] = {
     "cost": ((ALL, ("cost",)),),
     "storage": ((STORAGE, ("formats",)), (STORAGE, ("halves",))),
     "steps": ((tuple(STEPS), ("stepped",)),),
-    "frequency": ((("soap",), ("frequencies", "often")),),
+    "frequency": ((("soap",), ("frequencies", "often")), (("kronpsgd",), ("fitted",))),
 }
 
 
