@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from rlx_optim import SOAP, linalg, random
+from rlx_optim import SOAP, create, linalg, random
 from rlx_optim.engines import get_engine
-from rlx_optim.engines.cpu import bases, noise, triangular
+from rlx_optim.engines.cpu import bases, matrices, noise, triangular
+from rlx_optim.engines.cpu.engine import Cpu
 
 E = get_engine("cpu")
 
@@ -204,3 +205,52 @@ def test_soap_where_there_was_no_gradient_yet(least):
     assert (ends[0] != 1).any()
     if not least:  # the reference keeps more than float32
         np.testing.assert_allclose(ends[0], ends[1], rtol=2e-6)
+
+
+STACKS = {
+    "small": [(8, 8)] * 3 + [(5, 12)] * 2 + [(12, 5)] * 2 + [(7,)] * 3 + [(3, 4, 5)] * 2 + [()] * 2,
+    "large": [(300, 20)] * 3 + [(64, 70)] * 2,
+}
+OF_STACKS = {
+    "soap": [{"precondition_frequency": 3}, {"precondition_frequency": 1, "decay": "hyperball"}, {"precondition_1d": True}],
+    "kronpsgd": [{}, {"preconditioner_update_probability": 0.4, "balance_probability": 0.5, "memory_save_mode": "one_diag"}],
+    "muon": [{}, {"convention": "rlx"}, {"ns_coefficients": "polar_express", "decay": "hyperball", "weight_decay": 0.1}],
+    "normuon": [{}],
+    "scion": [{}],
+}
+
+
+@pytest.mark.parametrize("shapes", STACKS)
+@pytest.mark.parametrize(("name", "settings"), [(name, each) for name, several in OF_STACKS.items() for each in several])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_small_tensors_in_stacks_go_where_they_go_alone_bit_for_bit(name, settings, shapes, precision, monkeypatch):
+    """Those of one shape that took part in as many steps; one is left out now and then, one has no gradient or none that is
+    finite, one has a rank that makes its basis ask for more."""
+
+    def walk(entries):
+        monkeypatch.setattr(matrices, "STACKED", entries)
+        rng = np.random.default_rng(0)
+        params = {f"w{i}": np.asarray(rng.standard_normal(shape), precision) for i, shape in enumerate(STACKS[shapes])}
+        opt, given = create(name, engine="cpu", **settings), []
+
+        def counted(self, bundle, move=True):
+            given.append(len(bundle.shapes) if bundle.spec.matrix else 1)
+            return run(self, bundle, move)
+
+        monkeypatch.setattr(Cpu, "run", counted)
+        for t in range(9):
+            grads = {k: np.asarray(0.1 * rng.standard_normal(p.shape), precision) for k, p in params.items()}
+            grads["w0"] = np.asarray(grads["w0"][:, :1] * grads["w0"][:1] if t < 5 else grads["w0"], precision)
+            grads["w1"] *= t != 5
+            grads["w3"].flat[0] = np.nan if t == 7 else grads["w3"].flat[0]
+            if t % 4 == 2:
+                del grads["w2"]
+            opt.step_all({k: params[k] for k in grads}, grads)
+        return params, {k: opt.state(k) for k in params}, max(given)
+
+    run = Cpu.run
+    (one, ones, single), (two, twos, most) = walk(1), walk(1 << 16)
+    assert (single, most > 1) == (1, True)
+    for k in one:
+        assert one[k].tobytes() == two[k].tobytes()
+        assert [np.asarray(a).tobytes() for a in ones[k].values()] == [np.asarray(a).tobytes() for a in twos[k].values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,14 @@ import numpy as np
 from ... import linalg
 from ...engine import ArrayEngine
 from ...linalg import Coefficients
+from ...spec import Shape
 from . import bases, noise, rooms
 from .grams import average
 from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
 from .watch import address
 
+STACKED = 1 << 16  # entries of tensors of one shape that are taken at once: small ones, of which Python takes longer than BLAS
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
 STRAIGHT = 2.0**-18  # from where on one correction, which leaves the square of that, does not do
@@ -26,6 +29,9 @@ class Matrices(ArrayEngine):
 
     dtype: np.dtype
     stored: np.dtype
+
+    def stack(self, shape: Shape) -> int:
+        return max(1, STACKED // max(1, math.prod(shape)))
 
     def wide(self, X: Any) -> np.ndarray:
         found: np.ndarray = X() if callable(X) else rooms.copy(X, np.float64)
@@ -115,6 +121,13 @@ class Matrices(ArrayEngine):
             if not self._by_products(Q[i : i + 1], int((~open_).sum())):
                 Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
         return Q
+
+    def orthonormal(self, X: np.ndarray, near: np.ndarray, order: np.ndarray, free: np.ndarray) -> np.ndarray:
+        """Large ones one by one: what another of the stack asks for once more would be rounded otherwise."""
+        if len(X) == 1 or X.shape[-1] < LARGE:
+            return linalg.orthonormal(self, X, near, order, free)  # type: ignore[no-any-return]
+        each = zip(X, near, order, free, strict=True)
+        return np.concatenate([linalg.orthonormal(self, *(one[None] for one in of)) for of in each])
 
     def _by_products(self, Q: np.ndarray, first: int) -> bool:
         """Q <- its Q of QR, where the columns from `first` on are orthonormal already. Whether it is a basis."""
