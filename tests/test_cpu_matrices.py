@@ -209,10 +209,15 @@ def test_soap_where_there_was_no_gradient_yet(least):
 
 STACKS = {
     "small": [(8, 8)] * 3 + [(5, 12)] * 2 + [(12, 5)] * 2 + [(7,)] * 3 + [(3, 4, 5)] * 2 + [()] * 2,
-    "large": [(300, 20)] * 3 + [(64, 70)] * 2,
+    "large": [(300, 20)] * 3 + [(64, 70)] * 2 + [(18, 18)] * 2,
 }
 OF_STACKS = {
-    "soap": [{"precondition_frequency": 3}, {"precondition_frequency": 1, "decay": "hyperball"}, {"precondition_1d": True}],
+    "soap": [
+        {"precondition_frequency": 3},
+        {"precondition_frequency": 1, "decay": "hyperball"},
+        {"precondition_1d": True},
+        {"merge_dims": True, "max_precond_dim": 400},
+    ],
     "kronpsgd": [{}, {"preconditioner_update_probability": 0.4, "balance_probability": 0.5, "memory_save_mode": "one_diag"}],
     "muon": [{}, {"convention": "rlx"}, {"ns_coefficients": "polar_express", "decay": "hyperball", "weight_decay": 0.1}],
     "normuon": [{}],
@@ -248,9 +253,17 @@ def test_small_tensors_in_stacks_go_where_they_go_alone_bit_for_bit(name, settin
             opt.step_all({k: params[k] for k in grads}, grads)
         return params, {k: opt.state(k) for k in params}, max(given)
 
-    run = Cpu.run
-    (one, ones, single), (two, twos, most) = walk(1), walk(1 << 16)
+    run, usual = Cpu.run, matrices.STACKED
+    (one, ones, single), (two, twos, most) = walk(1), walk(usual)
     assert (single, most > 1) == (1, True)
     for k in one:
         assert one[k].tobytes() == two[k].tobytes()
         assert [np.asarray(a).tobytes() for a in ones[k].values()] == [np.asarray(a).tobytes() for a in twos[k].values()]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (64, 64), (1, 500), (500, 1), (3, 4, 5), (512,), (4, 4000), (300, 300)])
+def test_stacks_take_no_more_memory_than_one_large_matrix(shape):
+    """Nor do their factors, which are far larger than a thin tensor."""
+    many, longest = E.stack(shape), max(shape, default=1)
+    assert many == 1 or many * max(np.prod(shape), longest**2) <= matrices.STACKED
+    assert (many > 1) == (longest <= 362)

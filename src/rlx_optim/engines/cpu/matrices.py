@@ -17,7 +17,7 @@ from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
 from .watch import address
 
-STACKED = 1 << 16  # entries of tensors of one shape that are taken at once: small ones, of which Python takes longer than BLAS
+STACKED = 1 << 18  # entries of tensors of one shape, or of their factors, taken at once: Python takes longer than BLAS for these
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
 SKEW = 1e-9  # how far from orthonormal what they give may be
 STRAIGHT = 2.0**-18  # from where on one correction, which leaves the square of that, does not do
@@ -31,7 +31,8 @@ class Matrices(ArrayEngine):
     stored: np.dtype
 
     def stack(self, shape: Shape) -> int:
-        return max(1, STACKED // max(1, math.prod(shape)))
+        """A thin tensor has few entries, and its factors have the square of its longest side."""
+        return max(1, STACKED // max(1, math.prod(shape), max(shape, default=1) ** 2))
 
     def wide(self, X: Any) -> np.ndarray:
         found: np.ndarray = X() if callable(X) else rooms.copy(X, np.float64)
