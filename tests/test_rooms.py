@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rlx_optim
-from rlx_optim.engines.cpu import rooms
+from rlx_optim.engines.cpu import matrices, rooms
 
 SHAPE = (1024, 1024)  # of float32: as little as is kept
 
@@ -108,6 +108,7 @@ def test_where_the_system_cannot_take_memory_back_none_is_kept(monkeypatch):
 def test_steps_take_no_more_rooms_than_the_first_few(optimizer, settings, monkeypatch):
     """And two threads at once end where one does."""
     monkeypatch.setattr(rooms, "LEAST", 2**12)
+    monkeypatch.setattr(matrices, "STACKED", 1)  # one by one, as large ones are
     leave, used = rooms.leave, []
 
     def looked_at():
