@@ -340,6 +340,8 @@ def test_what_the_page_says_of_kronpsgd_is_so():
     runs = {r["settings"]["lr"]: r for r in evidence.pool().of("kronpsgd", 1000, 0)}
     assert f"{runs[0.000577]['test_loss']:.3f} {runs[0.00173]['test_loss']:.2f}" == "0.827 0.83"
     assert not broken(runs[0.000577])
+    one, other = (next(r for r in several if r["seed"] == 0) for several in (rarely, always))
+    assert max(other["loss"][46:50]) > 2 * max(one["loss"][46:50])  # up to step 500 they do the same
     assert max(runs[0.00173]["loss"][28:32]) > 3
     assert runs[0.003]["diverged_at"] is not None
     heavy = next(r for r in evidence.pool().of("kronpsgd", 500) if r["settings"]["weight_decay"] == 12.5)
@@ -358,8 +360,7 @@ def test_what_the_page_says_of_soaps_frequency_is_so():
     assert float(by[1][1]) < float(by[2][1]) < float(by[4][1]) < float(adamw[1]) < float(by[10][1])
     assert float(by[2][1]) - float(by[1][1]) < 0.011
     assert by[10][4] == "750"
-    assert by[4][4] == "600"
-    assert 0.95 < float(by[4][5].rstrip("%")) / 100 < 1.05
+    assert by[4][4:] == ["600", "99%"]
     for steps, share in ((600, "88%"), (500, "73%")):
         assert f"{steps * float(by[4][3]) / (1000 * float(adamw[3])):.0%}" == share
     whole = evidence.seconds("adamw", 1000, {})
