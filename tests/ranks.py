@@ -466,6 +466,39 @@ def model_state_dicts(world):
     return out
 
 
+@scenario(2)
+def thawed(world):
+    """A layer that is frozen at first: its state is loaded by torch's helpers into an optimizer that has none for it yet."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def start(name, frozen):
+        model = net()
+        first = next(iter(model.children()))
+        first.requires_grad_(not frozen)
+        fully_shard(model, mesh=world.mesh)
+        return model, first, getattr(ours, name)(model, lr=0.01)
+
+    out = {}
+    for name in ("AdamW", "Muon", "SOAP"):
+        model, first, opt = start(name, frozen=True)
+        losses(model, opt)
+        without = [p in opt.state for p in first.parameters()]
+        first.requires_grad_(True)
+        losses(model, opt)
+        where = world.folder / "thawed" / name
+        dcp.save({"opt": get_optimizer_state_dict(model, opt)}, checkpoint_id=where)
+        for frozen in (False, True):
+            other, layer, again = start(name, frozen)
+            layer.requires_grad_(True)  # its state does not exist yet where it was frozen
+            taken = {"opt": get_optimizer_state_dict(other, again)}
+            dcp.load(taken, checkpoint_id=where)
+            set_optimizer_state_dict(other, again, taken["opt"])
+            out[name, frozen] = without, same_tensors(state_of(opt), state_of(again))
+    return out
+
+
 def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 

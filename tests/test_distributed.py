@@ -270,6 +270,14 @@ def test_whole_and_flat_state_dicts_of_torch(results):
     assert first[False][1] == second[False][1] > 10
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SOAP"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_state_of_thawed_layers_is_loaded(results, name, frozen):
+    without, same = results[2]["thawed"][0][name, frozen]
+    assert not any(without)
+    assert same
+
+
 def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(results):
     given = results[2]["killed"]
     assert given["same"]

@@ -357,7 +357,8 @@ def test_what_others_put_into_groups_and_state_counts():
     run(opt, params, 5, 6)
     assert torch.equal(before["a"], params["a"])
     assert not torch.equal(before["b"], params["b"])
-    assert float(opt.state[params["b"]]["step"]) == 1
+    assert float(opt.state[params["b"]]["step"]) == 3  # state follows its place
+    assert params["a"] not in opt.state
 
     opt.state.clear()  # a fresh start
     run(opt, {"b": params["b"]}, 6, 7)

@@ -1,5 +1,11 @@
 """Hugging Face accelerate: train, save_state, load_state into new objects, go on: bit for bit as without the break."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -77,3 +83,38 @@ def test_resume_is_bitwise(cls, tmp_path):
     for p, q, s in zip(whole[1].parameters(), second[1].parameters(), start, strict=True):
         assert torch.equal(p, q)
         assert not torch.equal(p, s)
+
+
+def run_ranks(*args):
+    """Both ranks of fsdp2_ranks.py, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("fsdp2_ranks.py")
+    around = {
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, *args],
+            env={**os.environ, **{k: str(v) for k, v in {**around, "RANK": rank, "LOCAL_RANK": rank}.items()}},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(each.endswith("done\n") for each in said), said[0] + said[1]
+
+
+def test_fsdp2(tmp_path):
+    """`prepare` shards the model and replaces the parameters in the groups: train, save, and resume in new processes, bit for bit."""
+    run_ranks("start", str(tmp_path))
+    run_ranks("resume", str(tmp_path))

@@ -80,6 +80,8 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     members, where = _members(opt)
     parameters = {}
     for name, (index, param) in parameters_of(opt).items():
+        if opt._is_dormant(param):
+            continue
         group, state = opt.param_groups[index], opt.state[param]
         split = opt._pieces(name, param)
         home = opt._home(name, param, specs[index], split)
@@ -106,7 +108,11 @@ def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> 
 
 def _members(opt: RuleOptimizer) -> tuple[list[Member], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
     """The rules with their groups, and for each of torch's groups and kinds of parameters in it the place there."""
-    kinds = [{_kind(opt, group, p): None for p in group["params"]} or {torch.float32: None} for group in opt.param_groups]
+    trained = [[p for p in group["params"] if not opt._is_dormant(p)] for group in opt.param_groups]
+    kinds = [
+        {_kind(opt, group, p): None for p in params} or {torch.float32: None}
+        for group, params in zip(opt.param_groups, trained, strict=True)
+    ]
     members = []
     where: dict[tuple[int, torch.dtype], tuple[int, int | None]] = {}
     for place, (rule, its) in enumerate(opt._rules.items()):
@@ -223,7 +229,8 @@ def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any
         raise CheckpointError(f"it is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
     if len(snapshot.members) > 2 and spec_class(snapshot.members[1].optimizer).otherwise_default is not None:
         raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
-    missing, extra = known.keys() - snapshot.parameters.keys(), snapshot.parameters.keys() - known.keys()
+    needed = {name for name, (_, param) in known.items() if not opt._is_dormant(param)}
+    missing, extra = needed - snapshot.parameters.keys(), snapshot.parameters.keys() - known.keys()
     if strict and (missing or extra):
         says = [f"it has no state for {listed(missing)}"] * bool(missing) + [
             f"it has state for {listed(extra)}, unknown here"
@@ -287,10 +294,12 @@ def _regrouped(
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     new: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in opt.param_groups:
+        saved = [there.get(names[id(param)]) for param in group["params"]]
+        places = [None if p is None else (p.member, p.group) for p in saved]
+        beside = next((place for place in places if place is not None), None)  # frozen parameters, which no file has, stay there
         parts: dict[Any, list[int]] = {}
-        for i, param in enumerate(group["params"]):
-            p = there.get(names[id(param)])
-            parts.setdefault(None if p is None else (p.member, p.group), []).append(i)
+        for i, (param, place) in enumerate(zip(group["params"], places, strict=True)):
+            parts.setdefault(beside if place is None and opt._is_dormant(param) else place, []).append(i)
         contents = [_content(snapshot, group, place, which, values) for place, which in parts.items()] or [dict(group)]
         kept.append((group, contents[0]))
         new += [({}, content) for content in contents[1:]]
@@ -315,7 +324,7 @@ def _content(
     if member.optimizer == group["rule"] and kind.torch.in_dtype:  # a None that follows the dtype stays where it means the file's
         follows = {k: group[k] for k, v in in_dtype(kind, group, torch.float32).items() if v is not group[k]}
         unsaid = {**content, **follows}
-        meant = [in_dtype(kind, unsaid, p.dtype) for p in content["params"]]
+        meant = [in_dtype(kind, unsaid, p.dtype) for p in content["params"] if p.dtype in ARITHMETIC]
         return unsaid if all(each[k] == content[k] for each in meant for k in follows) else content
     return content
 

@@ -35,7 +35,7 @@ class CurvatureOptimizer(RuleOptimizer):
         for spec, group in zip(self._current_specs(), self.param_groups, strict=True):
             for name, param in named(group):
                 if param.grad is not None:
-                    counters = {k: float(self.state[param].get(k, first)) for k, first in spec.counters().items()}
+                    counters = {k: float(self.state.get(param, {}).get(k, first)) for k, first in spec.counters().items()}
                     if advice := spec.advice(counters):
                         warnings.warn(f"{self._owner}: {bare(name)!r} {advice}", stacklevel=6)
                         return
@@ -106,7 +106,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _due(self, params: list[torch.Tensor], every: int) -> bool:
         """Whether there is something to look at, and its turn has come."""
-        steps = [int(self.state[p].get("step", 0)) for p in params] if every > 1 else [0] * len(params)
+        steps = [int(self.state.get(p, {}).get("step", 0)) for p in params] if every > 1 else [0] * len(params)
         return bool(params) and max(steps) % every == 0
 
     def _observed(self, estimates: dict[Any, torch.Tensor]) -> bool:
@@ -138,7 +138,7 @@ class CurvatureOptimizer(RuleOptimizer):
         """Random signs, keyed by seed, place and count: no global generator is touched."""
         places = ((i, p, group) for i, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]))
         place, seed = next((i, group["hessian_seed"]) for i, p, group in places if p is param)
-        count = int(self.state[param].get("estimates", 0))
+        count = int(self.state.get(param, {}).get("estimates", 0))
         words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel()), count)
         signs: torch.Tensor = ((words & 1) * 2 - 1).to(param.device, param.dtype).reshape(param.shape)
         if not is_spread(param):

@@ -52,6 +52,7 @@ class Evaluating(torch.optim.Optimizer):
     _rules: dict[str, type[Spec]]
     _pieces: Callable[[str | None, torch.Tensor], Split]
     _spec_of: Callable[..., Spec]
+    _refresh: Callable[[], None]
     _evaluating: bool | None = None  # parameters are where to evaluate, not where to take gradients; None: ask the state
 
     def _evaluates(self) -> bool:
@@ -64,6 +65,7 @@ class Evaluating(torch.optim.Optimizer):
     def eval(self) -> None:
         """Put the parameters where the model is to be evaluated, until `train()`: those of Schedule-Free at their average x.
         What they were is kept in the state, so that the way back is exact and a checkpoint has both. Others stay as they are."""
+        self._refresh()
         if self._evaluates():
             return
         for group in self.param_groups:
@@ -71,7 +73,9 @@ class Evaluating(torch.optim.Optimizer):
             if kind.evaluated is None:
                 continue
             for name, param in named(group):
-                state = self.state[param]
+                state = self.state.get(param)
+                if not state:
+                    continue
                 key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
                 if TRAINED not in state and key in state:
                     here, there = local(param), local(state[key])
@@ -84,10 +88,11 @@ class Evaluating(torch.optim.Optimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Put the parameters back where gradients are taken, after `eval()`."""
+        self._refresh()
         if self._evaluates():
             for group in self.param_groups:
                 for param in group["params"]:
-                    if TRAINED in self.state[param]:
+                    if TRAINED in self.state.get(param, {}):
                         local(param).copy_(local(self.state[param].pop(TRAINED)))
             self._evaluating = False
 

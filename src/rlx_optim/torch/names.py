@@ -72,6 +72,19 @@ def by_name(ours: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "params": [there[name] for name in names], "param_names": list(ours["param_names"])}
 
 
+def with_names(owner: str, group: dict[str, Any]) -> dict[str, Any]:
+    """A group whose names stand beside its parameters (torchtitan's, and those of torch's own groups) with pairs of both."""
+    if group.get("param_names") is None:
+        return {k: v for k, v in group.items() if k != "param_names"}
+    params, names = group["params"], list(group["param_names"])
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    if any(isinstance(entry, tuple) for entry in params):
+        raise ValueError(f"{owner}: a group has pairs of name and parameter, and param_names too; leave out one of them")
+    if len(names) != len(params):
+        raise ValueError(f"{owner}: a group has {len(params)} parameters and {len(names)} param_names; give each its name")
+    return {k: v for k, v in group.items() if k != "param_names"} | {"params": list(zip(names, params, strict=True))}
+
+
 def counted(group: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[str, Any]:
     """A parameter's state, with the group's count where others (Adan's authors, timm) count for the whole group."""
     return {"step": group["step"], **state} if state and "step" in group else dict(state or {})

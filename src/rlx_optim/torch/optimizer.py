@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import nn
 from .. import guard
 from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
-from ..pieces import WHOLE, Split, checked, described, part, shapes_of, slots_of
+from ..pieces import WHOLE, Split, checked, described, shapes_of
 from ..registry import known
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
@@ -28,9 +28,10 @@ from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
 from .models import splits_of
-from .names import by_name, counted, foreign, translated, unwrapped
+from .names import by_name, counted, foreign, translated, unwrapped, with_names
+from .replaced import list_params
 from .routing import kinds_of
-from .state import furnish, handed_on, part_names, piece_shape, refuse_codes, shape_in_state, split_in, split_of, taken_over
+from .state import furnish, handed_on, is_frozen, piece_shape, refuse_codes, shapes_in_state, split_in, split_of, taken_over
 from .stepping import Stepper, number
 from .structure import dicts_in
 
@@ -117,6 +118,7 @@ class RuleOptimizer(Stepper):
         self._process_group = process_group
         self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
+        self._listed = []
         self._why: dict[torch.Tensor, str] = {}
         given = {name: hyperparameters.get(name, field.default) for name, field in self.spec.fields.items()}
         if otherwise is not None:
@@ -197,6 +199,8 @@ class RuleOptimizer(Stepper):
         `route`'s) but for those that the group itself says."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        self._refresh()
+        param_group = with_names(self._owner, param_group)
         params = param_group["params"]
         if isinstance(params, (set, torch.Tensor)) or "rule" in param_group:
             return self._add_all([{**param_group, "params": [params] if isinstance(params, torch.Tensor) else params}])
@@ -248,6 +252,7 @@ class RuleOptimizer(Stepper):
             del self.param_groups[before:]
             raise
         self._forget()
+        self._listed = list_params(self.param_groups)
         self._current_specs()
 
     def _add(self, group: dict[str, Any]) -> None:
@@ -270,12 +275,22 @@ class RuleOptimizer(Stepper):
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
             self._choose_home(name, param)
-            self._check_param(name, param, added)
-        if (homes := self._all_homes(added["params"], spec)) is not None:
-            homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
-        for name, param in entries:
+        self._admit(entries, spec, added)
+
+    def _admit(self, entries: Iterable[tuple[str | None, torch.Tensor]], spec: Spec, group: Mapping[str, Any]) -> None:
+        """Check parameters and make their state. Frozen ones are left alone until they are trained, whatever they are."""
+        newcomers = [(name, param) for name, param in entries if not self.state.get(param) and not is_frozen(param)]
+        for name, param in newcomers:
+            self._check_param(name, param, group)
+        self._share_out(newcomers, spec)
+        for name, param in newcomers:
             batch = self._batch(name, param)
             furnish(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
+
+    def _share_out(self, entries: Sequence[tuple[str | None, torch.Tensor]], spec: Spec) -> None:
+        """Give parameters that are spread over ranks their owners, all of a group at once so that the work is even."""
+        if (homes := self._all_homes([param for _, param in entries], spec)) is not None:
+            homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
 
     def _defaults_of(self, rule: str, whose: str = "a group") -> dict[str, Any]:
         if not isinstance(rule, str) or rule not in self._rules:
@@ -288,7 +303,7 @@ class RuleOptimizer(Stepper):
 
     def _pieces(self, name: str | None, param: torch.Tensor) -> Split:
         """Into which matrices a parameter is split: as its state says, or where that was cleared, the user or the model."""
-        return split_in(self.state[param]) or self._batch(name, param)
+        return split_in(self.state.get(param) or {}) or self._batch(name, param)
 
     def _batch(self, name: str | None, param: torch.Tensor) -> Split:
         """Into which matrices the user splits a parameter, or its model's config."""
@@ -325,6 +340,7 @@ class RuleOptimizer(Stepper):
                 saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
             return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
+        self._refresh()
         kept, handle = self.state, self.register_state_dict_post_hook(complete, prepend=True)  # the user's hooks see all of it
         try:
             self.state = self._for_all(kept)
@@ -340,12 +356,14 @@ class RuleOptimizer(Stepper):
         """
         from .sharded.homes import exported
 
+        self._refresh()
         owned = [entry for entry in self._owned() if entry[1].layout is None]
         self._consolidated = self._stamp(), exported(self.state, owned)
 
     def _stamp(self) -> list[float]:
         """Moves with every step."""
-        return [float(self.state[param]["step"]) for group in self.param_groups for param in group["params"]]
+        states = [self.state.get(param) for group in self.param_groups for param in group["params"]]
+        return [float(state["step"]) for state in states if state]
 
     def _owned(self) -> list[Any]:
         """(parameter, home, shapes of its state by name) of what has one owner."""
@@ -355,13 +373,12 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             spec = self._spec_of(group)
             for name, param in named(group):
+                if not self.state.get(param):
+                    continue
                 split = self._pieces(name, param)
                 home = self._home(name, param, spec, split)
                 if isinstance(home, Owned):
-                    slots = slots_of(spec, tuple(param.shape), split)
-                    names = part_names(spec, slots)
-                    shapes = {key: shape_in_state(part(slots[slot], end), param, split) for key, (slot, end) in names.items()}
-                    found.append((param, home, shapes))
+                    found.append((param, home, shapes_in_state(spec, param, split)))
         return found
 
     def _for_all(self, state: Any) -> Any:
@@ -402,6 +419,7 @@ class RuleOptimizer(Stepper):
             boxes = {key: boxed(state) for key, state in loaded["state"].items()}
             return {**loaded, "state": boxes, "param_groups": groups}
 
+        self._refresh()
         window: dict[str, Any] = {}
         if not isinstance(state_dict, Mapping):  # before torch copies it
             check_outline(self._owner, state_dict)
@@ -413,7 +431,8 @@ class RuleOptimizer(Stepper):
         self._resume_guard(window)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated")
+        derived = {"_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated"}
+        derived |= {"_listed", "_dormant"}
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -429,6 +448,7 @@ class RuleOptimizer(Stepper):
         self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
         self._forget()
+        self._listed = list_params(self.param_groups)
         self._current_specs()
 
     def _completed(self, group: dict[str, Any], place: int) -> dict[str, Any]:
@@ -451,6 +471,9 @@ class RuleOptimizer(Stepper):
                 its = unboxed(saved.get(param) or {})
                 if not isinstance(its, Mapping | None):
                     raise refused(self._owner, "state", name, its, "a dict of tensors")
+                if not its and is_frozen(param):
+                    continue
+                self._check_param(name, param, group)
                 given = counted(group, its)
                 split = split_of(self._owner, param, given, name) or self._pieces(name, param)
                 home = self._home(name, param, spec, split)
@@ -471,6 +494,7 @@ class RuleOptimizer(Stepper):
         from ..checkpoint import files
         from .checkpoint import snapshot_of
 
+        self._refresh()
         steps = max((int(state["step"]) for state in dicts_in(self.state) if "step" in state), default=0)
         if self._homes is not None:
             from .sharded.saving import save
@@ -487,6 +511,7 @@ class RuleOptimizer(Stepper):
         """
         from .checkpoint import load_into
 
+        self._refresh()
         load_into(self, path, strict, allow_nan, callables)
 
     def _agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -513,13 +538,18 @@ class RuleOptimizer(Stepper):
             )
             key += (lane.spread and f", {lane.spread}") + lane.words
             out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked})"
+        if self._dormant:
+            out[f"{len(self._dormant)} frozen parameters"] = "not stepped, no state until they are trained"
         return out
 
     def routing_report(self) -> str:
         """A table: parameter, shape, rule, why."""
+        self._refresh()
         rows = []
         for group in self.param_groups:
             names = group.get("param_names") or ["(unnamed)"] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                rows.append((name, tuple(param.shape), self._rules[group["rule"]], self._why.get(param, "")))
+                frozen = "frozen: no state until it is trained" if self._is_dormant(param) else ""
+                why = "; ".join(filter(None, (frozen, self._why.get(param, ""))))
+                rows.append((name, tuple(param.shape), self._rules[group["rule"]], why))
         return report(rows)

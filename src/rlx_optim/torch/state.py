@@ -57,6 +57,18 @@ def shape_in_state(slots: Slots, param: torch.Tensor, split: Split) -> Shape:
     return (*shape[:-2], 1, shape[-1]) if slot.drop == (-2,) else slot.shape
 
 
+def shapes_in_state(spec: Spec, param: torch.Tensor, split: Split) -> dict[str, Shape]:
+    """The shapes of all tensors of a parameter's state, by their names in a state_dict."""
+    slots = slots_of(spec, tuple(param.shape), split)
+    names = part_names(spec, slots)
+    return {key: shape_in_state(part(slots[slot], end), param, split) for key, (slot, end) in names.items()}
+
+
+def is_frozen(param: torch.Tensor) -> bool:
+    """Whether a parameter is not being trained: it has no gradient, and none will come."""
+    return not param.requires_grad and param.grad is None
+
+
 def fresh(
     slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:

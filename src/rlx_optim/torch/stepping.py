@@ -38,7 +38,8 @@ from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
 from .names import in_dtype
 from .offload import LINKS, HostLane, whole
 from .overlap import Work, rounds
-from .state import HOST, count_of, dtype_of, furnish, in_pieces, names_of, part_names, settle, shape_in_state, split_in
+from .replaced import follow, list_params, pair_replaced
+from .state import HOST, count_of, dtype_of, furnish, in_pieces, is_frozen, names_of, part_names, settle, shape_in_state, split_in
 
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
@@ -52,6 +53,8 @@ class Stepper(Deciding):
 
     rule: ClassVar[str]
     engine: str
+    _listed: list[list[torch.Tensor]]  # the parameters of each group, as state was last in line with them
+    _admit: Callable[..., None]  # checks parameters and makes their state
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
@@ -89,6 +92,24 @@ class Stepper(Deciding):
         self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
         self._evaluating = None
+        self._dormant: list[torch.Tensor] = []  # frozen parameters without state, when the lanes were made
+
+    def _is_dormant(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is frozen and has no state: nothing is asked of it, whatever it is."""
+        return is_frozen(param) and not self.state.get(param)
+
+    def _has_woken(self) -> bool:
+        """Whether a parameter that was frozen is trained now."""
+        return not all(map(is_frozen, self._dormant))
+
+    def _refresh(self) -> None:
+        """Bring state in line with the groups: it follows parameters that were replaced, and thawed ones get theirs."""
+        if pairs := pair_replaced(self._listed, self.param_groups):
+            follow(self, pairs)  # type: ignore[arg-type]
+        self._listed = list_params(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            if not all(self.state.get(param) or is_frozen(param) for param in group["params"]):
+                self._admit(list(named(group, index)), self._spec_of(group), group)
 
     def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
         """Made with the first parameter that is spread over ranks; None without one."""
@@ -245,6 +266,8 @@ class Stepper(Deciding):
         names: dict[Record, str] = {}
         for i, group in enumerate(self.param_groups):
             for k, param in enumerate(group["params"]):
+                if param not in self._places:
+                    continue
                 lane, place = self._places[param]
                 called = group["param_names"][k] if group.get("param_names") else f"{i}.{k}"
                 names |= dict.fromkeys(lane.seats[place].records, called)
@@ -270,7 +293,7 @@ class Stepper(Deciding):
     def _once_more(self, specs: list[Spec]) -> bool:
         """Repeat the last step, if nothing has changed that would have to be looked at."""
         again = self._again
-        if again is None or self._lanes is None or not again.stands(self.param_groups, self.state):
+        if again is None or self._lanes is None or self._has_woken() or not again.stands(self.param_groups, self.state):
             return False
         return again.step(specs)
 
@@ -376,7 +399,7 @@ class Stepper(Deciding):
         known = self._layout == self._laid_out() if only is None else only in self._places
         if not self.capturable and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
-        if self._lanes is None or not known:
+        if self._lanes is None or not known or self._has_woken():
             self._make_lanes()
         chosen = self._with_gradient(only)
         if not all(lane.version == lane.versions() for lane, _ in chosen) or not all(
@@ -425,7 +448,9 @@ class Stepper(Deciding):
             raise RuntimeError(
                 f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
             )
+        self._refresh()
         lanes: dict[Any, Lane] = {}
+        self._dormant = []
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
         for index, group in enumerate(self.param_groups):
@@ -433,6 +458,9 @@ class Stepper(Deciding):
                 if param in placed:
                     continue  # listed twice: one seat, stepped twice
                 placed.add(param)
+                if self._is_dormant(param):
+                    self._dormant.append(param)
+                    continue
                 self._check_param(name, param, group)
                 dtype, split, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
