@@ -11,6 +11,7 @@ from torch import nn
 from torch_cases import bits, every, give_gradients, make, network, parameters, run, same, same_state, twins
 
 import rlx_optim.torch as ours
+from rlx_optim.torch import lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are tiny: a second thread of torch only waits
 
@@ -374,3 +375,80 @@ def test_state_does_not_follow_the_default_device():
     with torch.device("meta"):
         opt = ours.KronPSGD([w])
     assert {v.device.type for v in opt.state[w].values()} == {"cpu"}
+
+
+# ---- one count ---------------------------------------------------------------------------------------------------------------
+WRITES = {
+    "data": lambda step: step.data.fill_(9),
+    "numpy": lambda step: step.numpy().fill(9),
+    "detach": lambda step: step.detach().fill_(9),
+    "fill_": lambda step: step.fill_(9),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("name", ["AdamW", "SOAP", "NAdamW"])
+def test_a_step_count_that_is_written_is_the_count(name, engine, write):
+    """However it is written: the next step is that of a state that was loaded with this count."""
+    params = parameters(shapes={"a": (4, 3), "b": (4, 3)})
+    opt = getattr(ours, name)(list(params.values()), engine=engine)
+    run(opt, params, 0, 3)
+    twin = copy.deepcopy(opt)
+    others = dict(zip(params, twin.param_groups[0]["params"], strict=True))
+    saved = twin.state_dict()
+    for k, state in saved["state"].items():
+        saved["state"][k] = {**state, "step": torch.tensor(9.0)}
+    twin.load_state_dict(saved)
+    for p in params.values():
+        WRITES[write](opt.state[p]["step"])
+    run(opt, params, 3, 5)
+    run(twin, others, 3, 5)
+    assert all(torch.equal(params[k], others[k]) for k in params)
+    assert {float(state["step"]) for state in opt.state.values()} == {11}
+
+
+@pytest.mark.parametrize("place", ["first", "second", "count"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_breaks_off_counts_what_was_stepped(place, error, monkeypatch):
+    """What was stepped is counted, what was not is not, and training goes on as torch's does."""
+
+    def make_two(cls):
+        params = parameters(torch.float64, {"a": (4, 3), "b": (5,)})
+        groups = [{"params": [params["a"]]}, {"params": [params["b"]], "amsgrad": True}]
+        return params, cls(groups, lr=0.1, weight_decay=0.0)
+
+    params, opt = make_two(ours.Adam)
+    others, reference = make_two(torch.optim.Adam)
+    run(opt, params, 0, 3)
+    run(reference, others, 0, 3)
+
+    step, stepped = lanes.run_part, []
+
+    def failing(part, *args):
+        if len(stepped) == (place == "second"):
+            raise error
+        stepped.append(part)
+        step(part, *args)
+
+    def uncounted(*args):
+        raise error
+
+    with monkeypatch.context() as broken:
+        if place == "count":
+            broken.setattr(lanes.CpuLane, "count", uncounted)
+        else:
+            broken.setattr(lanes, "run_part", failing)
+        give_gradients(params, 3)
+        with pytest.raises(error):
+            opt.step()
+    done = {"first": [], "second": ["a"], "count": ["a", "b"]}[place]
+    give_gradients(others, 3)
+    for k, p in others.items():
+        p.grad = p.grad if k in done else None
+    reference.step()
+    assert {k: int(opt.state[p]["step"]) for k, p in params.items()} == {k: 3 + (k in done) for k in params}
+    run(opt, params, 4, 7)
+    run(reference, others, 4, 7)
+    for k in params:
+        torch.testing.assert_close(params[k], others[k], atol=1e-12, rtol=0)

@@ -45,7 +45,7 @@ class Again:
         they were. The lanes have then been told where they are."""
         return (
             self.structure.stands(groups, state)
-            and all(lane.version == lane.versions() for lane, _ in self.lanes)
+            and all(lane.counts_stand() for lane, _ in self.lanes)
             and all(standing.stands(lane) for lane, standing in self.lanes)
         )
 

@@ -157,5 +157,5 @@ class CurvatureOptimizer(RuleOptimizer):
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
         record = seat.records[0]
         lane.observe(seat, spec_of[record.group], given)
-        seat.state["estimates"].fill_(record.counters["estimates"])  # as torch sees it: Lightning calls this on a wrapper
-        lane.version = lane.versions()
+        seat.state["estimates"].fill_(record.counters["estimates"])  # on the device, where it is captured
+        lane.write_counters()

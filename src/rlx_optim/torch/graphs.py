@@ -74,14 +74,16 @@ class GraphLane(TritonLane):
                 seat.state[name] = seat.counters[name] = values[who.index(i)]
             seat.hold()
         self.indices: dict[Any, torch.Tensor] = {}
-        self.version = 0
 
     def tick(self, seat: Seat) -> torch.Tensor:
         return self.counts[self.seats.index(seat)].long() + 1  # it is counted later
 
-    def versions(self) -> int:
+    def counts_stand(self) -> bool:
         """What others write to the counts is read by the next step anyway."""
-        return 0
+        return True
+
+    def settle_counts(self) -> None:
+        """The counts on the device are the truth; those that the host keeps are made anew from them."""
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: Any) -> None:
         if self.engine.sender.capturing() and not self.prepared(tuple(chosen), structures):

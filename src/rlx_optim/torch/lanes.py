@@ -156,7 +156,7 @@ class Lane(abc.ABC):
 
     def share_counts(self) -> None:
         """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
-        and one version tells whether others have changed a count (we write through NumPy, which torch does not see)."""
+        and one comparison tells whether others have changed a count."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
             counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device="cpu")
             for seat, count in zip(self.seats, counts, strict=True):
@@ -165,24 +165,23 @@ class Lane(abc.ABC):
             self.counts, self.steps = counts, counts.numpy()
             self.share_counters(dict.fromkeys(name for seat in self.seats for name in seat.counters))
         self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
-        self.version = self.versions()
+        self.known = self.steps.tobytes()
 
     def share_counters(self, names: Iterable[str]) -> None:
         """Those that the host keeps, each in one memory."""
-        self.others: list[tuple[str, list[Seat], torch.Tensor, list[float]]] = []
+        self.others: list[tuple[str, list[Seat], np.ndarray]] = []
         for name in names:
             who = [seat for seat in self.seats if name in seat.counters]
-            values = [float(seat.state[name]) for seat in who]
-            shared = torch.tensor(values, dtype=torch.float64, device="cpu")
+            shared = torch.tensor([float(seat.state[name]) for seat in who], dtype=torch.float64, device="cpu")
             for seat, value in zip(who, shared, strict=True):
                 seat.state[name] = seat.counters[name] = value
                 seat.hold()
-            self.others.append((name, who, shared, values))
+            self.others.append((name, who, shared.numpy()))
+        self.known_others = [shared.tobytes() for _, _, shared in self.others]
 
-    def versions(self) -> int:
-        """Moves when others change a count."""
-        version: int = self.counts._version
-        return version + sum([shared._version for _, _, shared, _ in self.others])
+    def counts_stand(self) -> bool:
+        """Whether nobody else has written a count. By value: through `.data` and `.numpy()` no version moves."""
+        return self.steps.tobytes() == self.known and [shared.tobytes() for *_, shared in self.others] == self.known_others
 
     def count(self, chosen: Sequence[int]) -> None:
         """Write down that these seats have stepped."""
@@ -193,14 +192,20 @@ class Lane(abc.ABC):
         if self.empty:
             for i in self.empty.intersection(chosen):
                 self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
+        self.known = self.steps.tobytes()
         if self.others and (self.spread or any(part.counted for part in self.parts)):
             self.write_counters()
 
     def write_counters(self) -> None:
-        for name, who, shared, before in self.others:
-            now = [seat.records[0].counters[name] for seat in who]
-            if now != before:
-                before[:] = shared.numpy()[:] = now
+        for name, who, shared in self.others:
+            shared[:] = [seat.records[0].counters[name] for seat in who]
+        self.known_others = [shared.tobytes() for *_, shared in self.others]
+
+    def settle_counts(self) -> None:
+        """Write down what has been stepped before a step broke off, in the middle of this lane perhaps."""
+        for i, seat in enumerate(self.seats):
+            self.steps[i] = max((record.t for record in seat.records if record.size), default=self.steps[i])
+        self.write_counters()
 
     def tick(self, seat: Seat) -> Any:
         """Which step a seat has just taken."""

@@ -251,12 +251,16 @@ class Stepper(Deciding):
         for lane, _, _ in work:
             lane.asked = asked
         stepped = [lane for lane, _, _ in work]
-        with whole(stepped) if any(lane.hosted for lane in stepped) else contextlib.nullcontext():
-            for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
-                for lane, chosen, grads in round_:
-                    lane.step(chosen, specs, structures, grads, lane.sign * factor)
-                    lane.count(chosen)
-                taken += round_
+        try:
+            with whole(stepped) if any(lane.hosted for lane in stepped) else contextlib.nullcontext():
+                for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
+                    for lane, chosen, grads in round_:
+                        lane.step(chosen, specs, structures, grads, lane.sign * factor)
+                        lane.count(chosen)
+                    taken += round_
+        except BaseException:
+            self._break_off()
+            raise
         if asked:
             self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
@@ -295,7 +299,17 @@ class Stepper(Deciding):
         again = self._again
         if again is None or self._lanes is None or self._has_woken() or not again.stands(self.param_groups, self.state):
             return False
-        return again.step(specs)
+        try:
+            return again.step(specs)
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _break_off(self) -> None:
+        """Leave state as what was stepped until now needs it; the next step begins from there."""
+        for lane in self._lanes or ():
+            lane.settle_counts()
+        self._layout, self._again = [], None
 
     def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
         return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
@@ -402,7 +416,7 @@ class Stepper(Deciding):
         if self._lanes is None or not known or self._has_woken():
             self._make_lanes()
         chosen = self._with_gradient(only)
-        if not all(lane.version == lane.versions() for lane, _ in chosen) or not all(
+        if not all(lane.counts_stand() for lane, _ in chosen) or not all(
             lane.seats[i].holds(self.state) and not cast(lane, lane.seats[i]) for lane, which in chosen for i in which
         ):
             self._make_lanes()
