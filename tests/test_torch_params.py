@@ -247,6 +247,7 @@ LOOKS = {
     "state_dict": lambda model, opt: opt.state_dict(),
     "load_state_dict": lambda model, opt: opt.load_state_dict(opt.state_dict()),
     "save": lambda model, opt: opt.save("opt.safetensors"),
+    "deepcopy": lambda model, opt: copy.deepcopy(opt).state_dict(),
     "routing_report": lambda model, opt: opt.routing_report(),
     "engine_report": lambda model, opt: opt.engine_report(),
     "add_param_group": lambda model, opt: opt.add_param_group({"params": [("more", nn.Parameter(torch.zeros(2)))]}),

@@ -431,6 +431,7 @@ class RuleOptimizer(Stepper):
         self._resume_guard(window)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refresh()  # what was replaced is not told of to the copy
         derived = {"_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated"}
         derived |= {"_listed", "_dormant"}
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
