@@ -273,6 +273,62 @@ def losses(model, opt, steps=5):
         opt.zero_grad()
 
 
+class Packed(nn.Module):
+    """Torch's own modules whose parameters are several matrices."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True)
+        self.cell = nn.GRUCell(12, 10)
+        self.head = nn.Linear(10, 7)
+
+
+PACKING = {name: {} for name in ("Muon", "NorMuon", "SOAP", "KronPSGD")} | {"Muon by head": {"heads": True}}
+
+
+def packed(world):
+    """What torch's modules pack, under fully_shard, under DDP and alone; and through torch's helpers for whole state dicts."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def sharded():
+        model = Packed()
+        for part in (model.layer, model.cell, model):
+            fully_shard(part, mesh=world.mesh)
+        return model
+
+    def walk(model, opt, start, stop):
+        for t in range(start, stop):
+            params = dict(model.named_parameters())
+            for (name, p), g in zip(params.items(), tensors(t, {k: p.shape for k, p in params.items()}).values(), strict=True):
+                p.grad = world.place(name, g) if way == "fsdp" else g
+            opt.step()
+
+    out = {}
+    ways = {"fsdp": sharded, "ddp": lambda: DistributedDataParallel(Packed())} if world else {"": Packed}
+    for title, settings in PACKING.items():
+        for way, place in ways.items():
+            model = place()
+            opt = getattr(ours, title.split()[0])(model, lr=0.01, **settings)
+            walk(model, opt, 0, 3)
+            if way == "fsdp":
+                options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                again = sharded()
+                other = getattr(ours, title.split()[0])(again, lr=0.01, **settings)
+                taken = get_optimizer_state_dict(model, opt, options=options)
+                options.broadcast_from_rank0 = True
+                set_optimizer_state_dict(again, other, taken, options=options)
+                out[title, "helpers"] = same_tensors(state_of(opt), state_of(other))
+                opt.save(world.folder / f"packed.{title}.safetensors")
+            report = opt.routing_report()
+            walk(model, opt, 3, 5)
+            out[title, way] = [whole(p) for p in model.parameters()], report
+    return out
+
+
+scenario(2)(packed)
 WAYS = [(way, name) for way in ("hsdp", "both") for name in ("AdamW", *TOGETHER)] + [("twice", "AdamW"), ("twice", "Muon")]
 
 

@@ -187,6 +187,28 @@ def test_fully_shard_equals_one_process(results, name, size):
     close(got, want, 1e-6)
 
 
+@pytest.fixture(scope="module")
+def single_packed():
+    return ranks.packed(None)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+@pytest.mark.parametrize("title", ranks.PACKING)
+def test_what_modules_pack_is_split_on_ranks_as_in_one_process(results, single_packed, title, way):
+    """nn.TransformerEncoderLayer and nn.GRUCell, spread before the optimizer is made: bit for bit; resumed by torch's helpers."""
+    want, report = single_packed[title, ""]
+    for given in results[2]["packed"]:
+        params, shown = given[title, way]
+        assert all(torch.equal(a, b) for a, b in zip(params, want, strict=True))
+        assert shown == report
+        assert given[title, "helpers"]
+    assert report.count(" of MultiheadAttention)") == 1
+    assert report.count("(gates of GRUCell)") == 2
+    model = ranks.Packed()
+    kind, settings = getattr(ours, title.split()[0]), ranks.PACKING[title]
+    kind(model, **settings).load(results.folder / f"packed.{title}.safetensors")  # into one process
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Lamb", "Adafactor", "Muon"])
 def test_fully_shard_over_tensor_parallel(results, name):
     got, kinds, report = results[4]["fsdp_and_tensor_parallel"][0][name]

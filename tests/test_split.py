@@ -1,5 +1,7 @@
-"""Parameters that are several matrices: unequal parts, columns, heads, experts; by the user's word or a model's config."""
+"""Parameters that are several matrices: unequal parts, columns, heads, experts; by the user's word, a module's type, or a model's
+config."""
 
+import copy
 import types
 import warnings
 
@@ -12,7 +14,7 @@ from torch import nn  # noqa: E402
 import rlx_optim  # noqa: E402
 from rlx_optim import pieces  # noqa: E402
 from rlx_optim.checkpoint import CheckpointError  # noqa: E402
-from rlx_optim.torch import SOAP, KronPSGD, Muon, NorMuon  # noqa: E402
+from rlx_optim.torch import SOAP, AdamW, KronPSGD, Muon, NorMuon, Scion  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Muon. it has matrices without names")
 
@@ -145,8 +147,9 @@ def test_what_is_no_table_is_refused():
         Muon(p, heads={"w": 2}, split={"w": 2})
     with pytest.raises(ValueError, match="split pattern 'v' matches no parameter"):
         Muon(p, heads={"v": 2})
-    with pytest.raises(ValueError, match="heads=True asks a model's config"):
-        Muon(p, heads=True)
+    for params in (p, nn.Sequential(nn.LSTM(4, 3), nn.Linear(3, 2))):  # gates are no heads
+        with pytest.raises(ValueError, match=r"heads=True asks a model's config .* or its nn\.MultiheadAttention"):
+            Muon(params, heads=True)
 
 
 def test_words():
@@ -270,3 +273,250 @@ def test_a_model_steps_as_its_matrices_would():
             apart.step()
         assert torch.equal(fused, torch.cat([p.detach() for p in parts[:3]], 1))
         assert torch.equal(experts, torch.stack([p.detach() for p in parts[3:]]))
+
+
+# ---- by the type of torch's own modules ------------------------------------------------------------------------------------
+class Attention(nn.MultiheadAttention):
+    """As people derive from torch's."""
+
+
+def behind(module, width=16):
+    """A model that ends in a head, so that the module's own matrices are hidden ones."""
+    return nn.Sequential(module, nn.Linear(width, 3))
+
+
+def lowered(shape, seed):
+    return noise(shape, seed) * 0.1
+
+
+#: module, settings -> by parameter, into how many matrices it is split; those left out stay whole
+PACKED = {
+    "attention": (lambda: nn.MultiheadAttention(16, 4), {}, {"in_proj_weight": 3}),
+    "attention by head": (lambda: nn.MultiheadAttention(16, 4), {"heads": True}, {"in_proj_weight": 12}),
+    "a subclass": (lambda: Attention(16, 4, bias=False), {}, {"in_proj_weight": 3}),
+    "torch.ao's": (lambda: torch.ao.nn.quantizable.MultiheadAttention(16, 4), {}, {"in_proj_weight": 3}),
+    "keys and values of other sizes": (lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=6, add_bias_kv=True), {}, {}),
+    "the same by head": (
+        lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=6),
+        {"heads": True},
+        {"q_proj_weight": 4, "k_proj_weight": 4, "v_proj_weight": 4},
+    ),
+    "an encoder layer": (lambda: nn.TransformerEncoderLayer(16, 4, 32), {}, {"self_attn.in_proj_weight": 3}),
+    "a decoder layer": (
+        lambda: nn.TransformerDecoderLayer(16, 4, 32),
+        {},
+        {"self_attn.in_proj_weight": 3, "multihead_attn.in_proj_weight": 3},
+    ),
+    "LSTM": (
+        lambda: nn.LSTM(8, 6, proj_size=4, bidirectional=True),
+        {},
+        {f"weight_{w}_l0{back}": 4 for w in ("ih", "hh") for back in ("", "_reverse")},
+    ),
+    "GRU": (lambda: nn.GRU(8, 6, num_layers=2), {}, {f"weight_{w}_l{i}": 3 for w in ("ih", "hh") for i in (0, 1)}),
+    "LSTMCell": (lambda: nn.LSTMCell(8, 6), {}, {"weight_ih": 4, "weight_hh": 4}),
+    "GRUCell": (lambda: nn.GRUCell(8, 6), {}, {"weight_ih": 3, "weight_hh": 3}),
+    "RNN has one matrix": (lambda: nn.RNN(8, 6), {}, {}),
+    "Bilinear is a tensor": (lambda: nn.Bilinear(4, 5, 6), {}, {}),
+    "left whole": (lambda: nn.MultiheadAttention(16, 4), {"split": {}}, {}),
+    "by one's own word": (
+        lambda: nn.MultiheadAttention(16, 4),
+        {"split": {"*in_proj_weight": (32, 16)}},
+        {"in_proj_weight": (32, 16)},
+    ),
+    "heads by one's own word": (lambda: nn.MultiheadAttention(16, 4), {"heads": {"*in_proj_weight": 6}}, {"in_proj_weight": 6}),
+}
+
+
+@pytest.mark.parametrize("title", PACKED)
+def test_modules_say_what_they_pack(title):
+    make, settings, expected = PACKED[title]
+    model = behind(make())
+    opt = Muon(model, **settings)
+    found = {name.removeprefix("0."): opt._pieces(name, p) for name, p in model.named_parameters()}
+    assert {name: split for name, split in found.items() if split != 1} == expected
+    for name, p in model[0].named_parameters():
+        rule = next(group["rule"] for group in opt.param_groups if any(p is each for each in group["params"]))
+        assert rule == ("adamw" if p.ndim == 1 or "norm" in name or "bias" in name else "muon"), name
+
+
+def test_the_report_says_what_a_module_packs():
+    report = Muon(behind(nn.TransformerEncoderLayer(16, 4, 32))).routing_report()
+    assert "as 3 of 16×16 (queries, keys, values of MultiheadAttention)" in report
+    assert report.count(" as ") == 1
+    assert (
+        "as 12 of 4×16 (queries, keys, values of MultiheadAttention)"
+        in Muon(behind(nn.MultiheadAttention(16, 4)), heads=True).routing_report()
+    )
+    assert (
+        "as 4 of 4×8 (heads of MultiheadAttention)"
+        in Muon(behind(nn.MultiheadAttention(16, 4, kdim=8)), heads=True).routing_report()
+    )
+    assert "as 4 of 6×8 (gates of LSTM)" in Muon(behind(nn.LSTM(8, 6))).routing_report()
+    assert " as " not in Muon(behind(nn.LSTM(8, 6)), split={}).routing_report()
+
+
+def test_biases_of_attention_are_no_matrices():
+    """bias_k and bias_v are of shape (1, 1, n), as a convolution's kernel might be."""
+    report = Muon(behind(nn.MultiheadAttention(16, 4, add_bias_kv=True))).routing_report()
+    assert [line.split(None, 3)[2:] for line in report.splitlines() if "bias_" in line] == [
+        ["AdamW", "bias (MultiheadAttention)"]
+    ] * 2
+
+
+def apart(model, opt):
+    """(name, parameter) of every matrix that an optimizer sees in a model, as parameters of their own; and how to cut like that."""
+
+    def pieces_of(name, tensor, split):
+        split = split if isinstance(split, tuple) else (tensor.shape[0] // split,) * split
+        return [(f"{name}[{i}]" if len(split) > 1 else name, part.clone()) for i, part in enumerate(tensor.split(list(split)))]
+
+    ways = {name: opt._pieces(name, p) for name, p in model.named_parameters()}
+    return lambda tensors: [pair for name, t in tensors for pair in pieces_of(name, t, ways[name])]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("kind", [Muon, NorMuon, Scion, SOAP, KronPSGD])
+@pytest.mark.parametrize("title", ["an encoder layer", "attention by head", "LSTM", "GRUCell"])
+def test_what_a_module_packs_steps_as_matrices_of_their_own(kind, title, engine):
+    """Bit for bit; vectors go along, as the same rule's or as `otherwise`'s."""
+    make, settings, _ = PACKED[title]
+    torch.manual_seed(0)
+    model = behind(make())
+    more = {"momentum": 0.1} if kind is Scion else {}
+    opt = kind(model, lr=0.05, engine=engine, **settings, **more)
+    whole = [(name, p) for group in opt.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)
+             if group["rule"] == opt.rule]  # fmt: skip
+    cut_alike = apart(model, opt)
+    parts = [(name, nn.Parameter(part)) for name, part in cut_alike([(name, p.detach()) for name, p in whole])]
+    assert len(parts) > len(whole)
+    alone = kind(parts, lr=0.05, engine=engine, **more, **({"route": lambda name, p: True} if kind in (Muon, NorMuon) else {}))
+    for t in range(3):
+        for i, p in enumerate(model.parameters()):
+            p.grad = lowered(p.shape, 100 * t + i)
+        for (_, part), (_, grad) in zip(parts, cut_alike([(name, p.grad) for name, p in whole]), strict=True):
+            part.grad = grad
+        opt.step()
+        alone.step()
+    ends = cut_alike([(name, p.detach()) for name, p in whole])
+    assert all(torch.equal(end, part) for (_, end), (_, part) in zip(ends, parts, strict=True))
+
+
+def test_a_packed_step_is_far_from_that_of_the_whole():
+    """What it was before: 0.8 of the step away."""
+    found = {}
+    for split in (None, {}):
+        torch.manual_seed(0)
+        model = behind(nn.MultiheadAttention(16, 4))
+        opt, p = Muon(model, split=split), model[0].in_proj_weight
+        before = p.detach().clone()
+        p.grad = noise(p.shape, 1)
+        opt.step()
+        found[split is None] = p.detach() - before
+    assert (found[True] - found[False]).norm() > 0.5 * found[True].norm()
+
+
+def test_modules_are_seen_through_what_is_put_around_them():
+    """Parametrizations, torch.compile, checkpoint wrappers; names in the state dict are those of the parameters."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = behind(nn.MultiheadAttention(16, 4))
+    nn.utils.parametrizations.weight_norm(model[0], "in_proj_weight")
+    opt = Muon(model)
+    assert opt._pieces("", model[0].parametrizations.in_proj_weight.original1) == 3
+    model = behind(nn.LSTM(8, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[0], "weight_hh_l0")
+    assert Muon(model)._pieces("", model[0].weight_hh_l0_v) == 4
+    model = behind(nn.MultiheadAttention(16, 4))
+    assert Muon(torch.compile(model))._pieces("", model[0].in_proj_weight) == 3
+    model[0] = checkpoint_wrapper(model[0])
+    assert Muon(model)._pieces("", next(model[0].parameters())) == 3
+
+
+def test_modules_that_are_shared_or_have_other_shapes_stay_whole():
+    """A layer in two places is tied, and goes to otherwise, where nothing is split; nor is a shape that the type does not explain."""
+    layer = nn.MultiheadAttention(16, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(16, 3))
+    opt = Muon(model)
+    assert "tied weight (2 uses)\n" in opt.routing_report() + "\n"
+    assert "batch" not in opt.state[layer.in_proj_weight]
+    other = nn.MultiheadAttention(16, 4)
+    other.in_proj_weight = nn.Parameter(noise((40, 16), 0))
+    assert Muon(behind(other))._pieces("", other.in_proj_weight) == 1
+    flat = nn.MultiheadAttention(16, 4)
+    flat.in_proj_weight = nn.Parameter(noise((48,), 0))
+    assert Muon(behind(flat))._pieces("", flat.in_proj_weight) == 1
+
+
+def test_only_matrix_rules_ask_a_model():
+    """AdamW, and a rule that a parameter is routed to, have it whole: they measure and keep what they did before."""
+    model = behind(nn.MultiheadAttention(16, 4))
+    p = model[0].in_proj_weight
+    assert "batch" not in AdamW(model).state[p]
+    opt = Muon(model, route={"*in_proj_weight": rlx_optim.Lamb()})
+    assert "batch" not in opt.state[p]
+    assert "matches '*in_proj_weight'\n" in opt.routing_report()
+    assert Muon(model, route={"*in_proj_weight": rlx_optim.SOAP()}).state[p]["batch"] == 3
+    assert Muon(model.named_parameters())._pieces("0.in_proj_weight", p) == 1  # names alone do not say it
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon, Scion, SOAP, KronPSGD])
+@pytest.mark.parametrize("before", [None, {}], ids=["split", "whole"])
+def test_a_run_goes_on_as_it_began(kind, before, tmp_path):
+    """Saved split or whole (as older versions had it), loaded where the model, or split={}, says the other: bit for bit."""
+    more = {"momentum": 0.1} if kind is Scion else {}
+
+    def begun(split):
+        torch.manual_seed(0)
+        model = behind(nn.MultiheadAttention(16, 4))
+        return model, kind(model, lr=0.05, split=split, **more)
+
+    def step(model, opt, t):
+        for i, p in enumerate(model.parameters()):
+            p.grad = lowered(p.shape, 100 * t + i)
+        opt.step()
+
+    model, opt = begun(before)
+    for t in range(3):
+        step(model, opt, t)
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    opt.save(tmp_path / "state.safetensors")
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model, opt, 3)
+    for split in (None, {}):
+        for way in ("state_dict", "file"):
+            resumed, new = begun(split)
+            resumed.load_state_dict(weights)
+            if way == "file":
+                new.load(tmp_path / "state.safetensors")
+            else:
+                new.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            again = copy.deepcopy(new.state_dict())  # keeps saying it
+            step(resumed, new, 3)
+            assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), model.parameters(), strict=True)), (split, way)
+            assert new._pieces("0.in_proj_weight", resumed[0].in_proj_weight) == (3 if before is None else 1)
+            shown = " as 3 of 16×16 " in new.routing_report()
+            assert shown == (before is None and split is None)
+            third, last = begun(None)
+            third.load_state_dict(weights)
+            last.load_state_dict(again)
+            step(third, last, 3)
+            assert all(torch.equal(p, q) for p, q in zip(third.parameters(), model.parameters(), strict=True))
+
+
+def test_a_split_of_ones_own_holds_for_state_that_was_whole():
+    """Where it fits (Muon's momentum has the parameter's shape); else it is refused by name."""
+    model = behind(nn.MultiheadAttention(16, 4))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    saved = {}
+    for kind in (Muon, SOAP):
+        opt = kind(model, split={})
+        opt.step()
+        saved[kind] = opt.state_dict()
+    opt = Muon(model, split={"*in_proj_weight": 3})
+    opt.load_state_dict(saved[Muon])
+    assert opt._pieces("0.in_proj_weight", model[0].in_proj_weight) == 3
+    with pytest.raises(ValueError, match=r"SOAP: 'L1' of 0.in_proj_weight has shape \(48, 48\) in the checkpoint"):
+        SOAP(model, split={"*in_proj_weight": 3}).load_state_dict(saved[SOAP])

@@ -55,7 +55,7 @@ TORCH: Beside = {
     "split": (
         "Mapping[str, int | Sequence[int]] | None",
         'parameters that are several matrices: {"*qkv.weight": 3}, or (2048, 256, 256) for parts of so many rows or columns; '
-        "None: fused matrices and experts as a model's config says",
+        "None: what torch's own modules pack, and fused matrices and experts as a model's config says",
     ),
     "heads": (
         "bool | Mapping[str, int]",

@@ -16,7 +16,7 @@ from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
-from ..pieces import Split, number, part, shapes_of
+from ..pieces import WHOLE, Split, number, part, shapes_of
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import Choice, bare
@@ -184,7 +184,7 @@ def load_into(
                 _check_fit(opt, name, p, known[name][1])
             values = _given_again(opt, snapshot, known, there, callables)
             groups = _regrouped(opt, snapshot, known, there, values)
-            states = {known[name][1]: _room(opt, snapshot, p, *known[name]) for name, p in there.items()}
+            states = {known[name][1]: _room(opt, snapshot, name, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             here = _here(opt, snapshot, p, known[name][0])
             home = opt._home(name, known[name][1], here, p.way)
@@ -337,17 +337,19 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
         raise CheckpointError(f"a group's {key!r} cannot be {value!r:.80}")
 
 
-def _room(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
+def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
     """State for a parameter, to be filled: buffers that fit are used again."""
     rule, spec = snapshot.members[p.member].optimizer, _here(opt, snapshot, p, index)
     home = opt._home(None, param, spec, p.way)
     used = p.used(spec) if home is None else home.kept(p.used(spec), p.way)
-    slots = {name: each * (p.pieces // len(each)) for name, each in used.items()}
+    slots = {slot: each * (p.pieces // len(each)) for slot, each in used.items()}
     device = device_of(param, home)
     before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
-    state: dict[str, Any] = {"step": counter(p.step)} | ({"batch": p.way} if p.pieces > 1 else {})
-    for key, (name, end) in part_names(spec, slots).items():
-        each = slots[name]
+    state: dict[str, Any] = {"step": counter(p.step)}
+    if p.pieces > 1 or opt._batch(name, param) != WHOLE:  # what was whole says so, where it would be split
+        state["batch"] = p.way
+    for key, (slot, end) in part_names(spec, slots).items():
+        each = slots[slot]
         old, shape = before.get(key), shape_in_state(part(each, end), param, p.way)
         fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), device)
         fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))

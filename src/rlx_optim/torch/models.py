@@ -1,7 +1,7 @@
-"""What the config of a Hugging Face model says of its parameters: which of them are several matrices.
+"""What a model says of its parameters: which of them are several matrices.
 
-Only `model.config` and the parameters' names and shapes are looked at; transformers is not imported. A parameter whose shape is
-not what the config makes of it stays whole.
+torch's own modules say it by their type, Hugging Face models by `model.config`; transformers is not imported. A parameter whose
+shape is not what the module or the config makes of it stays whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from ..pieces import WHOLE, Split
 from ..routing import original
 from ..spec import Shape
+from .routing import owner
 
 #: what configs call it: the first that is there
 NAMES = {
@@ -118,11 +119,58 @@ KNOWN: dict[str, tuple[Rule, str]] = {
 }
 
 
+GATES = ("weight_ih", "weight_hh")
+#: torch's own modules: how a parameter's name begins there, how many matrices it is, of how many rows each, and what they are
+PACKED = (
+    (nn.MultiheadAttention, ("in_proj_weight",), 3, "embed_dim", "queries, keys, values"),
+    (nn.MultiheadAttention, ("q_proj_weight", "k_proj_weight", "v_proj_weight"), 1, "embed_dim", "heads"),
+    (nn.LSTM, GATES, 4, "hidden_size", "gates"),
+    (nn.LSTMCell, GATES, 4, "hidden_size", "gates"),
+    (nn.GRU, GATES, 3, "hidden_size", "gates"),
+    (nn.GRUCell, GATES, 3, "hidden_size", "gates"),
+)
+
+
 def splits_of(model: Any, by_head: bool) -> dict[torch.Tensor, tuple[Split, str]]:
-    """How parameters are split, and why, by the config of a model; empty without one."""
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    sizes = sizes_of(getattr(model, "config", None)) if isinstance(model, nn.Module) else None
+    """The split of each parameter that is several matrices, and why: by its module's type, else by the model's config."""
+    if not isinstance(model, nn.Module):
+        return {}
+    return splits_by_config(model, by_head) | splits_by_module(model, by_head)
+
+
+def splits_by_module(model: nn.Module, by_head: bool) -> dict[torch.Tensor, tuple[Split, str]]:
+    """The splits that the types of torch's own modules give."""
     found: dict[torch.Tensor, tuple[Split, str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, param in model.named_parameters():
+        path, leaf = owner(name)
+        for kind, starts, parts, rows, what in PACKED:
+            module = modules[path]
+            if not isinstance(module, kind) or not leaf.startswith(starts):
+                continue
+            split = parts * module.num_heads if by_head and isinstance(module, nn.MultiheadAttention) else parts
+            if param.ndim == 2 and param.shape[0] == parts * getattr(module, rows) and split != WHOLE:
+                found[param] = split, f"{what} of {kind.__name__}"
+    return found
+
+
+def has_heads(model: Any) -> bool:
+    """Whether a model says how many heads its attention has."""
+    if not isinstance(model, nn.Module):
+        return False
+    return bool(config_sizes(model)) or any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+def config_sizes(model: nn.Module) -> Sizes | None:
+    """The sizes in a model's config, which DistributedDataParallel hides."""
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return sizes_of(getattr(model, "config", None))
+
+
+def splits_by_config(model: nn.Module, by_head: bool) -> dict[torch.Tensor, tuple[Split, str]]:
+    """The splits that the config of a Hugging Face model gives."""
+    found: dict[torch.Tensor, tuple[Split, str]] = {}
+    sizes = config_sizes(model)
     for name, param in model.named_parameters() if sizes is not None else ():
         shape, path = tuple(param.shape), original(name).removesuffix(".weight").split(".")
         rule, what = KNOWN.get(path[-1], (None, ""))

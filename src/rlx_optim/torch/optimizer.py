@@ -27,7 +27,7 @@ from .damaged import check_outline, refused
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
-from .models import splits_of
+from .models import has_heads, splits_of
 from .names import by_name, counted, foreign, translated, unwrapped, with_names
 from .replaced import list_params
 from .routing import kinds_of
@@ -102,10 +102,10 @@ class RuleOptimizer(Stepper):
             )
         read = self.spec.matrix and (split is None or heads is True)
         self._known_split = splits_of(params, heads is True) if read else {}
-        if heads is True and not self._known_split:
+        if heads is True and not (self._known_split and has_heads(params)):
             raise ValueError(
-                f"{self._owner}: heads=True asks a model's config (of transformers) how many there are, and there is none that "
-                'says it; say heads={"*.q_proj.weight": 32}'
+                f"{self._owner}: heads=True asks a model's config (of transformers) or its nn.MultiheadAttention how many there "
+                'are, and there is none that says it; say heads={"*.q_proj.weight": 32}'
             )
         self._rules: dict[str, type[Spec]] = {self.rule: self.spec}
         self._others: dict[str, dict[str, Any]] = {}  # by rule, beside the class's own: the settings it was given first
@@ -213,7 +213,9 @@ class RuleOptimizer(Stepper):
                 continue
             piece = piece_shape(tensor, self._batch(name, tensor))
             choice, why = self._router.decide(own, name, piece, tensor, self._kinds.get(tensor))
-            self._why[tensor] = "; ".join(filter(None, (why, self._how_split(name, tensor))))
+            if not choice.spec.matrix and choice.spec.takes(tuple(tensor.shape)) is None:
+                self._known_split.pop(tensor, None)  # matrix rules alone ask a model: others measure, and save, the whole
+            self._why[tensor] = why
             if (share := next((each for each in shares if each[0] == choice.rule), None)) is None:
                 shares.append(share := (choice.rule, []))
             share[1].append(entry)
@@ -306,7 +308,7 @@ class RuleOptimizer(Stepper):
         return split_in(self.state.get(param) or {}) or self._batch(name, param)
 
     def _batch(self, name: str | None, param: torch.Tensor) -> Split:
-        """Into which matrices the user splits a parameter, or its model's config."""
+        """Into which matrices the user splits a parameter, or its model."""
         pattern, split = first_match(self._split, name) or (None, self._known_split.get(param, (WHOLE, ""))[0])
         if pattern is not None:
             self._split_used.add(pattern)
@@ -316,11 +318,19 @@ class RuleOptimizer(Stepper):
             raise ValueError(f"{self._owner}: {name!r}: {problem}") from None
         return split
 
+    def _saved_split(self, name: str, param: torch.Tensor, saved: Mapping[str, Any]) -> Split:
+        """Into which matrices a parameter was split whose state was saved. State that does not say it is of a whole one, which it
+        stays in spite of what the model says: the run goes on as it began."""
+        split = split_of(self._owner, param, saved, name)
+        if split is None and saved and not first_match(self._split, name):
+            return WHOLE
+        return split or self._pieces(name, param)
+
     def _how_split(self, name: str | None, param: torch.Tensor) -> str:
-        """In words, where the model's config says it."""
-        if param not in self._known_split or first_match(self._split, name):
+        """In words, where the model says it."""
+        split, why = self._known_split.get(param, (WHOLE, ""))
+        if split == WHOLE or first_match(self._split, name) or split != self._pieces(name, param):
             return ""
-        split, why = self._known_split[param]
         return f"as {described(tuple(param.shape), split)} ({why})"
 
     # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -476,11 +486,13 @@ class RuleOptimizer(Stepper):
                     continue
                 self._check_param(name, param, group)
                 given = counted(group, its)
-                split = split_of(self._owner, param, given, name) or self._pieces(name, param)
+                split = self._saved_split(name, param, given)
                 home = self._home(name, param, spec, split)
                 if there not in ("float32", spec.state_dtype):
                     refuse_codes(self._owner, spec, there, param, split, given, name)
                 state[param] = taken_over(self._owner, spec, param, split, given, name, home)
+                if split != self._batch(name, param):
+                    state[param]["batch"] = split  # a whole one says so too, where it would be split
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -551,6 +563,8 @@ class RuleOptimizer(Stepper):
             names = group.get("param_names") or ["(unnamed)"] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
                 frozen = "frozen: no state until it is trained" if self._is_dormant(param) else ""
-                why = "; ".join(filter(None, (frozen, self._why.get(param, ""))))
+                how, why = self._how_split(name, param), self._why.get(param, "")
+                parts = (frozen, why) if how in why else (frozen, why, how)  # files of 0.2.0 have both in one
+                why = "; ".join(filter(None, parts))
                 rows.append((name, tuple(param.shape), self._rules[group["rule"]], why))
         return report(rows)

@@ -9,18 +9,23 @@ from torch import nn
 
 from ..routing import HEAD, PARAMETRIZED, bare, spelled
 
+#: a key and a value that nn.MultiheadAttention puts behind those of every sequence: vectors, though of shape (1, 1, n)
+BIASES = ("bias_k", "bias_v")
+
 
 def kinds_of(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Embeddings, norms, tied weights, and the last Linear of a model in which no name says head."""
+    """Embeddings, norms, biases, tied weights, and the last Linear of a model in which no name says head."""
     found: dict[torch.Tensor, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     owned = [(*owner(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
-    for path, _, parameter in owned:
+    for path, leaf, parameter in owned:
         kind = type(modules[path]).__name__
         if isinstance(modules[path], (nn.Embedding, nn.EmbeddingBag)):
             found[parameter] = f"embedding ({kind})"
         elif "Norm" in kind:
             found.setdefault(parameter, f"norm ({kind})")
+        elif isinstance(modules[path], nn.MultiheadAttention) and leaf.startswith(BIASES):
+            found.setdefault(parameter, f"bias ({kind})")
     uses = collections.Counter(parameter for _, _, parameter in owned)
     found |= {parameter: f"tied weight ({count} uses)" for parameter, count in uses.items() if count > 1}
     last = next((path for path, module in reversed([*model.named_modules()]) if isinstance(module, nn.Linear)), "")

@@ -148,7 +148,7 @@ class Homes:
         if layout.shards and split != WHOLE and measures(spec, piece_shape(param, split)):
             raise ValueError(
                 f"{self.owner}: {name!r} is sharded, and its {number(split)} matrices would be cut anywhere; "
-                "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there"
+                "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there; split={} leaves them whole"
             )
         if layout.shards and not isinstance(split, int):
             raise ValueError(
