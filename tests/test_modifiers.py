@@ -140,7 +140,7 @@ def test_radam_decays_cautiously_where_it_decays_beside_the_step():
 
 
 def test_muon_masks_before_newton_schulz():
-    """At the first step the momentum is the gradient, and nothing is masked; afterwards the mask is the gradient's."""
+    """At the first step the momentum is the gradient, and nothing is masked; afterwards by m, as c_muon.py has it, and not by u."""
     params, (first, second) = problem({"w": (6, 5)}, steps=2)
     plain, careful = (rlx_optim.Muon(engine="reference", momentum=0.9, cautious=on) for on in (False, True))
     a, b = copies(params), copies(params)
@@ -149,12 +149,33 @@ def test_muon_masks_before_newton_schulz():
     assert (a["w"] == b["w"]).all()
     m = 0.9 * 0.1 * first["w"].astype(np.float64) + 0.1 * second["w"]
     u = 0.9 * m + 0.1 * second["w"]
-    kept = u * second["w"] > 0
+    kept = m * second["w"] > 0
     assert not kept.all()
+    assert (kept != (u * second["w"] > 0)).any()
     once = rlx_optim.Muon(engine="reference", momentum=0.0, nesterov=False)  # orthogonalises what it is given
     once.step_all(a, {"w": np.asarray(u * kept / kept.mean(), np.float32)})
     careful.step_all(b, second)
     np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", ["adamw", "lion"])
+def test_mars_masks_by_the_gradient_as_it_came(variant):
+    """k = 1[m·g > 0] with the raw g, in float64 from the formulas; the clip is of the corrected gradient."""
+    start, gradients = problem({"w": (16, 12)}, steps=8)
+    opt = rlx_optim.MARS(lr=LR, variant=variant, gamma=2.0, cautious=True, engine="reference")
+    got, p, m, v, prev, other = copies(start), start["w"].astype(float), 0.0, 0.0, 0.0, 0
+    for t, g in enumerate(gradients, 1):
+        opt.step_all(got, g)
+        g = g["w"].astype(float)
+        c = g + 2.0 * 0.95 / 0.05 * (g - prev)
+        c /= max(1.0, np.linalg.norm(c))
+        m, v, prev = 0.95 * m + 0.05 * c, 0.99 * v + 0.01 * c**2, g
+        u = np.sign(m) if variant == "lion" else m / (1 - 0.95**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+        kept = m * g > 0
+        other += (kept != (m * c > 0)).sum()
+        p = p - LR * u * kept / max(kept.mean(), 1e-3)
+    assert other
+    np.testing.assert_allclose(got["w"], p, rtol=1e-5, atol=1e-6)
 
 
 # ---- every engine and front end --------------------------------------------------------------------------------------------

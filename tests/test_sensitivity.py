@@ -188,6 +188,7 @@ MOVES = [
             ("adopt", "eps", 1.0, more),
             ("adopt", "weight_decay", 0.3, more),
             ("adopt", "clip_exp", 0.1, more),
+            ("adopt", "clip_exp", None, more),
         ]
     ),
     ("adopt", "decouple", True, {"weight_decay": 0.3}),

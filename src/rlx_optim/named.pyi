@@ -256,7 +256,7 @@ class ADOPT(NamedOptimizer):
     eps: float | Callable[[int], float]
     weight_decay: float | Callable[[int], float]
     decouple: bool | Callable[[int], bool]
-    clip_exp: float | Callable[[int], float]
+    clip_exp: float | None | Callable[[int], float | None]
     def __init__(
         self,
         lr: float | Callable[[int], float] = 0.001,
@@ -264,7 +264,7 @@ class ADOPT(NamedOptimizer):
         eps: float | Callable[[int], float] = 1e-06,
         weight_decay: float | Callable[[int], float] = 0.0,
         decouple: bool | Callable[[int], bool] = False,
-        clip_exp: float | Callable[[int], float] = 0.25,
+        clip_exp: float | None | Callable[[int], float | None] = 0.25,
         *,
         cautious: bool | Callable[[int], bool] = False,
         decay: Literal['decoupled', 'cautious', 'hyperball'] | Callable[[int], Literal['decoupled', 'cautious', 'hyperball']] = 'decoupled',

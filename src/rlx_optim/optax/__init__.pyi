@@ -167,7 +167,7 @@ def adopt(
     *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     decouple: bool = False,
-    clip_exp: optax.ScalarOrSchedule = 0.25,
+    clip_exp: optax.ScalarOrSchedule | None = 0.25,
     mask: Any | Callable[[Any], Any] | None = None,
     cautious: bool = False,
     decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',

@@ -7,7 +7,7 @@ arXiv:2411.02853).
 Formulas.
     d = g + weight_decay·p                      coupled decay
     d = g                                       with decouple
-    c = (t − 1)^clip_exp
+    c = (t − 1)^clip_exp                        no limit where clip_exp is None
     q = min(max(d/max(√v, eps), −c), c)
     m ← b1·m + (1 − b1)·q                       no bias correction
     p ← p − lr·m
@@ -17,15 +17,18 @@ The first step sets v = d² and nothing else: p does not move, nor does it decay
 
 Conventions.
 - torch: does not have it.
-- optax: equal to optax.contrib.adopt, which has no decay; with add_decayed_weights behind it, the first step decays there.
+- optax: equal to optax.contrib.adopt, which has no decay; with add_decayed_weights behind it, the first step decays there. Its
+  use_clipping=False is clip_exp=None.
 - the authors' code: equal, with its clip at the fourth root of the steps taken; the paper's first version had no clip, and is
-  clip_exp so large that nothing is clipped.
+  clip_exp=None (clip_lambda=None there). Any number clips the second step at 1.
 - timm: equal; its clip_exp is 0.333 unless given.
 - pytorch_optimizer: clips at t^0.25, and its decoupled decay acts at the first step too.
 
 When, and what it costs. In place of AdamW where training is unstable or b2 is hard to choose. 8 bytes of state a parameter,
 28 bytes of traffic a parameter.
 """
+
+import math
 
 from ..spec import Foreign, Optax, Spec, Torch, betas, flag, like, real
 from ..vocabulary import clamp, exp, log, maximum, minimum, sqrt, where
@@ -45,7 +48,7 @@ class ADOPT(Spec):
     eps: the least that a gradient is divided by.
     weight_decay: how much of p joins the gradient; with decouple, times lr, the share of p that is taken away each step.
     decouple: take the decay from p beside the step, as AdamW does.
-    clip_exp: the power of the steps taken at which a divided gradient is clipped.
+    clip_exp: the power of the steps taken at which a divided gradient is clipped; None clips nothing.
     """
 
     name = "adopt"
@@ -58,7 +61,7 @@ class ADOPT(Spec):
     eps: float = real(1e-6, open_low=True)
     weight_decay: float = real(0.0)
     decouple: bool = flag(False)
-    clip_exp: float = real(0.25)
+    clip_exp: float | None = real(0.25, optional=True)
 
     def structure(self):
         return ()
@@ -77,12 +80,13 @@ class ADOPT(Spec):
 
     def scalars(self, t, counters):
         beta1, beta2 = self.betas
-        first = t == 1
+        first, power = t == 1, self.clip_exp
+        ceiling = math.inf if power is None else exp(minimum(power * log(maximum(t - 1.0, 1.0)), 80.0))  # e^80 clips nothing
         return {
             "shrink": where(first, 0.0, self.lr * self.weight_decay * self.decouple),
             "step": where(first, 0.0, self.lr),
             "decay": self.weight_decay * (not self.decouple),
-            "ceiling": exp(minimum(self.clip_exp * log(maximum(t - 1.0, 1.0)), 80.0)),  # 80: nothing is clipped
+            "ceiling": ceiling,
             "beta1": where(first, 1.0, beta1),
             "alpha1": where(first, 0.0, 1 - beta1),
             "beta2": where(first, 0.0, beta2),

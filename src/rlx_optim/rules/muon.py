@@ -24,6 +24,7 @@ Conventions.
 - optax: without nesterov equal to optax.contrib.muon; consistent_rms=0.2 is "moonlight". Its Nesterov form corrects m and g
   for bias by different factors. It sends tensors of three dimensions and more to Adam, and embeddings and heads to Muon.
 - the author's code: "keller", the default, with float32 products.
+- cautious=True is the authors' c_muon.py, which masks u before X is made of it, by the sign of m·g; pytorch_optimizer masks X.
 - the Rust crate: "rlx". Every tensor whose rank is not 2 takes p ← (1 − lr·weight_decay)·p − lr·u, and
     m ← momentum·m + g, u = g + momentum·m
 
@@ -34,9 +35,10 @@ state a parameter; per step 2·ns_steps·(2·columns + rows)·rows² operations 
 import math
 from typing import Any
 
-from .. import modifiers
 from ..coefficients import KELLER, SCHEMES, STEPS, steps_of
+from ..modifiers import by_share
 from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, triples
+from ..vocabulary import sign, where
 
 
 def nesterov(g, m, beta, alpha):
@@ -49,6 +51,18 @@ def heavy_ball(g, m, beta, alpha):
     m = beta * m + alpha * g
     u = m
     return u, m
+
+
+# cautious: where the momentum agrees with the gradient, whichever of the two forms it has above
+def agreement(g, m):
+    kept_count = where(sign(g) * m > 0, 1.0, 0.0)
+    lost_count = where(sign(g) * m > 0, 0.0, 1.0)
+    return kept_count, lost_count
+
+
+def masking(g, m, u, keep_gain):
+    u = u * where(sign(g) * m > 0, keep_gain, 0.0)
+    return u
 
 
 SCALES = {
@@ -100,7 +114,7 @@ class Muon(Spec):
 
     matrix = True
     everywhere = False
-    caution = None  # the authors' c_muon.py masks the momentum before Newton–Schulz; pytorch_optimizer masks X after it
+    caution = None  # as the authors' c_muon.py: before Newton–Schulz, and by m though u is Nesterov's
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
     def ragged(self):
@@ -130,7 +144,8 @@ class Muon(Spec):
 
     def update(self, E, x):
         x = E.map(nesterov if self.nesterov else heavy_ball, x)
-        x = modifiers.masked(E, x) if self.cautious else x
+        if self.cautious:
+            x = E.map(masking, E.each(by_share, E.map(agreement, x, kept_count="sum", lost_count="sum")))
         if self.convention == "rlx" and x.u.ndim != 3:
             return x
         X = E.orthogonalize(x.u, *steps_of(self.ns_coefficients, self.ns_steps), x.eps)

@@ -266,7 +266,7 @@ class ADOPT(RuleOptimizer):
         eps: float = 1e-06,
         weight_decay: float = 0.0,
         decouple: bool = False,
-        clip_exp: float = 0.25,
+        clip_exp: float | None = 0.25,
         *,
         cautious: bool = False,
         decay: Literal['decoupled', 'cautious', 'hyperball'] = 'decoupled',
