@@ -479,15 +479,9 @@ def test_clipping_plain_parameters_is_torchs():
         float(torch.nn.utils.clip_grad_norm_(twins.values(), 0.5)), rel=1e-6
     )
     close({k: p.grad for k, p in params.items()}, {k: p.grad for k, p in twins.items()}, 1e-6)
-    opt = ranks.make("AdamW", params)
-    before = {k: p.grad.clone() for k, p in params.items()}
-    ours.clip_grad_norm_(opt, 0.1)
-    opt.step()
-    close({k: p.grad for k, p in params.items()}, before, 0)  # folded into the step, the gradients are as they were
-    for k, g in ranks.tensors(1).items():
-        params[k].grad = g
-    opt.step()
-    assert opt._clip is None  # gone with the gradients it was for
+    ours.clip_grad_norm_(ranks.make("AdamW", params), 0.1)
+    torch.nn.utils.clip_grad_norm_(twins.values(), 0.1)
+    close({k: p.grad for k, p in params.items()}, {k: p.grad for k, p in twins.items()}, 1e-6)
     with pytest.raises(ValueError, match="max_norm must be >= 0"):
         ours.clip_grad_norm_(params.values(), -1.0)
     params["w"].grad[0, 0] = float("inf")

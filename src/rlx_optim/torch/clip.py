@@ -1,69 +1,43 @@
-"""Clipping by the global norm, for plain and spread parameters alike.
-
-Given an optimizer, the factor is not multiplied into the gradients but waits *on* them: each carries the `Clip` it is under, and
-its version at that time. The step that uses these gradients applies it; gradients that were thrown away take it with them.
-"""
+"""Clipping by the global norm, for plain and spread parameters alike."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .stepping import Stepper
-
-MARK = "_rlx_optim_clip"
+MARK = "_rlx_optim_norm"
 
 
-class Clip:
-    """A factor that gradients are still to be multiplied by."""
+class Norm:
+    """What a clip measured, kept on the gradients: `skip_above` judges a step by it, since clipped gradients hide their norm."""
 
-    def __init__(self, factor: float):
-        self.factor = factor
-
-    def put_on(self, grad: torch.Tensor) -> None:
-        setattr(grad, MARK, (self, version(grad)))
+    def __init__(self, total: torch.Tensor, count: int):
+        self.total, self.count = total, count
 
 
-def version(grad: torch.Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version
+def version(grad: Any) -> int:
+    """The count of changes in place; a DTensor's is its part's, which FSDP changes directly."""
+    local: torch.Tensor = getattr(grad, "_local_tensor", grad)
+    return 0 if local.is_inference() else local._version
 
 
-def clip_of(grad: Any) -> Clip | None:
-    """What a gradient is under. One that was changed in place since then can no longer be clipped on the way."""
-    mark = getattr(grad, "__dict__", {}).get(MARK)
-    if mark is None:
-        return None
-    if mark[1] != version(grad):
-        raise RuntimeError(
-            "a gradient was changed in place after clip_grad_norm_(optimizer, …), which has not multiplied it yet; clip the "
-            "parameters' gradients themselves (clip_grad_norm_(model.parameters(), …)), or let zero_grad() set them to None"
-        )
-    clip: Clip = mark[0]
-    return clip
-
-
-def release(grad: torch.Tensor) -> None:
-    """Forget what a gradient is under."""
-    getattr(grad, "__dict__", {}).pop(MARK, None)
-
-
-def waits(clip: Clip, params: Iterable[torch.Tensor]) -> bool:
-    """Whether the gradients of these parameters are all under this clip."""
-    under = [clip_of(p.grad) is clip for p in params]  # all of them: one may have been changed
-    return all(under)
-
-
-def scaled(grad: torch.Tensor, clip: Clip | None) -> torch.Tensor:
-    return grad if clip is None else grad * clip.factor
+def measured(params: Sequence[torch.Tensor]) -> Norm | None:
+    """What one clip measured of exactly these parameters' gradients, if none was changed since."""
+    found = None
+    for param in params:
+        norm, before = getattr(param.grad, "__dict__", {}).get(MARK, (None, 0))
+        if norm is None or norm is not (found or norm) or norm.count != len(params) or before != version(param.grad):
+            return None
+        found = norm
+    return found
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Stepper | torch.Tensor | Iterable[torch.Tensor],
+    parameters: torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -71,35 +45,38 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their norm, all together, is at most max_norm. Gives the norm before that.
 
-    As torch.nn.utils.clip_grad_norm_, and for DTensors of any mixture of meshes by one all-reduce a process group. Given an
-    optimizer of this package it does not touch the gradients: the step that uses them multiplies them on the way, which costs no
-    pass. foreach is accepted and makes no difference.
+    As torch.nn.utils.clip_grad_norm_, for the parameters of an optimizer too, and for DTensors of any mixture of meshes by one
+    all-reduce a process group. `skip_above` of an optimizer given here judges its step by the norm before the clip. foreach is
+    accepted and makes no difference.
     """
-    from .stepping import Stepper
-
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be >= 0 and norm_type > 0, got {max_norm!r} and {norm_type!r}")
     params = _listed(parameters)
     grads = [p.grad for p in params if p.grad is not None]
-    for grad in grads:  # clipped before and not stepped since
-        if (clip := clip_of(grad)) is not None:
-            delattr(grad, MARK)
-            _local(grad).mul_(clip.factor)
     total = grad_norm(params, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}; not clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own form
-    if isinstance(parameters, Stepper):
-        clip = parameters._clip = Clip(float(factor)) if float(factor) != 1.0 else None
-        if clip is not None:
-            for grad in grads:
-                clip.put_on(grad)
-    else:
-        for grad in grads:
-            local = _local(grad)
-            local.mul_(factor.to(local.device, local.dtype))
+    if total.device.type == "cpu" and float(factor) == 1.0:  # elsewhere the question would wait for the device
+        return total
+    watched = getattr(parameters, "skip_above", None) is not None
+    norm = Norm(total if norm_type == 2 else grad_norm(params), len(grads)) if watched else None
+    _multiply(list(map(_local, grads)), factor)
+    for grad in grads if watched else ():
+        setattr(grad, MARK, (norm, version(grad)))
     return total
+
+
+def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_neg():  # a sign that autograd left for later, which no foreach function takes
+            tensor.mul_(factor.to(tensor.device))
+        else:
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), each in alike.items():
+        torch._foreach_mul_(each, factor.to(device))
 
 
 def _local(grad: Any) -> torch.Tensor:
@@ -108,7 +85,7 @@ def _local(grad: Any) -> torch.Tensor:
 
 def _listed(parameters: Any) -> list[Any]:
     if hasattr(parameters, "param_groups"):
-        return [p for group in parameters.param_groups for p in group["params"]]
+        return list(dict.fromkeys(p for group in parameters.param_groups for p in group["params"]))
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
@@ -129,8 +106,7 @@ def _power(tensors: Sequence[torch.Tensor], order: float, device: torch.device) 
     """The sum of |x|^order (the largest |x| where order is infinite) over tensors, in float64."""
     found = torch.zeros((), dtype=torch.float64, device=device)
     filled = [t for t in tensors if t.numel()]
-    norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64).to(device) for t in filled]
-    if not norms:
+    if not filled:
         return found
-    each = torch.stack(norms)
+    each = torch.stack([norm.to(device) for norm in torch._foreach_norm(filled, order, dtype=torch.float64)])
     return each.max() if math.isinf(order) else (each**order).sum()

@@ -1,4 +1,4 @@
-"""Whether a step is taken, and what its gradients are multiplied by: clips, `nonfinite`, `skip_above`, GradScaler."""
+"""Whether a step is taken, and by what: `nonfinite`, `skip_above`, GradScaler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..admission import listed
 from ..guard import Guard
-from .clip import Clip, clip_of, grad_norm, scaled, waits
+from .clip import grad_norm, measured
 from .evaluating import Evaluating, named
 from .graphs import not_finite
 from .overlap import Work
@@ -21,7 +21,6 @@ class Deciding(Evaluating):
     nonfinite: str
     skip_above: float | None  # standard deviations
     _guard: Guard | None
-    _clip: Clip | None = None  # what gradients may be under: see `clip`
     _council: Any  # of the ranks that must agree before a step (`sharded.council`)
     _views: Callable[[], list[dict[str, Any]]]  # the groups, as lanes have them
     _skipped: int
@@ -54,26 +53,16 @@ class Deciding(Evaluating):
         self._skipped += 1
         return False
 
-    def _under_one_clip(self, work: Work) -> bool:
-        """Whether one factor goes for every gradient of this step."""
-        return self._clip is None or waits(self._clip, (lane.seats[i].param for lane, chosen, _ in work for i in chosen))
+    def _measured(self, work: Work) -> torch.Tensor | None:
+        """The norm of these gradients before a clip that was the last to change them."""
+        norm = None if self.skip_above is None else measured([lane.seats[i].param for lane, chosen, _ in work for i in chosen])
+        return None if norm is None else norm.total
 
-    def _applied(self, work: Work, folded: bool) -> float:
-        """The factor of all gradients; where they differ (some came after the clip), each is multiplied by its own here."""
-        if self._clip is None or folded:
-            return 1.0 if self._clip is None else self._clip.factor
-        waiting = False
-        for lane, chosen, grads in work:
-            for k, i in enumerate(chosen):
-                grad = lane.seats[i].param.grad
-                if grad is not None and (clip := clip_of(grad)) is not None:
-                    grads[k], waiting = scaled(grads[k], clip), True
-        self._clip = self._clip if waiting else None
-        return 1.0
-
-    def _outlier(self, work: Work, scale: Any, loss: Any) -> torch.Tensor:
-        """Whether the gradients or the loss are out of line, decided where the first gradient is."""
-        if self._council is not None:
+    def _outlier(self, work: Work, scale: Any, loss: Any, norm: torch.Tensor | None) -> torch.Tensor:
+        """Whether the gradients or the loss are out of line, decided where the first gradient is. norm: that before a clip."""
+        if norm is not None:
+            device = norm.device
+        elif self._council is not None:
             norm = grad_norm([param for group in self.param_groups for param in group["params"]])
             device = norm.device
         else:
@@ -96,12 +85,12 @@ class Deciding(Evaluating):
             self._guard = Guard(torch, device="cpu")
             self._guard.take(window)
 
-    def _left_out(self, work: Work, scale: Any, loss: Any) -> bool:
+    def _left_out(self, work: Work, scale: Any, loss: Any, norm: torch.Tensor | None) -> bool:
         """Whether skip_above leaves out this step; the host asks. Where ranks decide together, one of them is enough: their
         losses may differ."""
         if self.skip_above is None or (not work and self._council is None):
             return False
-        bad = bool(self._outlier(work, scale, loss))
+        bad = bool(self._outlier(work, scale, loss, norm))
         if self._council is not None:
             (bad,) = map(bool, self._council.together.highest([int(bad)], device=self._council.device))
         self._skipped += bad
@@ -113,7 +102,7 @@ class Deciding(Evaluating):
         if self.nonfinite == "skip" and work:
             ours += [not_finite(grads) for _, _, grads in work]
         if self.skip_above is not None and work:
-            ours.append(self._outlier(work, scale, loss).to(torch.int32))
+            ours.append(self._outlier(work, scale, loss, self._measured(work)).to(torch.int32))
         if ours:
             flags += ours
             bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()

@@ -27,7 +27,6 @@ from ..stepping import Record, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
 from .again import Again
-from .clip import release
 from .deciding import Deciding
 from .engines import choose
 from .evaluating import eager, named
@@ -199,13 +198,6 @@ class Stepper(Deciding):
             self._step(None, loss)
         return None if closure is None else loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that a clip was waiting on are gone, and it with them."""
-        super().zero_grad(set_to_none)
-        self._clip = None
-        for grad in (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None):
-            release(grad)
-
     def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
         if cast := list(filter(torch.is_autocast_enabled, CAST)):  # for forward passes: products here would lose bits
             with contextlib.ExitStack() as off:
@@ -219,7 +211,7 @@ class Stepper(Deciding):
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
-        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate" and self._clip is None
+        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate"
         plainly = plainly and not self._asked and self.skip_above is None
         if plainly and problem is None and self._once_more(specs):
             return
@@ -230,8 +222,8 @@ class Stepper(Deciding):
         if self.skip_above is not None and only is not None:
             raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
         if self._council is not None:
-            work, stopped, bad, folded = self._council.agree(lambda: self._prepared(ready, problem), stopped)
-            if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss):
+            work, stopped, bad, norm = self._council.agree(lambda: self._prepared(ready, problem), stopped)
+            if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss, norm):
                 return
         else:
             if problem is not None:
@@ -241,12 +233,10 @@ class Stepper(Deciding):
             work = self._work(ready)
             if self.capturable:
                 self._decide(work, found, scale, loss)
-            elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss):
+            elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss, self._measured(work)):
                 return
-            folded = self._under_one_clip(work)
-        clip = self._applied(work, folded)
         structures = [spec.likeness() for spec in specs]
-        factor: Any = clip if scale is None else clip / (scale if self.capturable else float(scale))
+        factor: Any = 1.0 if scale is None else 1.0 / (scale if self.capturable else float(scale))
         asked, taken = self._asked and only is None, []
         for lane, _, _ in work:
             lane.asked = asked
@@ -318,15 +308,15 @@ class Stepper(Deciding):
         for lane, chosen, grads in work:
             yield from zip((lane.seats[i].param for i in chosen), grads, strict=True)
 
-    def _prepared(self, ready: list[tuple[Lane, list[int]]], problem: Exception | None) -> tuple[Work, bool, bool]:
-        """This rank's work, whether something in it is not finite and should be, and whether one clip is for all of it."""
+    def _prepared(self, ready: list[tuple[Lane, list[int]]], problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
+        """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
         if problem is not None:
             raise problem
         work = self._work(ready)
         rounds(self._owner, work, self.param_groups, self._repeated)  # refuses what ranks cannot step together
         watched = self.nonfinite != "propagate"
         bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
-        return work, bad, self._under_one_clip(work)
+        return work, bad, self._measured(work)
 
     def _refuse_zeros(self, lane: Lane, seat: Seat) -> None:
         """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""

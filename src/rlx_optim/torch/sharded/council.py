@@ -17,7 +17,7 @@ from .layout import here
 from .together import Elsewhere, Together
 
 Work = list[tuple[Lane, list[int], list[torch.Tensor]]]
-REFUSED, STOPPED, NOT_FINITE, APART = range(4)
+REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
 
 
 class Council:
@@ -26,25 +26,28 @@ class Council:
     def __init__(self, together: Together, lanes: Sequence[Lane], device: torch.device):
         self.together, self.lanes, self.device = together, lanes, device
 
-    def agree(self, prepare: Callable[[], tuple[Work, bool, bool]], stopped: bool) -> tuple[Work, bool, bool, bool]:
-        """What is to be done, by the word of all ranks: (work, stopped, not finite, one clip for all). `prepare` gives what this
-        rank says of it."""
+    def agree(
+        self, prepare: Callable[[], tuple[Work, bool, torch.Tensor | None]], stopped: bool
+    ) -> tuple[Work, bool, bool, torch.Tensor | None]:
+        """What is to be done, by the word of all ranks: (work, stopped, not finite, the norm before a clip, if all know it).
+        `prepare` gives what this rank says of it."""
         problem: Exception | None = None
         work: Work = []
-        bad, folded = False, True
+        bad, norm = False, None
         try:
-            work, bad, folded = prepare()
+            work, bad, norm = prepare()
         except Exception as raised:
             problem = raised
         here_too = {(id(lane), i) for lane, chosen, _ in work for i in chosen}
-        flags = [int(problem is not None), int(stopped), int(bad), int(not folded)]
+        flags = [int(problem is not None), int(stopped), int(bad), int(norm is None)]
         flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
         flags = self.together.highest(flags, device=self.device)
         if problem is not None:
             raise problem
         if flags[REFUSED]:
             raise Elsewhere("a gradient or a setting was refused on another rank, which says why; nothing was stepped")
-        return self._completed(work, flags[4:]), bool(flags[STOPPED]), bool(flags[NOT_FINITE]), not flags[APART]
+        norm = None if flags[UNMEASURED] else norm
+        return self._completed(work, flags[4:]), bool(flags[STOPPED]), bool(flags[NOT_FINITE]), norm
 
     def _completed(self, work: Work, present: list[int]) -> Work:
         """The work with zeros for gradients that only others have."""
