@@ -2,7 +2,7 @@
 # make test    the test suite                                            (sets up .venv with torch and jax)
 # make test-all   the tests, the slow ones, the browser and the integrations included
 # make test-browser   the race report and the documentation in chromium (which it does not install)
-# make test-integrations   accelerate, Hugging Face Trainer and Lightning (installs them into .venv)
+# make test-integrations   accelerate, flax, Hugging Face Trainer and Lightning (installs them into .venv)
 # make test-gpu   the tests that need a GPU, from source, nothing installed
 # make lint    ruff and mypy
 # make types   mypy and pyright over a user's program for each front end (pyright fetches itself with npm)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -364,3 +365,80 @@ def test_the_largest_keeps_what_is_not_a_number(shape):
                 want = given.max() if how.axis is None else given.max(how.axis)
                 np.testing.assert_array_equal(found, want, err_msg=name)
         assert np.isnan(jax.jit(lambda x: engine.norm(x[None], math.inf))(bad)).all()
+
+
+# ---- mappings that are no dicts ------------------------------------------------------------------------------------------------
+class Kept(Mapping):
+    """A mapping with its children in the order they came in."""
+
+    def __init__(self, entries):
+        self.entries = tuple(entries)
+
+    def __getitem__(self, name):
+        return dict(self.entries)[name]
+
+    def __iter__(self):
+        return (name for name, _ in self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Kept,
+    lambda kept: (tuple((jax.tree_util.DictKey(name), each) for name, each in kept.items()), tuple(kept)),
+    lambda names, values: Kept(zip(names, values, strict=True)),
+)
+
+
+def handed_back(tree):
+    """A tree with other mappings in the places of its dicts, and the other way round in the order of names."""
+    if isinstance(tree, dict):
+        return Kept((name, handed_back(tree[name])) for name in sorted(tree, reverse=True))
+    if isinstance(tree, tuple):
+        return type(tree)(*map(handed_back, tree)) if hasattr(tree, "_fields") else tuple(map(handed_back, tree))
+    return tree
+
+
+def in_dicts(tree):
+    if isinstance(tree, Kept):
+        return {name: in_dicts(each) for name, each in tree.items()}
+    return type(tree)(*map(in_dicts, tree)) if hasattr(tree, "_fields") else tree
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_state_may_come_back_in_other_mappings(name):
+    """flax.nnx does that. The state keeps the tree that it came with, and every step is that of dicts."""
+    plain = {"layer": {"w": jnp.linspace(0.1, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}}
+    params = {"dict": plain, "kept": handed_back(plain)}
+    tx, beside = build(name)
+    states = {"dict": tx.init(plain), "kept": handed_back(tx.init(plain))}
+    for i in range(3):
+        for kind, p in params.items():
+            grads = jax.tree.map(lambda p, i=i: jnp.sin(p * (i + 2)), p)
+            updates, state = tx.update(grads, states[kind], p, **beside)
+            assert jax.tree.structure(state) == jax.tree.structure(states[kind])
+            params[kind], states[kind] = optax.apply_updates(p, updates), state
+    for found in (params, states):
+        assert jax.tree.structure(in_dicts(found["kept"])) == jax.tree.structure(found["dict"])
+        pairs = zip(jax.tree.leaves(in_dicts(found["kept"])), jax.tree.leaves(found["dict"]), strict=True)
+        if name not in ("soap", "kron_psgd"):  # whose matrices come in another order of one stack, and end a rounding apart
+            assert all(np.array_equal(a, b) for a, b in pairs)
+        else:
+            assert all(np.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in pairs)
+
+
+@pytest.mark.parametrize("holder", ["MultiSteps", "skip_above", "apply_if_finite"])
+def test_who_compares_two_states_may_have_them_in_other_mappings(holder):
+    held = {"MultiSteps": lambda tx: optax.MultiSteps(tx, 2), "skip_above": ours.skip_above,
+            "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3)}[holder]  # fmt: skip
+    params = {"w": jnp.linspace(0.1, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
+    tx = held(ours.prodigy(1.0))
+    want, got, state, kept = params, handed_back(params), tx.init(params), handed_back(tx.init(params))
+    for _ in range(4):
+        updates, state = tx.update(want, state, want)
+        want = optax.apply_updates(want, updates)
+        updates, kept = tx.update(got, kept, got)
+        got = optax.apply_updates(got, updates)
+    assert all(np.array_equal(got[name], want[name]) for name in params)
+    assert not np.array_equal(got["w"], params["w"])

@@ -13,7 +13,7 @@ from ..engines.jax_ import engine_in, traceable
 from ..program import trace
 from ..spec import integer
 from .places import is_traced
-from .transform import NO_PARAMS, RuleState, Transform, arithmetic, decoded, encoded, parts_of
+from .transform import NO_PARAMS, RuleState, Transform, arithmetic, decoded, encoded, parts_of, recast
 
 INTERVAL, SEED = integer(10, 1), integer(0, 0)
 
@@ -39,7 +39,8 @@ def with_estimates(transform: Transform, interval: Any, seed: Any) -> Callable[.
             due, lambda kept: observed(transform, state, params, obj_fn, kept, seed), lambda kept: kept, mine
         )
         counters = {**state.counters, counted: state.counters[counted] + due}
-        return transform.update(grads, state._replace(slots={**state.slots, **mine}, counters=counters), params, **extra)
+        slots, counters = recast(state.slots, {**state.slots, **mine}), recast(state.counters, counters)
+        return transform.update(grads, state._replace(slots=slots, counters=counters), params, **extra)
 
     return update
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -130,6 +130,19 @@ def stepped(owner: str, name: str, leaf: Any) -> Any:
             "parameters, or leave it to optax.set_to_zero() by optax.partition"
         )
     return array
+
+
+def named_leaves(params: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree, each with its path as "layers.0.kernel": the same before and after flax.nnx takes them out of its
+    variables, as it does for `update` but not for `init`."""
+    for path, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]:
+        for inside, leaf in jax.tree_util.tree_flatten_with_path(node)[0]:
+            yield path_name(path + inside[is_variable(node) :]), leaf
+
+
+def is_variable(node: Any) -> bool:
+    """Whether it is a variable of flax.nnx, known by its word for what it has beside a value."""
+    return hasattr(type(node), "get_metadata")
 
 
 def path_name(path: tuple[Any, ...]) -> str:

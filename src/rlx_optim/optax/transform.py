@@ -25,7 +25,7 @@ from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import PARTS, Coded, decode, encode, parts
-from .places import Member, Place, admitted, path_name, stepped
+from .places import Member, Place, admitted, named_leaves, stepped
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
@@ -122,10 +122,10 @@ class Transform:
 
     def laid_out(self, params: Tree) -> tuple[list[Any], Any, list[Place]]:
         """The leaves as arrays, their tree, and a place for each."""
-        found = jax.tree_util.tree_flatten_with_path(params)[0]
+        found = list(named_leaves(params))
         tree: Any = jax.tree.structure(params)
-        names = [path_name(path) for path, _ in found]
-        leaves = [stepped(self.owner, name, leaf) for name, (_, leaf) in zip(names, found, strict=True)]
+        names = [name for name, _ in found]
+        leaves = [stepped(self.owner, name, leaf) for name, leaf in found]
         params = tree.unflatten(leaves)
         mask = self.mask(params) if callable(self.mask) else self.mask
         decays = (
@@ -254,15 +254,27 @@ class Transform:
             prefix = self.counters(places[indices[0]].member)
             mine = {name: old for name, old in counters.items() if name.startswith(prefix)}
             counters |= {name: 0 * old + x[name.removeprefix(prefix)] for name, old in mine.items()}  # a constant would be a copy
-        mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-        changed = tree.unflatten(factors) if any(factors) else state.factors
-        return tree.unflatten(updates), RuleState(state.count + 1, mirrored, changed, counters)
+        mirrored = recast(state.slots, {name: tree.unflatten(each) for name, each in slots.items()})
+        changed = state.factors
+        if any(factors):
+            changed = tree.unflatten(map(recast, tree.flatten_up_to(state.factors), factors))
+        return tree.unflatten(updates), RuleState(state.count + 1, mirrored, changed, recast(state.counters, counters))
+
+
+def recast(given: Mapping[str, Any], new: dict[str, Any]) -> Any:
+    """New values by name in the kind of mapping that the old ones came in: transformations around ours (MultiSteps, `skip_above`)
+    compare the two, and flax.nnx hands a state back with mappings of its own for dicts."""
+    if type(given) is dict:
+        return new
+    tree: Any = jax.tree.structure(given, is_leaf=lambda each: each is not given)
+    names = {place: name for name, place in tree.unflatten(range(tree.num_leaves)).items()}
+    return tree.unflatten(new[names[place]] for place in range(tree.num_leaves))
 
 
 def factors_of(state: RuleState, tree: Any) -> list[dict[str, Any]]:
-    """Those of each leaf."""
-    found: list[dict[str, Any]] = tree.flatten_up_to(state.factors) if jax.tree.leaves(state.factors) else []
-    return found or [{} for _ in range(tree.num_leaves)]
+    """The factors of each leaf by name."""
+    found = tree.flatten_up_to(state.factors) if jax.tree.leaves(state.factors) else [{}] * tree.num_leaves
+    return [dict(each) for each in found]
 
 
 def averaged(state: Any, params: Tree) -> Tree:
