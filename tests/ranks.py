@@ -739,6 +739,7 @@ def engines(world):
 
 
 import coded_ranks  # noqa: E402, F401  (its scenarios, before the last)
+import reading_ranks  # noqa: E402, F401  (its own, too)
 
 
 @scenario(2)

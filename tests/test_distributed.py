@@ -12,10 +12,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER, coded_ranks
+from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER, coded_ranks, reading_ranks
 
 import rlx_optim.torch as ours
 from rlx_optim.checkpoint.files import opened
+from rlx_optim.named import spec_class
+from rlx_optim.program import NotSent, Unsent
+from rlx_optim.reading import reads_p
 from rlx_optim.sharing import extent, share_out, traffic
 
 WORLDS = (2, 3, 4)
@@ -232,6 +235,89 @@ def test_mixed_dtypes_split_matrices_late_groups_and_a_stop_from_one_rank(result
     close(given["sharded"][1], given["single"][1], 0)
     assert given["single"][1]["0 step"] == 3  # of four: one was stopped
     close(given["sharded, clipped"], given["single, clipped"], 0)
+
+
+# ---- rules that read p ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def readers():
+    return reading_ranks.walked(None)
+
+
+def alike(got, want):
+    for found, expected in zip(got, want, strict=True):
+        close(found, expected, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_owners_see_p_where_the_rule_reads_it(results, readers, size):
+    """Bit for bit: coupled decay, averages of p, Stiefel, Lookahead, factors of p; in 16 bits, coded, split, in stages."""
+    for given in results[size]["walked"]:
+        assert given.keys() == readers.keys()
+        assert given.pop("exchanges") > 2 * reading_ranks.STEPS
+        for case, found in given.items():
+            alike(found, readers[case])
+
+
+def test_replicas_owners_see_p(results, readers):
+    for given in results[2]["reading_under_ddp"]:
+        for kind, found in given.items():
+            close(found, readers[kind][0], 0)
+
+
+def test_owners_on_two_dimensional_meshes_see_p(results, readers):
+    exact = reading_ranks.ended("CoupledMuon", ranks.plain, torch.bfloat16, reading_ranks.CUT, rounding="exact")
+    given = results[4]["reading_on_meshes"][0]
+    assert len(given) == 3 * (len(reading_ranks.KINDS) + 1)
+    for (_, kind), found in given.items():
+        alike(found, exact if kind == "exact" else readers[kind])
+
+
+def test_p_travels_only_where_it_is_read(results):
+    """In the same exchange, and not while the decay that reads it is 0."""
+    want, _ = reading_ranks.decay_comes_and_goes(None)
+    for rank, (found, sent) in enumerate(results[2]["decay_comes_and_goes"]):
+        close(found, want, 0)
+        entries = [
+            [(shape, reading_ranks.Ignoring(weight_decay=decay)) for shape in reading_ranks.ROWS.values()]
+            for decay in reading_ranks.DECAYS
+        ]
+        assert sent == [(traffic(each, 2).sent[rank], 2) for each in entries]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_update_that_raises_on_its_owner_is_raised_everywhere(results, size):
+    params = ranks.parameters(ranks.plain, reading_ranks.CUT)
+    opt = ours.made(reading_ranks.Failing)(list(params.items()))
+    reading_ranks.Failing.failing = False
+    ranks.train(opt, params, 0, reading_ranks.STEPS, missing=lambda t: ("wide",) if t == 2 else ())
+    owners = 0
+    for found, state, told in results[size]["an_owner_fails"]:
+        close(found, ranks.wholes(params), 0)
+        close(state, ranks.state_of(opt), 0)
+        owners += told[2] == "ArithmeticError: no step of wide"
+        assert told[2].startswith(("ArithmeticError", "Elsewhere: the update of 'wide' failed on another rank, its owner"))
+        assert told[:2] + told[3:] == [None] * (reading_ranks.STEPS - 1)
+    assert owners == 1
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (1, 7), (4, 3, 3, 2), (4096, 14336), (50257, 768)])
+def test_what_reads_p_is_found_out(shape):
+    for name in MATRIX:
+        assert not reads_p(spec_class(name.lower())(), shape), name
+    found = {title: reads_p(kind(), shape) for title, kind in reading_ranks.RULES.items() if kind().takes(shape) is None}
+    assert all(found.values()), found
+    assert not reads_p(reading_ranks.Ignoring(weight_decay=0.0), shape)
+    assert not reads_p(spec_class("kronpsgd")(probe=lambda name, t, shape: pytest.fail("asked for noise")), shape)
+
+
+def test_what_was_not_sent_tells_its_shape_alone():
+    p = Unsent("Rule", torch.ones(2, 3, 4))
+    assert (p.shape, p.ndim, p.dtype, p.numel()) == ((2, 3, 4), 3, torch.float32, 24)
+    ways = [lambda: p + 1, lambda: 2.0 * p, lambda: torch.ones(2, 3, 4) * p, lambda: torch.linalg.norm(p), lambda: p.mT]
+    ways += [lambda: p[0], lambda: p == p, lambda: float(p), lambda: torch.stack([p]), lambda: p.clone, lambda: list(p)]
+    for way in ways:
+        with pytest.raises(NotSent, match="which was not sent here"):
+            way()
 
 
 # ---- DDP ------------------------------------------------------------------------------------------------------------------------

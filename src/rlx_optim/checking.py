@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from .conformance import Arrays, Speaker, Walk, present, speaker
+from .conformance import Arrays, Speaker, Walk, gap, present, speaker
 from .curvature import CurvatureOptimizer
 from .language import LanguageError
 from .optimizer import NamedOptimizer
-from .program import Program, trace
+from .program import Program, commit_measures, trace
 from .spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
@@ -46,6 +46,7 @@ REASONS = {
     "one by one": "tensors stepped one by one end where they end together",
     "NaN": "a NaN in one gradient must not reach another tensor",
     "zero": "gradients of zero must not make anything NaN",
+    "ranks": "on DTensors of two gloo processes it ends where one process does: owners see what the rule reads",
     "hyperparameter": "one that does nothing is a bug that no loss curve shows",
     "schedule": "a constant schedule is that number, and one that moves compiles nothing",
 }
@@ -61,6 +62,7 @@ HINTS = {
     "one by one": "a tensor's step must not depend on which others are stepped with it, unless by an all_… reduction",
     "NaN": "a NaN must not leave its tensor: only all_… reductions may look at several",
     "zero": "keep divisions away from 0 with an eps, or maximum(…)",
+    "ranks": "a step may depend on p, g, slots, counters, t and hyperparameters alone, and the commit on p, u and numbers",
     "hyperparameter": "it changes nothing: does `scalars` give it, does the rule read it, is it in `structure`?",
     "schedule": "a number of `scalars` must do: what picks code or slots is structural (flag, integer, choice)",
 }
@@ -147,6 +149,8 @@ class RuleChecks:
         yield "language", "trace", self.language
         yield "declared", "trace", self.declared
         yield "slots", "reference", self.touched
+        if "torch" in self.engines:  # before an engine uses CUDA, after which nothing can be forked
+            yield "ranks", "torch", self.over_ranks
         for engine in self.engines:
             yield "engine", engine, functools.partial(self.beside, engine, False)
         for engine in self.engines:
@@ -329,6 +333,25 @@ class RuleChecks:
         found = self.walked([self.rule(**self.settings)], who, start, none)
         bad = [name for name, arrays in found.items() if not all(np.isfinite(a).all() for a in arrays)]
         return not bad, None, f"gradients of zero make {', '.join(bad)} NaN or infinite" if bad else ""
+
+    def over_ranks(self) -> tuple[bool, float | None, str]:
+        """Two processes, beside one."""
+        from .check.rule_ranks import over_ranks
+        from .check.table import Skip
+
+        if self.rule.matrix and commit_measures(self.rule(**self.settings)):
+            return True, None, "its commit measures p or u, which is refused where matrices are spread over ranks"
+        start, gradients = self.problem()
+        try:
+            want, got = over_ranks(self.rule, self.settings, start, gradients)
+        except Skip as why:
+            return True, None, str(why)
+        bar = MATRIX_BAR if self.rule.matrix else BAR
+        worst = max(_apart(a, b, s) for a, b, s in zip(got["p"], want["p"], start, strict=True))
+        if not worst <= bar:
+            return False, worst, "parameters end elsewhere than in one process"
+        bad = [name for name in want if name != "p" and not gap(got[name], want[name]) <= 10 * bar]
+        return not bad, worst, f"{bad[0]} ends elsewhere than in one process" if bad else ""
 
     def moves(self, name: str, field: Field) -> tuple[bool, float | None, str]:
         """Whether a hyperparameter does something: by itself, or beside another that is changed too."""

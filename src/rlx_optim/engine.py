@@ -22,7 +22,7 @@ import numpy as np
 from . import random, stats, storage, vocabulary
 from .algebra import Algebra
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
-from .program import Drop, Each, Pass, Program, Values, reduced_axis, subtract, trace
+from .program import Drop, Each, Pass, Program, Unsent, Values, reduced_axis, subtract, trace
 from .rounding import Half
 from .spec import Shape, Slot, Spec
 
@@ -77,6 +77,7 @@ class Bundle:
     asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
     halves: of each tensor how it is rounded, where parameters of 16 bits are, and not to nearest; an engine that is given them as
     they are does it.
+    blind: whether "p" is but where a matrix rule's direction is left: its `update` gets a stand-in that refuses to be read.
     """
 
     spec: Spec
@@ -94,6 +95,7 @@ class Bundle:
     runner: Callable[[Mapping[str, Any], float], Any] | None = None
     asked: bool = False
     halves: Sequence[Half | None] = ()
+    blind: bool = False
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
@@ -257,8 +259,10 @@ class ArrayEngine(Algebra):
 
     def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
         """The values of a matrix rule at the end, and what the step did where that was asked."""
-        spec = bundle.spec
-        x = spec.mask(self, self.ended(spec.update(self, start)))
+        spec, p = bundle.spec, start["p"]
+        x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.blind else start
+        x = spec.mask(self, self.ended(spec.update(self, x)))
+        x = x.set(p=p) if bundle.blind else x
         told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
         return self.moved(spec, x, move).set(**told)
 

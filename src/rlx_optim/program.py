@@ -122,6 +122,11 @@ def gathers(spec: Spec, shape: Shape) -> bool:
     return not spec.matrix and trace(spec, spec.slots(shape)).gathers is not None
 
 
+def commit_measures(spec: Spec) -> bool:
+    """Whether the commit of a matrix rule reduces p or u, so that a shard of them does not know enough."""
+    return trace(spec, {}, "move", dict.fromkeys((*spec.committed, "rate"), 0.0)).measures
+
+
 def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
     if how.axis is None:
         return 1
@@ -152,6 +157,35 @@ class Opaque:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __matmul__ = _operator
     __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __float__ = __getitem__ = __len__ = __iter__ = __abs__ = __pow__ = _operator
+
+
+class NotSent(LanguageError):
+    """An update reads p where p was not sent to."""
+
+
+class Unsent(Opaque):
+    """Stands for p where it was not sent to: it has the shape and the type of g, and its values are refused."""
+
+    __slots__ = ("gradient", "title")
+    told = frozenset(("shape", "ndim", "dtype", "device", "size", "numel", "dim"))
+
+    def __init__(self, title: str, gradient: Any):
+        self.title, self.gradient = title, gradient
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotSent(f"{self.title}.update reads p, which was not sent here")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gradient, name) if name in self.told else self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        cls("An", None)._refuse()
+
+    __array__ = __array_ufunc__ = __array_function__ = _refuse
+    __and__ = __or__ = __rand__ = __ror__ = __invert__ = __pos__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refuse
+    __rmatmul__ = __rpow__ = __int__ = __index__ = __eq__ = __ne__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Symbol(Opaque):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .program import measures, trace
+from .reading import reads_p
+from .rounding import EXACT
 from .spec import Shape, Spec
 from .storage import bytes_of
 
@@ -58,8 +60,8 @@ def staged(work: Sequence[int], owners: Sequence[int], shapes: Sequence[Shape], 
 @dataclasses.dataclass
 class Traffic:
     """Of one step: bytes that each rank sends to others by all-to-all, those of them that go while their owner computes (all
-    gradients but those of its first stage, all updates but those of its last), the lengths of the buffers that are all-reduced in
-    bytes, and what each rank has to compute and to keep for the matrices it owns."""
+    gradients, and p where it is read, but those of its first stage, all updates but those of its last), the lengths of the
+    buffers that are all-reduced in bytes, and what each rank has to compute and to keep for the matrices it owns."""
 
     sent: list[int]
     hidden: list[int]
@@ -72,7 +74,8 @@ class Traffic:
 def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4, dim: int | None = 0) -> Traffic:
     """Of a step on tensors that are cut along `dim` (None: replicated, as under DDP), one (shape, spec) each.
 
-    itemsize: of parameters and gradients; updates are float32, or float64 for float64, and so is state that is not coded.
+    itemsize: of parameters and gradients; updates are float32, or float64 for float64, and so is state that is not coded, and p,
+    where it has a low half and is read.
     """
     wide = max(itemsize, 4)
     out = Traffic([0] * ranks, [0] * ranks, 0, [], [0] * ranks, [0] * ranks)
@@ -89,15 +92,18 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
         for i in stage:
             (shape, spec), owner = matrices[i], owners[i]
             parts = [_part(shape, ranks, rank, dim) for rank in range(ranks)]
-            tail = WIDE * (len(spec.committed) + len(spec.counters()))  # numbers that travel with the update
+            tail = WIDE * (1 + len(spec.committed) + len(spec.counters()))  # what became of the update, and numbers beside it
+            given = itemsize
+            if reads_p(spec, shape):
+                given += wide if spec.rounding == EXACT else itemsize
             updates = sum(part * wide + tail for rank, part in enumerate(parts) if rank != owner)
             out.state[owner] += sum(bytes_of(slot, wide) for slot in spec.stored_slots(shape).values())
             out.sent[owner] += updates
             out.hidden[owner] += updates if place < turns[owner][-1] else 0
             for rank, part in enumerate(parts):
-                gradient = part * itemsize if dim is not None and rank != owner else 0
-                out.sent[rank] += gradient
-                out.hidden[rank] += gradient if place > turns[owner][0] else 0
+                there = part * given if dim is not None and rank != owner else 0
+                out.sent[rank] += there
+                out.hidden[rank] += there if place > turns[owner][0] else 0
     bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
         key = (type(spec), tuple(spec.slots(shape)), spec.likeness())

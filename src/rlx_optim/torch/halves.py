@@ -132,6 +132,11 @@ def places(param: Any) -> torch.Tensor:
     return found.reshape(-1).to(device)
 
 
+def held(seat: Any) -> torch.Tensor:
+    """What this rank has of a seat's parameter, with its low half if it has one."""
+    return whole(local(seat.param).detach().resolve_neg(), seat.half)
+
+
 def opened(seat: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a seat's parameter in the arithmetic's type."""
     p = seat.param.detach().resolve_neg()

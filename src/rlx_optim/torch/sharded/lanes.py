@@ -1,8 +1,8 @@
 """Lanes for parameters that are spread over ranks.
 
 `local(kind)` steps what is in this rank's memory as the lane `kind` would. `ReducedLane` does so with `Reducing`. `OwnerLane`
-brings gradients to the owners of matrices, runs the ordinary rule there on whole matrices, brings the updates back and moves the
-shards; in stages, so that matrices travel while others are computed.
+brings gradients (and p, where the rule reads it) to the owners of matrices, runs the ordinary rule there on whole matrices,
+brings the updates back and moves the shards; in stages, so that matrices travel while others are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from ...engine import Bundle, Engine, Mixing
 from ...pieces import WHOLE, Split, shapes_of, slots_of
 from ...pieces import part as part_of
-from ...program import gathers, measures
+from ...program import NotSent, commit_measures, gathers, measures
+from ...reading import reads_p
 from ...sharing import staged
 from ...spec import Shape, Slot, Spec
 from ...stepping import Part as Bundled
@@ -34,7 +35,9 @@ from .exchange import Item, collect, spread
 from .homes import Home, Owned, Shards
 from .layout import Layout, here
 from .reducing import Reducing
-from .together import Together, splitting
+from .together import Elsewhere, Together, splitting
+
+DONE, FAILED, BLIND = range(3)  # what became of an update: BLIND is one that reads p and was not sent it
 
 
 class Part:
@@ -163,6 +166,8 @@ class OwnerLane(Lane):
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         super().__init__(engine, why, device, dtype, sign)
         self.homes: list[Home] = []
+        self.shapes: list[set[Shape]] = []  # of each seat's pieces
+        self.readers: set[int] = set()  # seats whose rule has read p where it was not expected to
         self.turns: list[Turn] = []
         self.landing = local(LANES.get(engine.name, TorchLane))(engine, why, device, dtype, 1.0)
 
@@ -170,19 +175,60 @@ class OwnerLane(Lane):
         return self.landing.view(buffer)
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
-        """All gradients begin to travel; then each stage's are awaited and computed, and its updates sent on their way."""
-        seats, homes = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen]
+        """Everybody goes to the end of it, also where an owner's update raises: nobody is left waiting."""
+        given = dict(zip(chosen, grads, strict=True))
+        left = self._stepped(chosen, specs, structures, given, scale)
+        if blind := [i for i in chosen if left.get(i, (DONE,))[0] == BLIND]:
+            self.readers.update(blind)
+            left = {i: why for i, why in left.items() if i not in blind} | self._stepped(blind, specs, structures, given, scale)
+        if left:
+            self.count([i for i in chosen if i not in left])
+            raise self._failure(left)
+
+    def _stepped(
+        self, chosen: list[int], specs: Sequence[Spec], structures: Any, given: Mapping[int, torch.Tensor], scale: float
+    ) -> dict[int, tuple[int, Exception | None]]:
+        """All gradients begin to travel; then each stage's are awaited and computed, and its updates sent on their way. Gives the
+        seats that were not stepped: what became of them, and why, where it is known here."""
+        seats, homes, grads = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
         if (key := tuple(chosen)) != self.present or structures != self.structures:
             self.present, self.structures = key, structures
             self.turns = [self._turn(stage, seats, homes, specs) for stage in self._staged(seats, homes, specs)]
             self.parts = [part for turn in self.turns for part in turn.parts]
-        coming = [self._gathered(turn.stage, seats, homes, grads) for turn in self.turns]
-        leaving = []
+        reading = self._reading(chosen, specs)
+        coming = [self._gathered(turn.stage, seats, homes, grads, reading) for turn in self.turns]
+        leaving, problems = [], dict[int, Exception]()
         for turn, came in zip(self.turns, coming, strict=True):
-            updates, numbers = self._updated(turn, seats, came(), specs, scale)
+            updates, numbers, raised = self._updated(turn, seats, *came(), specs, scale)
             leaving.append(self._delivered(turn.stage, seats, homes, specs, updates, numbers))
+            problems |= raised
         landed = {i: its for arrive in leaving for i, its in arrive().items()}
-        self._land(chosen, specs, *([landed[i][k] for i in range(len(seats))] for k in (0, 1)))  # type: ignore[arg-type]
+        done = [i for i in range(len(seats)) if landed[i][1][0] == DONE]
+        self._land([chosen[i] for i in done], specs, [landed[i][0] for i in done], [landed[i][1][1:] for i in done])
+        return {chosen[i]: (int(landed[i][1][0]), problems.get(i)) for i in landed if landed[i][1][0] != DONE}
+
+    def _reading(self, chosen: list[int], specs: Sequence[Spec]) -> set[int]:
+        """The places among these seats of those whose rule reads p: of what is stacked in many shapes all or none."""
+        groups = [self.seats[i].records[0].group for i in chosen]
+        found = {
+            k
+            for k, (i, group) in enumerate(zip(chosen, groups, strict=True))
+            if i in self.readers or any(reads_p(specs[group], shape) for shape in self.shapes[i])
+        }
+        mixed = {groups[k] for k in found if specs[groups[k]].ragged()}
+        return found | {k for k, group in enumerate(groups) if group in mixed}
+
+    def _failure(self, left: Mapping[int, tuple[int, Exception | None]]) -> Exception:
+        """What is raised of updates that failed, on all ranks. Their records count what their state counts."""
+        for i in left:
+            for record in self.seats[i].records:
+                record.t = int(self.steps[i])
+        names = ", ".join(repr(self.seats[i].records[0].name) for i in left)
+        problem = next((problem for _, problem in left.values() if problem is not None), None)
+        if problem is None:
+            return Elsewhere(f"the update of {names} failed on another rank, its owner, which says why; it was not stepped")
+        problem.add_note(f"{names} was not stepped, on no rank; the matrices beside it were")
+        return problem
 
     def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         raise AssertionError("an owner lane does everything in `step`")
@@ -203,57 +249,84 @@ class OwnerLane(Lane):
         return Turn(stage, watch, bundle_up(enumerate(records), specs, self.engine, watch))
 
     def _gathered(
-        self, stage: list[int], seats: list[Seat], homes: list[Home], grads: list[torch.Tensor]
-    ) -> Callable[[], dict[int, torch.Tensor]]:
-        """The whole gradients of what is computed here, by place."""
-        wholes = {}
+        self, stage: list[int], seats: list[Seat], homes: list[Home], grads: list[torch.Tensor], reading: set[int]
+    ) -> Callable[[], tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
+        """The whole gradients of what is computed here, by place; and p, of those whose rule reads it."""
+        wholes: tuple[dict[int, torch.Tensor], ...] = {}, {}
         travelling = []
-        for i in stage:
-            seat, home, grad = seats[i], homes[i], grads[i]
+        for side, i in [*((0, i) for i in stage), *((1, i) for i in stage if i in reading)]:
+            seat, home, part = seats[i], homes[i], halves.held(seats[i]) if side else grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
-                wholes[i] = layout.wrapped(grad.contiguous(), layout.shape, layout.placements).full_tensor()
-            elif home.layout is None:
-                wholes |= {i: grad} if home.mine else {}
-            else:
-                travelling.append((i, Item(tuple(seat.shape), grad.dtype, home.dim, home.owner), grad, home.circle))
+                wholes[side][i] = layout.wrapped(part.contiguous(), layout.shape, layout.placements).full_tensor()
+            elif home.layout is not None:
+                travelling.append(((side, i), Item(tuple(seat.shape), part.dtype, home.dim, home.owner), part, home.circle))
+            elif home.mine:
+                wholes[side][i] = part
         if not travelling:
-            return lambda: wholes
+            return lambda: wholes  # type: ignore[return-value]
         places, items, parts, circles = zip(*travelling, strict=True)
         coming = collect(circles[0], items, parts, self.device)
-        return lambda: dict(sorted((wholes | {places[k]: whole for k, whole in coming().items()}).items()))
+
+        def came() -> Any:
+            for k, whole in coming().items():
+                side, i = places[k]
+                wholes[side][i] = whole
+            return tuple(dict(sorted(each.items())) for each in wholes)
+
+        return came
 
     def _updated(
-        self, turn: Turn, seats: list[Seat], wholes: Mapping[int, torch.Tensor], specs: Sequence[Spec], scale: float
-    ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]]]:
-        """The directions of what is computed here, and with each the numbers it is to be committed with, then the counters."""
+        self,
+        turn: Turn,
+        seats: list[Seat],
+        wholes: Mapping[int, torch.Tensor],
+        params: Mapping[int, torch.Tensor],
+        specs: Sequence[Spec],
+        scale: float,
+    ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]], dict[int, Exception]]:
+        """The directions of what is computed here; with each what became of it, the numbers that it is to be committed with, then
+        the counters; and what was raised."""
         updates: dict[int, torch.Tensor] = {}
         sides: tuple[list[Any], list[Any]] = ([], [])
         first: dict[int, int] = {}
         for i, whole in wholes.items():
             grad = packed(whole.to(self.dtype).contiguous(), seats[i])
             updates[i] = torch.empty_like(grad)
+            if i in params:  # where the direction will be
+                updates[i].copy_(packed(params[i], seats[i]))
             first[i] = len(sides[0])
             for side, tensor in zip(sides, (updates[i], grad), strict=True):
                 side += self.pieces(tensor, seats[i])
         self._tell(turn.watch, *sides)
         sides = tuple([self.view(piece) for piece in side] for side in sides)  # type: ignore[assignment]
-        engine, self.numbers = Updates(self.engine), {}
+        engine, self.numbers, raised = Updates(self.engine), {}, dict[int, Exception]()
+        whose = [i for i in first for _ in seats[i].records]
         for part in turn.parts:
-            params, gradients = ([side[k] for k in part.bundle.index] for side in sides)
-            run_part(part, engine, specs, self.numbers, params, gradients, scale)  # type: ignore[arg-type]
+            part.bundle.blind = any(whose[k] not in params for k in part.bundle.index)
+            ps, gs = ([side[k] for k in part.bundle.index] for side in sides)
+            try:
+                run_part(part, engine, specs, self.numbers, ps, gs, scale)  # type: ignore[arg-type]
+            except Exception as problem:  # which all are told with the updates
+                raised |= {whose[k]: problem for k in part.bundle.index}
         numbers = {}
         updates = {i: unpacked(update, seats[i]) for i, update in updates.items()}
         for i, k in first.items():
-            committed = [x for j in range(sets(seats[i])) for x in engine.found[k + j]]
-            numbers[i] = [*committed, *seats[i].records[0].counters.values()]
-        return updates, numbers
+            if i in raised:
+                begun = any(k + j in engine.found for j in range(len(seats[i].records)))  # another of its pieces has been stepped
+                verdict = BLIND if isinstance(raised[i], NotSent) and not begun else FAILED
+                numbers[i] = [verdict, *[0.0] * (self._length(seats[i], specs) - 1)]
+                continue
+            nothing = [0.0] * len(specs[seats[i].records[0].group].committed)  # of an empty matrix
+            committed = [x for j in range(sets(seats[i])) for x in engine.found.get(k + j, nothing)]
+            numbers[i] = [DONE, *committed, *seats[i].records[0].counters.values()]
+        return updates, numbers, raised
 
     @staticmethod
     def _length(seat: Seat, specs: Sequence[Spec]) -> int:
         """How many numbers travel with an update."""
         record = seat.records[0]
-        return sets(seat) * len(specs[record.group].committed) + len(record.counters)
+        return 1 + sets(seat) * len(specs[record.group].committed) + len(record.counters)
 
     def _tell(self, watch: Addresses, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
@@ -372,11 +445,11 @@ def add(
     """Give a parameter a seat in the lane that suits its home, made if need be. Gives the lane."""
     device, dtype, maximize = key
     kind, what = kind_of(make, spec, home)
-    if kind is OwnerLane and spec.decay == "hyperball":
-        raise spec.refuse(
-            f"decay='hyperball' needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); use "
-            "decay='decoupled' or 'cautious' there"
-        )
+    if kind is OwnerLane and commit_measures(spec):
+        whose, instead = "decay='hyperball'", "use decay='decoupled' or 'cautious' there"
+        if type(spec).commit is not Spec.commit:
+            whose, instead = "its commit", "let `update` take it from p and u, and the commit from numbers"
+        raise spec.refuse(f"{whose} needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); {instead}")
     place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
     if place not in lanes:
         if kind is ReducedLane:
@@ -388,6 +461,7 @@ def add(
     lane.seats.append(seat(lane, spec, param, name, group, state, home))
     if isinstance(lane, OwnerLane):
         lane.homes.append(home)
+        lane.shapes.append({record.shape for record in lane.seats[-1].records if record.size})
     return lane
 
 
