@@ -51,6 +51,16 @@ def begun(p, slow, first):
     return slow
 
 
+def sized(p, u):
+    size = p
+    return size
+
+
+def away(u, step, size):
+    change = step * u / (1 + size)
+    return change
+
+
 class Reading(Spec):
     """What the rules here share."""
 
@@ -299,6 +309,22 @@ def decayed(p, g, m, beta, decay):
     m = beta * m + g
     u = m + decay * p
     return u, m
+
+
+class Measuring(Reading):
+    """A commit that reduces p."""
+
+    def update(self, E, x):
+        return E.map(decayed, x)
+
+    def commit(self, E, x):
+        return E.map(away, E.map(sized, x, size="norm"))
+
+
+@scenario(2)
+def a_commit_that_measures(world):
+    params = parameters(world.place, CUT)
+    return failure(train, ours.made(Measuring)(list(params.items())), params, 0, 1, world.place)
 
 
 @scenario(2, 3)

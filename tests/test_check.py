@@ -214,7 +214,7 @@ def test_the_command(capsys, tmp_path):
         (["torch.optim:SGD", "--kwargs", "{"], "--kwargs: "),
         (["math:pi"], "neither a torch.optim.Optimizer class nor an optax factory"),
         (["adamw", "--as", "adam"], "adamw is a rule"),
-        (["adamw", "--only", "nosuch"], "no check of AdamW is called nosuch; known are language, declared, slots, engine"),
+        (["adamw", "--only", "nosuch"], "no check of AdamW is called nosuch; known are language, declared, slots, ranks, engine"),
     ],
 )
 def test_the_command_refuses(capsys, arguments, message):

@@ -284,6 +284,13 @@ def test_p_travels_only_where_it_is_read(results):
         assert sent == [(traffic(each, 2).sent[rank], 2) for each in entries]
 
 
+def test_a_commit_that_measures_is_refused_by_name(results):
+    for told in results[2]["a_commit_that_measures"]:
+        assert told.startswith(
+            "ValueError: Measuring: its commit needs the norm of a whole matrix, and 'w' is shared out over ranks"
+        )
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_update_that_raises_on_its_owner_is_raised_everywhere(results, size):
     params = ranks.parameters(ranks.plain, reading_ranks.CUT)

@@ -327,6 +327,45 @@ def test_two_ranks_give_the_result_of_one(site, found, tmp_path):
     assert ended(process(site, "-c", code)) == "(24,)\n"
 
 
+def row_of_ranks(rule, **settings):
+    """What `check_rule` finds of it over two ranks."""
+    (row,) = (row for row in rlx_optim.check_rule(rule, only=["ranks"], **settings).rows if row.check == "ranks")
+    return row
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_check_rule_asks_two_ranks():
+    """Of rules that are no file's, too: one that reads p, one that goes by how often it was called, one whose commit measures."""
+    pytest.importorskip("torch.distributed")
+    from reading_ranks import Averaging, Looking, Measuring, Reading, decayed
+
+    class Counting(Reading):
+        calls = 0
+
+        def update(self, E, x):
+            Counting.calls += 1
+            return E.map(decayed, x.set(g=x.g * (1.0 + Counting.calls)))
+
+    class Refusing(Reading):
+        def update(self, E, x):
+            if "tensor 3" in x.names:
+                raise ArithmeticError("no such step")
+            return E.map(decayed, x)
+
+    for rule in (Averaging, Looking, rlx_optim.registry.spec_class("lamb")):
+        row = row_of_ranks(rule)
+        assert row.ok, row
+        assert not row.skipped
+        assert row.seen < 1e-6
+    assert row_of_ranks(Averaging).seen == 0
+    assert "parameters end elsewhere than in one process" in row_of_ranks(Counting).note
+    assert "no such step" in row_of_ranks(Refusing).note
+    for rule, settings in ((Measuring, {}), (rlx_optim.registry.spec_class("muon"), {"decay": "hyperball"})):
+        row = row_of_ranks(rule, **settings)
+        assert row.skipped
+        assert "its commit measures p or u, which is refused where matrices are spread over ranks" in row.note
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_it_is_checked(site, name):
