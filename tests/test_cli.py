@@ -572,6 +572,15 @@ def test_the_doctor_minds_a_cache_that_cannot_be_written(few_engines, capsys, tm
     assert found["cache"]["status"] == "not writable"
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+def test_the_doctor_minds_a_cache_that_others_can_write(few_engines, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    found = printed(capsys, "doctor", code=1)["cache"]
+    assert found["status"] == "refused"
+    assert f"others may write in {tmp_path} (mode 777); close it (chmod go-w)" in found["why"]
+
+
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(walks.importlib.util, "find_spec", lambda name: None)
     assert walks.ENGINES["torch"].missing() == 'torch is not installed (pip install "rlx-optim[torch]")'

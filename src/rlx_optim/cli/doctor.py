@@ -3,7 +3,7 @@
     rlx-optim doctor
 
 Every engine steps a few optimizers on a small problem beside the reference. The exit code is 1 if an engine that is installed
-fails or gives another result, or if the cache cannot be written.
+fails or gives another result, or if the cache cannot be written or is not safe.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def cache() -> dict[str, Any]:
     if (reason := ENGINES["cpu"].missing()) is not None:
         return {"status": "not used", "why": reason}
     kept = importlib.import_module("rlx_optim.engines.cpu.cache")
-    folder: Path | None = kept.cache_folder()
+    found: tuple[Path | None, str, str] = kept.find_folder()
+    folder, status, why = found
     if folder is None:
-        base = kept.base()
-        why = "there is no home" if base is None else f"{base} cannot be written"
-        return {"status": "not writable", "why": f"{why}: kernels are compiled anew in every process"}
+        return {"status": status, "why": f"{why}. Kernels are compiled anew in every process"}
     files = [file for file in folder.rglob("*") if file.is_file()]
     told = {"folder": str(folder), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
-    return {"status": "writable", "why": "", **told}
+    return {"status": status, "why": why, **told}
 
 
 def threading() -> str:
@@ -88,7 +87,7 @@ def examine() -> dict[str, Any]:
     known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
         "healthy": all(e["status"] in ("live", "not here") for e in engines)
-        and kept["status"] != "not writable"
+        and kept["status"] in ("writable", "not used")
         and away["status"] != "wrong",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],

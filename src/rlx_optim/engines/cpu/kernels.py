@@ -301,7 +301,7 @@ def _made(name: str, text: str, folder: Path | None) -> Any:
     module.__file__ = None
     if folder is not None:
         module.__file__ = str(path := folder / f"{name}.py")
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
+        if not path.exists() or path.read_bytes() != text.encode():
             _write(path, text)
     sys.modules[name] = module  # numba's cache looks the module up by name
     exec(compile(text, module.__file__ or f"<{name}>", "exec"), module.__dict__)
@@ -309,9 +309,9 @@ def _made(name: str, text: str, folder: Path | None) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
         try:
-            file.write(text)
+            file.write(text.encode())
             file.close()  # Windows renames no file that is open
             os.replace(file.name, path)  # whole or not at all, whoever else writes it
         except BaseException:
