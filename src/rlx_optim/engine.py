@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import types
 import weakref
@@ -38,18 +37,6 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
     copy.__module__ = function.__module__
     copy.__qualname__ = function.__qualname__
     return copy
-
-
-def bind_all(function: Rule, words: Mapping[str, Any]) -> Rule:
-    """`bind` for a method of a spec: the words mean the same in the helpers of its file, and in those of its package."""
-    here, own = function.__module__, package_of(function)
-    found = {name: f for name, f in function.__globals__.items() if inspect.isfunction(f)}
-    beside = {n: f for n, f in found.items() if f.__module__ == here or (own and package_of(f) == own)}
-    return bind(function, {**{name: bind(f, words) for name, f in beside.items()}, **words})
-
-
-def package_of(function: Rule) -> str:
-    return (function.__module__ or "").rpartition(".")[0]
 
 
 def tupled(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:

@@ -379,16 +379,13 @@ class Spec(abc.ABC):
         """What `update` gave, as it is committed: masked where `cautious`."""
         return modifiers.masked(E, x, self.caution) if self.cautious and self.caution is not None else x
 
-    def numbers(
-        self, t: Any, counters: Mapping[str, Any], bound: Callable[[Any], Any] = lambda method: method, decided: Any = None
-    ) -> dict[str, Any]:
-        """What `scalars` and `decisions` give, here or (bound) in the words of an engine, and what modifiers need beside.
-        decided: what `decisions` gave already."""
-        found: dict[str, Any] = bound(type(self).scalars)(self, t, counters)
+    def numbers(self, t: Any, counters: Mapping[str, Any], decided: Any = None) -> dict[str, Any]:
+        """What `scalars` and `decisions` give, and what modifiers need beside. decided: what `decisions` gave already."""
+        found: dict[str, Any] = self.scalars(t, counters)
         if found is None:
             raise self.refuse("`scalars` must return a dict of numbers by name, got None; does it lack a return?")
         if decided is None and type(self).decisions is not Spec.decisions:
-            decided = bound(type(self).decisions)(self, t, counters)
+            decided = self.decisions(t, counters)
         found = {**found, **decided} if decided else found
         if self.decay == "hyperball":
             if "rate" in found:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from ..engine import ArrayEngine, Several, bind_all
-from ..language import Rule
+from .. import vocabulary
+from ..engine import ArrayEngine, Several
 from ..linalg import Coefficients, finite, gram, of_each_step
 
 Array = Any
@@ -51,10 +51,7 @@ WORDS: dict[str, Any] = {
 }
 
 
-@functools.cache  # outside jit every update would make new functions, and everything cached by function would grow
-def traceable(function: Rule) -> Rule:
-    """A method of a spec with the vocabulary of jax."""
-    return bind_all(function, WORDS)
+vocabulary.LIBRARIES |= dict.fromkeys(("jax", "jaxlib"), WORDS)
 
 
 # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated). Jitted here, as

@@ -249,7 +249,7 @@ def _less_power(beta: Any, t: Any) -> Any:
 
 def _choose(condition: Any, yes: Any, no: Any) -> Any:
     if not torch.is_tensor(condition):
-        return vocabulary.where(condition, yes, no)
+        return yes if condition else no
 
     def there(x: Any) -> torch.Tensor:  # made on the device: nothing may be copied to it while a graph is captured
         return x if torch.is_tensor(x) else torch.full((), x, dtype=torch.float64, device=condition.device)
@@ -259,6 +259,7 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
 NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power}
+vocabulary.LIBRARIES["torch"] = NUMBERS
 
 
 @functools.cache

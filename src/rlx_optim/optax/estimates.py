@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import random
-from ..engines.jax_ import engine_in, traceable
+from ..engines.jax_ import engine_in
 from ..program import trace
 from ..spec import integer
 from .places import is_traced
@@ -52,7 +52,7 @@ def observed(transform: Transform, state: RuleState, params: Any, obj_fn: Callab
     product = jax.jvp(jax.grad(obj_fn), (tree.unflatten(leaves),), (tree.unflatten(signs),))[1]
     member = transform.own
     spec: Any = member.spec(state.count)
-    numbers = traceable(member.kind.scalars)(spec, state.count + 1, {})
+    numbers = spec.scalars(state.count + 1, {})
     out = {name: tree.flatten_up_to(each) for name, each in kept.items()}
     for i, (place, u, hu) in enumerate(zip(places, signs, jax.tree.leaves(product), strict=True)):
         old = decoded(place, {name: each[i] for name, each in out.items()}, ["h"])["h"]

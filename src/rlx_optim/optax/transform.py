@@ -18,14 +18,14 @@ import optax
 from .. import registry
 from ..admission import listed
 from ..engine import Several
-from ..engines.jax_ import Asked, Pile, answered, engine_in, precision, traceable
+from ..engines.jax_ import Asked, Pile, answered, engine_in, precision
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import PARTS, Coded, decode, encode, parts
-from .places import Member, Place, admitted, named_leaves, stepped
+from .places import Member, Place, admitted, converted, named_leaves, stepped
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
@@ -231,7 +231,7 @@ class Transform:
             kinds = {}
             for decays in dict.fromkeys(places[i].decays for i in indices):
                 spec = member.spec(state.count, dtype, **({} if decays else member.undecayed))
-                kinds[decays] = {**mine, **spec.numbers(state.count + 1, mine, traceable)}
+                kinds[decays] = {**mine, **numbers_of(spec, state.count + 1, mine, dtype)}
             if len(kinds) > 1 and "decay" in member.undecayed:
                 raise spec.refuse("it sums over all leaves, and decay='hyperball' cannot be masked in some; leave mask out")
             numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
@@ -382,10 +382,10 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
 
     def committed(x: Values) -> Any:
-        return traceable(type(spec).commit)(spec, E, spec.mask(E, x))
+        return spec.commit(E, spec.mask(E, x))
 
     with exact_products(type(spec)):
-        x = traceable(type(spec).update)(spec, E, x)
+        x = spec.update(E, x)
     return x.followed(committed) if isinstance(x, Asked) else committed(x)
 
 
@@ -404,7 +404,14 @@ def gathers(place: Place) -> bool:
     spec = place.member.steady
     if spec.matrix:
         return False
-    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters(), traceable)).gathers is not None
+    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters())).gathers is not None
+
+
+def numbers_of(spec: Spec, t: Any, counters: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """What a spec gives at a traced step, in the arithmetic of a bundle: what NumPy made of plain numbers is float64, which JAX
+    would widen a bundle to."""
+    found = spec.numbers(t, counters)
+    return {name: float(value) if isinstance(value, np.floating) else converted(value, dtype) for name, value in found.items()}
 
 
 def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:

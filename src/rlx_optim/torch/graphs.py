@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ..engine import bind_all
-from ..engines.torch_ import NUMBERS
 from ..spec import Spec
 from ..stepping import Part, Record, count, run_bundle
 from .lanes import Seat, TritonLane, written
@@ -168,7 +166,7 @@ class GraphLane(TritonLane):
             }
             before = {name: values[index] for name, (index, values) in mine.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
-            now = {**before, **spec.numbers(t, before, lambda method: bind_all(method, NUMBERS), decided(part))}
+            now = {**before, **spec.numbers(t, before, decided(part))}
             now |= {"_tick": t} if part.bundle.halves else {}
             counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
             every.append(now)
