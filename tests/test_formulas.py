@@ -13,6 +13,8 @@ from helpers import formula_lines
 import rlx_optim
 from rlx_optim.engines import get_engine
 from rlx_optim.linalg import spectral_bound
+from rlx_optim.program import trace
+from rlx_optim.registry import spec_class
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -44,6 +46,45 @@ def test_formula(text, expected):
 def test_what_is_no_formula_is_refused(text):
     with pytest.raises(formulas.FormulaError, match=re.escape(repr(text))):
         formulas.latex(text)
+
+
+# ---- what a rule costs -----------------------------------------------------------------------------------------------------
+#: what stands in parentheses behind a number is of these settings
+OTHERWISE = {
+    "adam": {"amsgrad": True}, "adamw": {"amsgrad": True}, "adafactor": {"beta1": 0.9}, "mars": {"variant": "lion"},
+    "sgd": {"lr": 0.1}, "lars": {"trust_coefficient": None},
+}  # fmt: skip
+MAIN = {"sgd": {"lr": 0.1, "momentum": 0.9}, "scion": {"momentum": 0.1}}
+SIDES = (256, 512)
+
+
+def costs(kind, settings):
+    """Bytes of state and of traffic a parameter, of a large matrix."""
+    spec = kind(**settings)
+    slots = spec.slots(SIDES)
+    size = math.prod(SIDES)
+    return sum(4 * math.prod(slot.shape) for slot in slots.values()) / size, spec.matrix or 4 * trace(spec, slots).traffic()
+
+
+@pytest.mark.parametrize("name", rlx_optim.list_optimizers())
+def test_costs_are_those_of_the_docstring(name):
+    kind = spec_class(name)
+    text = " ".join(sys.modules[kind.__module__].__doc__.split()).partition("When, and what it costs.")[2]
+    state, traffic = costs(kind, MAIN.get(name, {}))
+    rows, columns = SIDES
+    beside = {"soap": 8, "kronpsgd": 4}.get(name, 0) * (rows**2 + columns**2) / (rows * columns)
+    beside += {"normuon": 4 / columns}.get(name, 0)
+    said = re.search(r"(\d+) bytes (of state )?a parameter|(\d+) bytes of state", text)
+    assert int(said[1] or said[3]) == pytest.approx(state - beside, abs=0.03)
+    moved = re.search(r"(\d+) (?:bytes )?of traffic(?: a parameter)?(?: \((\d+))?", text)
+    assert (moved is None) == kind.matrix
+    if moved:
+        assert int(moved[1]) == traffic
+    if name in OTHERWISE:
+        state, traffic = costs(kind, OTHERWISE[name])
+        assert int(moved[2]) == traffic
+        kept = re.search(r"of state a parameter[^.;(]*\((\d+)", text)
+        assert kept is None or int(kept[1]) == pytest.approx(state, abs=0.03)
 
 
 # ---- the formulas compute what the rules compute --------------------------------------------------------------------------------

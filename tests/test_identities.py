@@ -153,6 +153,82 @@ def test_equal(title, engine):
 
 
 @both_engines
+@pytest.mark.parametrize("variant", ["adamw", "lion"])
+def test_mars_without_correction_sees_clipped_gradients(variant, engine):
+    """With gamma 0 it is AdamW (or Lion with equal betas) on each tensor's gradient, cut to the norm clip_norm."""
+    start, grads = tensors(), gradients()
+    clipped = [{n: x * min(1, 3 / np.linalg.norm(x.astype(float))) for n, x in g.items()} for g in grads]
+    assert not np.array_equal(clipped[2]["matrix"], grads[2]["matrix"])
+    settings = {"lr": 0.01, "weight_decay": 0.3, "engine": engine}
+    found = run(r.MARS(**settings, betas=(0.8, 0.9), gamma=0, clip_norm=3.0, variant=variant, otherwise=None), start, grads)
+    kind, betas = (r.AdamW, (0.8, 0.9)) if variant == "adamw" else (r.Lion, (0.8, 0.8))
+    assert_close(run(kind(**settings, betas=betas), start, clipped), found, start)
+
+
+D, LR = 0.3, 0.1
+#: optimizer, settings -> what three steps without a gradient leave of a tensor of a shape, as its weight_decay says
+KEPT = [
+    *[(name, {}, lambda shape: (1 - LR * D) ** 3) for name in ("adamw", "nadamw", "qhadamw", "ademamix", "lion", "sophia")],
+    *[("nadamw", {"convention": c}, lambda shape: (1 - LR * D) ** 3) for c in ("algoperf", "torch")],
+    *[("stableadamw", {"convention": c}, lambda shape: (1 - LR * D) ** 3) for c in ("author", "first")],  # the step is lr here
+    ("radam", {"decoupled_weight_decay": True}, lambda shape: (1 - LR * D) ** 3),
+    ("adan", {}, lambda shape: (1 + LR * D) ** -3),
+    ("adan", {"no_prox": True}, lambda shape: (1 - LR * D) ** 3),
+    ("adopt", {"decouple": True}, lambda shape: (1 - LR * D) ** 2),  # not at the first
+    ("laprop", {}, lambda shape: (1 - D) ** 3),
+    ("laprop", {"convention": "timm"}, lambda shape: (1 - LR * D) ** 3),
+    ("soap", {}, lambda shape: (1 - LR * D) ** 2),  # not at the first
+    ("kronpsgd", {}, lambda shape: (1 - LR * D) ** (3 if len(shape) > 1 else 0)),
+    *[("muon", {"convention": c, "otherwise": None}, lambda shape: (1 - LR * D) ** 3) for c in ("keller", "moonlight", "rlx")],
+    *[("normuon", {"convention": c, "otherwise": None}, lambda shape: (1 - LR * D) ** 3) for c in ("authors", "dion")],
+    (
+        "normuon",
+        {"convention": "speedrun", "otherwise": None},
+        lambda shape: (1 - LR * LR * D * math.sqrt(max(1, shape[0] / math.prod(shape[1:])))) ** 3,
+    ),
+    ("scion", {}, lambda shape: (1 - LR * D) ** 3),
+    ("scion", {"unconstrained": True}, lambda shape: 1.0),
+    *[("mars", {"variant": v, "otherwise": None}, lambda shape: (1 - LR * D) ** 3) for v in ("adamw", "lion")],
+    ("prodigy", {}, lambda shape: 1.0),  # where no gradient has been, nothing moves
+    ("adafactor", {"scale_parameter": False}, lambda shape: (1 - LR * D) ** 3),
+    ("adafactor", {"convention": "torch"}, lambda shape: (1 - LR * D) ** 3),
+    ("adafactor", {"convention": "rlx"}, lambda shape: (1 - LR * D) ** 3),
+]
+
+
+@both_engines
+@pytest.mark.filterwarnings("ignore:Sophia")
+@pytest.mark.parametrize(("name", "settings", "kept"), KEPT, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_weight_decay_takes_away(name, settings, kept, engine):
+    opt = r.create(name, lr=LR, weight_decay=D, engine=engine, **settings)
+    shapes = {k: s for k, s in {**SMALL, "tall": (9, 4)}.items() if opt.spec(**settings_of(settings)).takes(s) is None}
+    start = tensors(shapes)
+    nothing = [{k: np.zeros_like(p) for k, p in start.items()}] * 3
+    for k, p in run(opt, start, nothing).items():
+        np.testing.assert_allclose(p, start[k] * kept(shapes[k]), rtol=2e-6, err_msg=k)
+
+
+def settings_of(given):
+    return {k: v for k, v in given.items() if k != "otherwise"}
+
+
+@both_engines
+def test_schedule_free_decay_is_taken_from_z(engine):
+    """p is b1·x + (1 − b1)·z, so that it shrinks by less than z does."""
+    opt, start = r.ScheduleFreeAdamW(lr=LR, weight_decay=D, betas=(0.8, 0.9), engine=engine), tensors(SMALL)
+    p = {k: v.astype(float) for k, v in start.items()}
+    x, z = dict(p), dict(p)
+    for t in range(1, 4):
+        for k in p:
+            z[k] = z[k] - LR * D * p[k]
+            x[k] = x[k] + (z[k] - x[k]) / t
+            p[k] = 0.8 * x[k] + 0.2 * z[k]
+    found = run(opt, start, [{k: np.zeros_like(v) for k, v in start.items()}] * 3)
+    assert_close(p, found, start)
+    assert not np.allclose(found["matrix"], start["matrix"] * (1 - LR * D) ** 3, rtol=1e-3)
+
+
+@both_engines
 def test_lamb_with_trust_one_is_adamw(engine):
     """Parameters so large that every ratio is above 1, cut off at 1."""
     start, grads = tensors(size=1e3), gradients()

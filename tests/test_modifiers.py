@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -275,6 +276,21 @@ def test_cautious_decay_costs_nothing():
         assert careful.traffic() == plain.traffic()
         assert len(careful.passes) == len(plain.passes) == 1
         assert not careful.measures
+
+
+def test_a_mask_costs_what_the_page_says():
+    """Bytes of traffic a parameter beside the plain rule's: u written and read, g read again; p or m where u is made of it."""
+    more = {}
+    for kind in map(spec_class, NAMES):
+        if not kind.matrix and "cautious=True" not in kind.unfit:
+            plain, careful = (trace(s, s.slots((64, 64))) for s in (kind(lr=LR), kind(lr=LR, cautious=True)))
+            more.setdefault(4 * (careful.traffic() - plain.traffic()), []).append(kind.title)
+    assert sorted(more) == [12, 16, 20]
+    text = " ".join((Path(__file__).parent.parent / "docs" / "modifiers.md").read_text().split())
+    assert "12 bytes of traffic a parameter more than the plain rule" in text
+    for bytes_more in (16, 20):
+        (named,) = re.findall(rf"\b{bytes_more} for ([\w, ]+?)(?:\.|, \d)", text)
+        assert sorted(re.findall(r"[A-Z]\w+", named)) == sorted(more[bytes_more])
 
 
 def test_a_mask_that_nothing_passes_keeps_still_and_spreads_nan():

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from optax_cases import FACTORIES, MATRIX, TITLES, build, curvature, jnp, object
 
 import rlx_optim  # noqa: E402
 from rlx_optim import optax as ours  # noqa: E402
+from rlx_optim.spec import MODIFIERS  # noqa: E402
 
 SHAPES = {"w": (24, 16), "b": (37,), "s": ()}
 MATRICES = {"tall": (24, 7), "wide": (6, 30), "b": (5,), "c": (4, 3, 3, 2)}
@@ -130,6 +133,15 @@ def test_positions_are_those_of_optax():
             assert found == list(inspect.signature(peer).parameters)[: len(found)], name
 
 
+def test_the_guide_names_every_factory_and_its_keywords():
+    """The table of docs/jax.md, beside what all of them have."""
+    text = (Path(__file__).parent.parent / "docs" / "jax.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .*? \|$", text, re.MULTILINE))
+    always = {"learning_rate", "weight_decay", "mask", *MODIFIERS}
+    for name in FACTORIES:
+        assert {*re.findall(r"`(\w+)`", rows[name])} == {*inspect.signature(getattr(ours, name)).parameters} - always, name
+
+
 # ---- equal to optax -----------------------------------------------------------------------------------------------------
 # Not compared, because the rule is another one: adam(amsgrad) keeps the maximum of the uncorrected v (optax.amsgrad of the
 # corrected one); muon's Nesterov form (optax corrects m and g by different factors); adafactor's weight_decay (optax does not
@@ -176,6 +188,7 @@ PEERS = [
     ("adan", {"learning_rate": 0.01, "b1": 0.9, "b2": 0.5, "b3": 0.8, "eps": 0.1, "no_prox": True, "weight_decay": 0.3},
      lambda: optax.adan(0.01, 0.9, 0.5, 0.8, 0.1, 0.0, 0.3), "float64"),  # at b2 = 0.5 it is the authors' rule
     ("adopt", {"learning_rate": 0.01}, lambda: optax.contrib.adopt(0.01), "float64"),
+    ("adopt", {"learning_rate": 0.01, "clip_exp": None}, lambda: optax.contrib.adopt(0.01, use_clipping=False), "float64"),
     ("adopt", {"learning_rate": 0.01, "b1": 0.5, "b2": 0.9, "eps": 0.1, "weight_decay": 0.3}, lambda: decayed(optax.contrib.adopt(0.01, 0.5, 0.9, 0.1), 0.3), "float32"),
     ("lars", {"learning_rate": 5.0}, lambda: optax.lars(5.0), "float32"),
     ("lars", {"learning_rate": 5.0, "momentum": 0.5, "nesterov": True, "eps": 0.1, "trust_coefficient": 0.01, "weight_decay": 0.3},
@@ -191,6 +204,8 @@ PEERS = [
     ("muon", {"learning_rate": 0.02, "beta": 0.95, "nesterov": False}, lambda: optax_muon(0.02, 0.95), "float32"),
     ("muon", {"learning_rate": 0.02, "beta": 0.5, "nesterov": False, "weight_decay": 0.3, "ns_steps": 3, "convention": "moonlight"},
      lambda: optax_muon(0.02, 0.5, 0.3, 3, 0.2), "float64"),
+    ("prodigy", {"learning_rate": 1.0, "estim_lr0": 0.01, "use_bias_correction": True, "weight_decay": 0.1},
+     lambda: optax.contrib.prodigy(1.0, estim_lr0=0.01, weight_decay=0.1), "float64"),
     ("schedulefreeadamw", {"learning_rate": 0.01}, lambda: optax.contrib.schedule_free_adamw(0.01), "float32"),
     ("schedulefreeadamw", {"learning_rate": 0.01, "b1": 0.8, "b2": 0.99, "eps": 1e-3, "weight_decay": 0.1, "weight_lr_power": 1.0},
      lambda: optax.contrib.schedule_free_adamw(0.01, b1=0.8, b2=0.99, eps=1e-3, weight_decay=0.1, weight_lr_power=1.0), "float64"),
@@ -270,3 +285,18 @@ def test_schedule():
         opt.step_all(want, {k: np.asarray(g[t]) for k, g in grads.items()})
     got = run(ours.adamw(rate, weight_decay=lambda t: 0.01 * t), params, grads)
     assert distance(got, want, params) < 2e-5
+
+
+def test_muon_counts_rows_as_outputs_and_optax_columns():
+    """Unless told so (`optax_muon`): "keller" there scales by columns/rows; "moonlight" is the same either way."""
+    params, grads = problem({"w": (12, 8)}, 5)
+    turned = [{"w": tree["w"].T} for tree in (params,)], {"w": grads["w"].transpose(0, 2, 1)}
+    plain = run(optax.contrib.muon(0.02, eps=1e-7, nesterov=False), params, grads)
+    assert distance(run(build("muon", learning_rate=0.02, nesterov=False), params, grads), plain, params) > 0.1
+    mirrored = run(build("muon", learning_rate=0.02, nesterov=False), turned[0][0], turned[1])
+    assert distance({"w": mirrored["w"].T}, plain, params) < 1e-5
+    same = run(optax.contrib.muon(0.02, eps=1e-7, nesterov=False, consistent_rms=0.2), params, grads)
+    assert (
+        distance(run(build("muon", learning_rate=0.02, nesterov=False, convention="moonlight"), params, grads), same, params)
+        < 1e-5
+    )

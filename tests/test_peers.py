@@ -631,3 +631,40 @@ def test_sophia_equals_peer(settings, engine):
 
     value = run_torch(po("SophiaH", update_period=10**9), PLAIN, theirs, to_peer)
     compare(ours("Sophia", PLAIN, engine, settings, to_ours), value, BAR)
+
+
+@pytest.mark.parametrize(("name", "peer", "settings"), [
+    ("SGD", "SGD", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    ("Adam", "Adam", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("Adam", "Adam", {"lr": 1e-3, "amsgrad": True}),
+    ("AdamW", "AdamW", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("RAdam", "RAdam", {"lr": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("NAdamW", "NAdam", {"lr": 1e-3, "weight_decay": 0.1}),
+])  # fmt: skip
+def test_float32_ends_as_near_to_float64_as_torchs_does(name, peer, settings):
+    """At small steps the rounding of p is what shows: the same steps in float64, and in float32 no farther from them than torch."""
+    torch = pytest.importorskip("torch")
+    from rlx_optim import torch as front
+
+    rng = np.random.default_rng(0)
+    first = rng.standard_normal((64, 48)) * 0.5
+    grads = [10 ** math.sin(t) * rng.standard_normal((64, 48)) for t in range(20)]
+
+    def walk(kind, dtype, **more):
+        p = torch.nn.Parameter(torch.tensor(first, dtype=torch.float32).to(dtype))
+        opt = kind([p], **settings, **more)
+        for g in grads:
+            p.grad = torch.tensor(g, dtype=torch.float32).to(dtype)
+            opt.step()
+        return p.detach().double()
+
+    mine, theirs = (
+        {"convention": "torch"} if name == "NAdamW" else {},
+        {"decoupled_weight_decay": True} if peer == "NAdam" else {},
+    )
+    kinds = {"ours": (getattr(front, name), mine), "torch": (getattr(torch.optim, peer), theirs)}
+    wide = {who: walk(kind, torch.float64, **more) for who, (kind, more) in kinds.items()}
+    way = (wide["torch"] - torch.tensor(first, dtype=torch.float32).double()).abs().max()
+    assert (wide["ours"] - wide["torch"]).abs().max() < 1e-8 * way
+    off = {who: float((walk(kind, torch.float32, **more) - wide[who]).abs().max() / way) for who, (kind, more) in kinds.items()}
+    assert off["ours"] < 1.25 * off["torch"] < 5e-4

@@ -1,6 +1,7 @@
 """Prodigy: what is one number for all tensors of an optimizer."""
 
 import copy
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -164,3 +165,35 @@ def test_leaves_without_decay_are_stepped_with_the_others():
     assert state.slots.get("d", state.factors) is not None
     distances = {float(each["d"]) for each in state.factors.values()}
     assert len(distances) == 1
+
+
+def pulled(opt, steps, start=3.0):
+    """d after each step towards the minimum of a separable quadratic."""
+    rng = np.random.default_rng(0)
+    p, found = {"w": np.array(start * rng.standard_normal((6, 4)), np.float32)}, []
+    for _ in range(steps):
+        opt.step_all(p, {"w": 2 * p["w"]})
+        found.append(float(opt.state("w")["d"]))
+    return found, p["w"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_growth_is_limited_once_d_has_left_d0(engine):
+    """The first estimate may be as far from d0 as it likes; after that no step multiplies d by more than growth_rate."""
+    found, _ = pulled(rlx_optim.Prodigy(growth_rate=1.05, engine=engine), 40)
+    steps = [b / a for a, b in itertools.pairwise([float(np.float32(1e-6)), *found])]
+    first = next(i for i, step in enumerate(steps) if step > 1)
+    assert steps[first] > 1.2
+    assert max(steps[first + 1 :]) <= 1.05 * (1 + 1e-6)
+    assert min(steps) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_small_d0_costs_a_few_steps_unless_rounding_loses_them_all(engine):
+    for d0 in (1e-2, 1e-4, 1e-6):
+        found, p = pulled(rlx_optim.Prodigy(d0=d0, engine=engine), 60)
+        assert found[-1] > 0.1, d0
+        assert np.abs(p).max() < 3
+    found, p = pulled(rlx_optim.Prodigy(d0=1e-10, engine=engine), 60)
+    assert set(found) == {np.float32(1e-10)}
+    assert (p == pulled(rlx_optim.Prodigy(lr=0.0, engine=engine), 1)[1]).all()

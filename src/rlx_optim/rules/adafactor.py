@@ -32,7 +32,8 @@ Conventions.
     V = R·Cᵀ/sum(R), u ← u/max(1, clip_threshold·rms(u))
 
 When, and what it costs. When memory is what is short: about 0 bytes of state a parameter for matrices (4 with beta1).
-Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p written: 12): 24 bytes of traffic a parameter.
+Three passes: means (g read: 4 bytes), rms (g, p read: 8), update (g, p read, p written: 12): 24 bytes of traffic a parameter
+(32).
 """
 
 import math

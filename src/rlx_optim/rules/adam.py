@@ -19,7 +19,7 @@ Conventions.
 - the paper: the same; weight decay and amsgrad came later.
 
 When, and what it costs. Where an existing recipe says Adam; with weight decay prefer AdamW.
-8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter.
+8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter (36).
 """
 
 from ..spec import Optax, Spec, Torch, betas, flag, like, real

@@ -17,7 +17,7 @@ Conventions.
 - the paper: multiplies the decay by the schedule but not by lr; the libraries multiply by both, and so does this one.
 
 When, and what it costs. The default choice for transformers. 8 bytes of state a parameter (12 with amsgrad),
-28 bytes of traffic a parameter.
+28 bytes of traffic a parameter (36).
 """
 
 from ..spec import Optax, Spec, Torch, betas, flag, like, real

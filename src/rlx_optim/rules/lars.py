@@ -25,7 +25,8 @@ Conventions.
 - pytorch_optimizer: "timm" without eps, and SGD without decay on tensors of fewer than two dimensions.
 
 When, and what it costs. Convolutional networks at batches in the thousands; Lamb is the same for transformers. 4 bytes of state
-a parameter. Two passes: the first measures (p, g read: 8 bytes), the second steps: 28 bytes of traffic a parameter.
+a parameter. Two passes: the first measures (p, g read: 8 bytes), the second steps: 28 bytes of traffic a parameter (20 with
+trust_coefficient=None, which measures nothing).
 """
 
 from ..spec import Optax, Spec, Torch, choice, flag, like, real
@@ -64,7 +65,7 @@ def nesterov(p, g, m, decay, gain, beta):
 
 
 class LARS(Spec):
-    """lr: with trust_coefficient, the share of its own norm by which a tensor moves a step.
+    """lr: with trust_coefficient, the share of its own norm that a tensor moves a step, or that joins m.
     momentum: how much of m is kept a step.
     weight_decay: how much of p joins the gradient.
     trust_coefficient: by what the ratio of norms is multiplied; None takes 1 for the whole, as SGD does.

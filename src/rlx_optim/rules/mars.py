@@ -22,7 +22,7 @@ Conventions.
 
 When, and what it costs. Language models, as a drop-in for AdamW with a larger lr. 12 bytes of state a parameter (8 with
 "lion"). Two passes: the first measures c (g, prev read: 8 bytes), the second recomputes it
-(p, g, prev, m, v read, p, prev, m, v written: 36 bytes): 44 bytes of traffic a parameter and no scratch.
+(p, g, prev, m, v read, p, prev, m, v written: 36 bytes): 44 bytes of traffic a parameter (36) and no scratch.
 """
 
 from ..spec import Otherwise, Spec, betas, choice, like, real
@@ -60,7 +60,7 @@ class MARS(Spec):
     betas: how much of m and of v is kept a step.
     eps: joins the root, so that a coordinate without gradient does not divide by zero.
     weight_decay: times lr, the share of p that is taken away each step.
-    gamma: how much of the difference of gradients is added; 0 is AdamW.
+    gamma: how much of the difference of gradients is added; 0 is AdamW, or signs of its momentum, on clipped gradients.
     clip_norm: the largest norm of the corrected gradient of a tensor; None sets no limit.
     variant: AdamW's step or Lion's.
     """

@@ -21,8 +21,9 @@ Conventions.
 - torch: "keller" is torch.optim.Muon with adjust_lr_fn="original" and "moonlight" with "match_rms_adamw", but for its
   bfloat16 products (3 % off). Its lr is 1e-3 and its weight_decay 0.1 unless given; it takes matrices only and has no
   otherwise.
-- optax: without nesterov equal to optax.contrib.muon; consistent_rms=0.2 is "moonlight". Its Nesterov form corrects m and g
-  for bias by different factors. It sends tensors of three dimensions and more to Adam, and embeddings and heads to Muon.
+- optax: without nesterov, optax.contrib.muon(consistent_rms=0.2) is "moonlight". Without that it is "keller" with columns/rows,
+  since its matrices are (in, out); equal with MuonDimensionNumbers(1, 0), or square. Its Nesterov form corrects m and g for
+  bias by different factors. It sends tensors of three dimensions and more to Adam, and embeddings and heads to Muon.
 - the author's code: "keller", the default, with float32 products.
 - cautious=True is the authors' c_muon.py, which masks u before X is made of it, by the sign of m·g; pytorch_optimizer masks X.
 - the Rust crate: "rlx". Every tensor whose rank is not 2 takes p ← (1 − lr·weight_decay)·p − lr·u, and

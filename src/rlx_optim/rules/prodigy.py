@@ -90,9 +90,10 @@ class Prodigy(Spec):
     decouple: let the decay act on p; else it joins the gradient.
     use_bias_correction: make up for averages that start at 0, with smaller first steps.
     safeguard_warmup: leave lr out of s, for a learning rate that is warmed up.
-    d0: the first estimate of d. Too small costs a few steps, too large cannot be taken back.
+    d0: the first estimate of d. Too small costs a few steps, and all of them where a step of d0 is lost in the rounding of p; too
+    large cannot be taken back.
     d_coef: multiplies the estimate of d.
-    growth_rate: the most that d grows by a step; None sets no limit.
+    growth_rate: the most that d grows by a step once it has left d0; None sets no limit.
     """
 
     name = "prodigy"

@@ -43,7 +43,7 @@ class ScheduleFreeAdamW(Averaged):
     """lr: about how far each coordinate of z moves a step.
     betas: how much of p is the average x, and how much of v is kept a step.
     eps: joins the root, so that a coordinate without gradient does not divide by zero.
-    weight_decay: times lr, the share of p that is taken away each step.
+    weight_decay: times lr, the share of p that is taken from z each step.
     warmup_steps: how many steps lr takes to reach its value.
     r: the power of t in a step's weight in the average.
     weight_lr_power: the power of the largest lr so far in that weight.

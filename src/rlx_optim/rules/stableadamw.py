@@ -49,7 +49,7 @@ class StableAdamW(Spec):
     """lr: about how far each coordinate moves a step.
     betas: how much of m and of v is kept a step.
     eps: joins the root, and is the least that a gradient is divided by.
-    weight_decay: times the step, the share of p that is taken away.
+    weight_decay: times the step, in "first" times lr, the share of p that is taken away.
     clip: how many times their average gradients may be before the step is shortened.
     convention: which version of the authors' code.
     """
