@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import TORCH, slowly
 from torch import nn
-from torch_cases import bits, every, give_gradients, make, network, parameters, run, same, same_state, twins
+from torch_cases import bits, curvature, every, give_gradients, make, network, parameters, run, same, same_state, twins
 
 import rlx_optim.torch as ours
 from rlx_optim.torch import lanes
@@ -370,11 +373,62 @@ def test_what_others_put_into_groups_and_state_counts():
         opt.step()
 
 
-def test_state_does_not_follow_the_default_device():
-    w = nn.Parameter(torch.randn(3, 3))
-    with torch.device("meta"):
-        opt = ours.KronPSGD([w])
-    assert {v.device.type for v in opt.state[w].values()} == {"cpu"}
+def life(name, engine, dtype, device, path):
+    """What becomes of parameters, and of state, where this is the default device of whatever names none."""
+    params = parameters(dtype, {"w": W, "b": B})
+    given = []
+    for t in range(4):
+        give_gradients(params, t)
+        given.append({k: p.grad for k, p in params.items()})
+    losses = [curvature(params, t)[1] for t in range(4)]
+    with torch.device(device):
+        opt = make(name, params.items(), engine=engine)
+        for t, grads in enumerate(given):
+            for k, p in params.items():
+                p.grad = grads[k].clone()
+            if name == "Sophia":
+                opt.update_hessian(losses[t])
+            ours.clip_grad_norm_(opt, 0.5)
+            if t == 2:
+                opt.stats(next=True)
+            opt.step()
+            if t == 0:
+                opt.load_state_dict(copy.deepcopy(opt).state_dict())
+            elif t == 1:
+                opt.save(path)
+                opt.load(path)
+            with opt.averaged():
+                pass
+        norm = opt.stats().all["grad_norm"]
+    assert {v.device.type for p in params.values() for v in opt.state[p].values()} == {"cpu"}
+    return {**bits(params), "norm": torch.as_tensor(norm)}, opt.state_dict()
+
+
+def lives(name, engine, dtype, folder):
+    found = [life(name, engine, dtype, device, Path(folder) / f"{device}.safetensors") for device in ("cpu", "meta")]
+    return same(*(each for each, _ in found)) and same_state(*(each for _, each in found))
+
+
+@pytest.mark.parametrize(
+    "name", slowly(TORCH, ("AdamW", "Adafactor", "Muon", "SOAP", "KronPSGD", "Prodigy", "Sophia", "ScheduleFreeSGD"))
+)
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_nothing_follows_the_default_device(name, engine, tmp_path):
+    """`torch.set_default_device("cuda")` is for models that are made after it."""
+    assert lives(name, engine, torch.bfloat16 if name in ("AdamW", "Muon") else torch.float32, tmp_path)
+
+
+def interpreted():
+    with tempfile.TemporaryDirectory() as folder:
+        return [name for name in ("Adafactor", "Muon") if not lives(name, "triton", torch.float32, folder)]
+
+
+@pytest.mark.slow  # interpreted
+def test_nothing_follows_the_default_device_on_the_triton_engine():
+    pytest.importorskip("triton")
+    from interpreter import in_the_interpreter
+
+    assert in_the_interpreter("interpreted", "test_torch_state") == []
 
 
 # ---- one count ---------------------------------------------------------------------------------------------------------------

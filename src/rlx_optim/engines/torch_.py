@@ -316,7 +316,7 @@ class Torch(ArrayEngine):
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def load(self, array: Any) -> torch.Tensor:
-        return torch.as_tensor(array).detach().to(self.device, self.dtype)
+        return torch.as_tensor(array, dtype=self.dtype, device=self.device).detach()
 
     def store(self, buffer: Any, value: torch.Tensor) -> None:
         if buffer.dtype != value.dtype or not buffer.is_set_to(value):
@@ -389,7 +389,7 @@ class Torch(ArrayEngine):
             return torch.as_tensor(value, dtype=dtype, device=self.device)
         if np.ndim(value) == 0:
             return torch.full((), float(value), dtype=dtype, device=self.device)
-        return torch.as_tensor(value, dtype=dtype).pin_memory().to(self.device, non_blocking=True)
+        return torch.as_tensor(value, dtype=dtype, device="cpu").pin_memory().to(self.device, non_blocking=True)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         if how.axis is None:  # one number: in float64

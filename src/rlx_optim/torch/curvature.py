@@ -139,7 +139,7 @@ class CurvatureOptimizer(RuleOptimizer):
         places = ((i, p, group) for i, (p, group) in enumerate((p, g) for g in self.param_groups for p in g["params"]))
         place, seed = next((i, group["hessian_seed"]) for i, p, group in places if p is param)
         count = int(self.state.get(param, {}).get("estimates", 0))
-        words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel()), count)
+        words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel(), device="cpu"), count)
         signs: torch.Tensor = ((words & 1) * 2 - 1).to(param.device, param.dtype).reshape(param.shape)
         if not is_spread(param):
             return signs

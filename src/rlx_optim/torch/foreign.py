@@ -242,20 +242,20 @@ def _group(rule: str, values: Values) -> dict[str, Any]:
     if "convention" in given and (None in words or (not words and given["convention"] != "torch")):
         raise CheckpointError(f"torch.optim has no {kind.title} of the convention {given['convention']!r}")
     make: Any = getattr(torch.optim, kind.torch.like)
-    defaults = make([torch.zeros(1, 1)], lr=1e-3).defaults
+    defaults = make([torch.zeros(1, 1, device="cpu")], lr=1e-3).defaults
     said = {**given, **values.extra, **foreign(kind, given)}
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 
 def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = {"step": torch.tensor(float(p.step))} if spec.torch.counts else {}
+    state: dict[str, Any] = {"step": torch.tensor(float(p.step), device="cpu")} if spec.torch.counts else {}
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
     waits = not p.counters.get("started", 1)  # torch's average begins when there is none
     slots = spec.stored_slots(p.shape)
     for slot, key in outside(spec, slots).items() if not waits else ():
         state[key] = torch.from_numpy(p.values(p.slots(spec), slot)).reshape(_shape_there(slots[slot], p.shape))
-    state |= {k: torch.tensor(float(v)) for k, v in p.counters.items() if k == "mu_product"}
+    state |= {k: torch.tensor(float(v), device="cpu") for k, v in p.counters.items() if k == "mu_product"}
     return _to_the_authors(state, spec, p) if rule == "soap" else state
 
 

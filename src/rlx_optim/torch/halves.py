@@ -126,9 +126,10 @@ def extent(param: Any) -> tuple[list[int], list[int]]:
 def places(param: Any) -> torch.Tensor:
     """The index in the whole parameter of each element that is here."""
     offsets, here = extent(param)
-    device, found = local(param).device, torch.zeros((), dtype=torch.int64)
+    device, found = local(param).device, torch.zeros((), dtype=torch.int64, device="cpu")
     for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
-        found = found[..., None] + (torch.arange(n, dtype=torch.int64) + offset) * math.prod(param.shape[axis + 1 :])
+        along = torch.arange(n, dtype=torch.int64, device="cpu") + offset
+        found = found[..., None] + along * math.prod(param.shape[axis + 1 :])
     return found.reshape(-1).to(device)
 
 

@@ -216,10 +216,10 @@ CHANGES: list[Callable[[Any], Any]] = [
     _by_data(lambda t: t.view(torch.int32)),
     _by_data(lambda t: t.bfloat16()),
     _by_data(torch._neg_view),
-    lambda t: t.set_(torch.ones(4, 4)),
+    lambda t: t.set_(torch.ones(4, 4, device="cpu")),
     lambda t: t.resize_(5, 4),
     lambda t: t.untyped_storage().resize_(0),
-    lambda t: torch.utils.swap_tensors(t, torch.ones(4, 4)),
+    lambda t: torch.utils.swap_tensors(t, torch.ones(4, 4, device="cpu")),
 ]
 
 

@@ -44,7 +44,7 @@ class Room:
     """Memory that buckets use in turn."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.come: Any = None  # when what was brought last is here
         self.gone: Any = None  # when what was taken away last is there
 
@@ -78,7 +78,7 @@ class Link:
 
     def memory(self, size: int) -> torch.Tensor:
         """Bytes where the arithmetic is; page-locked on the host."""
-        where: Any = {"pin_memory": True} if self.below else {"device": self.device}
+        where: Any = {"device": "cpu", "pin_memory": True} if self.below else {"device": self.device}
         return torch.empty(size, dtype=torch.uint8, **where)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -210,15 +210,20 @@ def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any, home: Any = 
     over ranks they are given whole, or as DTensors."""
     first = buffers[""]
     if kind and not isinstance(given, Mapping):
-        value = whole(torch.as_tensor(given)).to(first.device)
+        value = whole(tensor_of(given)).to(first.device)
         given = storage.encode(words(first.device), kind, value.reshape(first.shape) if home in (None, HOST) else value, 0)
     for end, found in (given if isinstance(given, Mapping) else {"": given}).items():
-        buffer, value = buffers[end], torch.as_tensor(found)
+        buffer, value = buffers[end], tensor_of(found)
         value = value.view(torch.bfloat16) if value.dtype is torch.uint16 else value  # as NumPy has it
         if home is None:
             buffer.copy_(value.reshape(buffer.shape))
         else:
             home.put(buffer, value)
+
+
+def tensor_of(value: Any) -> torch.Tensor:
+    """A tensor as it is, and what else there is on the host, whatever the default device."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -267,7 +272,7 @@ def taken_over(
         value = given.pop(key, None)
         if value is None and needed and expected[0].meaning == KEY:  # older versions drew by seed and name
             keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
-            value = torch.tensor(list(map(random.halves, keys))).reshape(shape_in_state(expected, param, split))
+            value = torch.tensor(list(map(random.halves, keys)), device="cpu").reshape(shape_in_state(expected, param, split))
         if value is None:
             if needed:
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")

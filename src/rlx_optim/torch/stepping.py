@@ -38,7 +38,20 @@ from .names import in_dtype
 from .offload import LINKS, HostLane, whole
 from .overlap import Work, rounds
 from .replaced import follow, list_params, pair_replaced
-from .state import HOST, count_of, dtype_of, furnish, in_pieces, is_frozen, names_of, part_names, settle, shape_in_state, split_in
+from .state import (
+    HOST,
+    count_of,
+    dtype_of,
+    furnish,
+    in_pieces,
+    is_frozen,
+    names_of,
+    part_names,
+    settle,
+    shape_in_state,
+    split_in,
+    tensor_of,
+)
 
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
@@ -73,9 +86,9 @@ class Stepper(Deciding):
         if next and any(lane.spread for lane, _ in self._ready()):  # here: in a step the other ranks would wait
             raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         found, self._asked = self._rows, self._asked or next
-        device = torch.as_tensor(found[0][2]["grad_norm"]).device if found else None
+        device = tensor_of(found[0][2]["grad_norm"]).device if found else None
         there = [
-            (name, size, {kind: torch.as_tensor(value).to(device, non_blocking=True) for kind, value in each.items()})
+            (name, size, {kind: tensor_of(value).to(device, non_blocking=True) for kind, value in each.items()})
             for name, size, each in found
         ]
         return summed_up(there)

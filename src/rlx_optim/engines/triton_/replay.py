@@ -80,7 +80,7 @@ class Page:
     """Page-locked memory that words are sent from, again and again."""
 
     def __init__(self, size: int):
-        self.memory = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.memory = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         self.view, self.sent = self.memory.numpy(), torch.cuda.Event()
 
     def send(self, words: np.ndarray, room: torch.Tensor) -> None:

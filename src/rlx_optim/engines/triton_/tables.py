@@ -39,7 +39,7 @@ class Sender:
     def prepare(self) -> None:
         """Page-locked memory cannot be had during a capture: have it before."""
         if self.arena is None and self.device.type == "cuda":
-            self.arena = torch.empty(ARENA, dtype=torch.uint8, pin_memory=True)
+            self.arena = torch.empty(ARENA, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def capturing(self) -> bool:
         """Whether a graph is being captured, other than our own (`replay.Passes`), which reads the standing tables."""
@@ -70,11 +70,12 @@ class Dealt:
     """Programs dealt out to tensors, so many to each: which tensor each has, and which of its parts."""
 
     def __init__(self, counts: Sequence[int], device: torch.device):
-        first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)
-        repeated = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        first = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device="cpu")
+        every = torch.arange(len(counts), device="cpu")
+        repeated = torch.repeat_interleave(every, torch.tensor(counts, dtype=torch.int64, device="cpu"))
         self.n, self.first = sum(counts), first.to(device)
         self.tensor = repeated.to(torch.int32).to(device)
-        self.index = (torch.arange(self.n) - first[repeated]).to(torch.int32).to(device)
+        self.index = (torch.arange(self.n, device="cpu") - first[repeated]).to(torch.int32).to(device)
 
 
 class Blocks(Dealt):
@@ -108,7 +109,7 @@ class Grid:
         across = [-(-c // WIDE) for _, c in shapes]
         places = [(t, i, j) for t, (d, a) in enumerate(zip(down, across, strict=True)) for i in range(d) for j in range(a)]
         self.n = len(places)
-        table = torch.tensor(places, dtype=torch.int32).to(device)
+        table = torch.tensor(places, dtype=torch.int32, device=device)
         self.tensor, self.down, self.across = (column.contiguous() for column in table.unbind(1))
 
         def long(values: Any) -> torch.Tensor:

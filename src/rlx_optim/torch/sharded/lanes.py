@@ -352,7 +352,7 @@ class OwnerLane(Lane):
         items = [Item(tuple(seats[i].shape), self.dtype, home.dim, home.owner) for i, home in zip(stage, owned, strict=True)]
         items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, owned, strict=True)]
         mine = [k for k, home in enumerate(owned) if home.mine]
-        flat = torch.tensor([x for k in mine for x in numbers[stage[k]]], dtype=torch.float64).to(self.device)
+        flat = torch.tensor([x for k in mine for x in numbers[stage[k]]], dtype=torch.float64, device=self.device)
         wholes = {k: updates[stage[k]] for k in mine}
         wholes |= {len(stage) + k: tail for k, tail in zip(mine, flat.split([lengths[k] for k in mine]), strict=True)}
         coming = spread(home.circle, items, wholes, self.device)
