@@ -197,3 +197,22 @@ def test_a_small_d0_costs_a_few_steps_unless_rounding_loses_them_all(engine):
     found, p = pulled(rlx_optim.Prodigy(d0=1e-10, engine=engine), 60)
     assert set(found) == {np.float32(1e-10)}
     assert (p == pulled(rlx_optim.Prodigy(lr=0.0, engine=engine), 1)[1]).all()
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_a_group_that_maximizes_shares_the_distance(engine):
+    """As one that minimizes with gradients of the other sign, whichever group it is; setting and unsetting it included."""
+    names = ("a", "b")
+    ours, other = ({k: torch.nn.Parameter(torch.ones(4) * (1 + i)) for i, k in enumerate(names)} for _ in range(2))
+    opt = rlx_optim.torch.Prodigy([{"params": [p]} for p in ours.values()], engine=engine)
+    plain = rlx_optim.torch.Prodigy(other.values(), engine=engine)
+    for t in range(12):
+        climbs = {"a": t % 4 == 1, "b": t % 3 == 2}
+        for group, k in zip(opt.param_groups, names, strict=True):
+            group["maximize"] = climbs[k]
+            other[k].grad = other[k].detach() * torch.rand(4, generator=torch.Generator().manual_seed(t))
+            ours[k].grad = -other[k].grad if climbs[k] else other[k].grad.clone()
+        opt.step(), plain.step()
+        assert all(torch.equal(ours[k], other[k]) for k in names)
+        assert opt.state[ours["a"]]["d"] == opt.state[ours["b"]]["d"] == plain.state[other["a"]]["d"]
+    assert float(plain.state[other["a"]]["d"]) > 1e-6

@@ -39,13 +39,14 @@ class Seat:
 
     __slots__ = (
         "columns", "counters", "decided", "dtype", "fresh", "half", "held", "memory", "param", "records", "shape", "split",
-        "state",
+        "state", "turned",
     )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
         self.columns = pieces.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
+        self.turned = False  # it is maximized in a lane that minimizes: its gradients come with the other sign
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are

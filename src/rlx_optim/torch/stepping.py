@@ -315,7 +315,11 @@ class Stepper(Deciding):
         self._layout, self._again = [], None
 
     def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
-        return [(lane, chosen, [self._checked_grad(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
+        def gradient(lane: Lane, seat: Seat) -> torch.Tensor:
+            grad = self._checked_grad(lane, seat)
+            return -grad if seat.turned else grad
+
+        return [(lane, chosen, [gradient(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
 
     def _arrived(self, work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for lane, chosen, grads in work:
@@ -470,6 +474,7 @@ class Stepper(Deciding):
         self._dormant = []
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
+        mixed = len({group["maximize"] for group in self.param_groups}) > 1
         for index, group in enumerate(self.param_groups):
             for name, param in named(group, index):
                 if param in placed:
@@ -486,8 +491,11 @@ class Stepper(Deciding):
                 where = self._reached(param, type(spec))
                 engine, why = choose(self.engine, where, dtype, is_fake(param))
                 make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
-                key: Any = (param.device, dtype, group["maximize"])
-                if not spec.matrix and (program := trace(spec, spec.slots(tuple(param.shape)))).gathers is not None:
+                program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
+                gathers = program is not None and program.gathers is not None
+                turned = mixed and gathers and group["maximize"]  # what is one number for all is one lane's
+                key: Any = (param.device, dtype, group["maximize"] and not turned)
+                if gathers:
                     gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
                 if home is HOST:
                     key = (*key, where, spec.matrix)
@@ -502,13 +510,15 @@ class Stepper(Deciding):
 
                     lane = sharded.add(lanes, key, make, (engine, why), spec, param, bare(name), place, self.state[param], home)
                     self._round(lane, spec, bare(name))
+                    lane.seats[-1].turned = turned
                     continue
                 if key not in lanes:
-                    lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] else 1.0)
+                    lanes[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] and not turned else 1.0)
                 if self.capturable and (problem := refusal(spec, engine.name, self.nonfinite)):
                     raise ValueError(f"{self._owner}: {problem}")
                 lanes[key].admit(self._seat(lanes[key], spec, param, name, place), spec)
                 self._round(lanes[key], spec, bare(name))
+                lanes[key].seats[-1].turned = turned
         check_together(list(gathering.values()))
         self._again, self._gathering = None, bool(gathering)
         for lane in lanes.values():
