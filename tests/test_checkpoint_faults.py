@@ -458,6 +458,51 @@ def test_files_of_others(tmp_path):
         rlx_optim.load(tmp_path / "b.safetensors")
 
 
+# ---- counters -------------------------------------------------------------------------------------------------------------
+OUTSIDE = [
+    ("schedulefreesgd", "momentum", 1.0, ">= 0 and < 1"), ("schedulefreeadamw", "momentum", 1, ">= 0 and < 1"),
+    ("schedulefreesgd", "momentum", -0.5, ">= 0 and < 1"), ("schedulefreeadamw", "weight_sum", -1.0, ">= 0"),
+    ("schedulefreeadamw", "lr_max", -1.0, ">= 0"), ("nadamw", "mu_product", 1.5, ">= 0 and <= 1"), ("sgd", "started", 2, ">= 0 and <= 1"),
+    ("sophia", "estimates", -1, ">= 0"), ("kronpsgd", "counter", -1, ">= 0"), ("laprop", "lr_average", -0.5, ">= 0"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*before any estimate")
+@pytest.mark.parametrize(("name", "counter", "value", "needed"), OUTSIDE)
+def test_a_counter_out_of_range_is_refused(name, counter, value, needed, tmp_path):
+    """Schedule-Free's momentum of 1 would load, and the next step divide by zero."""
+    settings = {"nadamw": {"convention": "torch"}, "sgd": {"momentum": 0.9}}.get(name, {})
+    opt = rlx_optim.create(name, engine="reference", **{"lr": 0.1, **settings})
+    opt.step_all({"w": np.ones((3, 2), np.float32)}, {"w": np.ones((3, 2), np.float32)})
+    opt.save(tmp_path / "good.safetensors")
+    raw = changed((tmp_path / "good.safetensors").read_bytes(), at(("parameters", "w", "counters", counter), value))
+    refuses(raw, tmp_path, f"parameter 'w': counter '{counter}' must be a finite number {needed}, got {value}")
+
+    torch = pytest.importorskip("torch")
+    import rlx_optim.torch as front
+
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    live = getattr(front, type(opt).__name__)([("w", weight)], lr=0.1, **settings)
+    weight.grad = torch.ones(3, 2)
+    live.step()
+    before, damaged = copy.deepcopy(live.state_dict()), copy.deepcopy(live.state_dict())
+    damaged["state"][0][counter].fill_(value)
+    with pytest.raises(ValueError, match=f"'{counter}' of w is .* in the checkpoint, needed is a finite number {needed}"):
+        live.load_state_dict(damaged)
+    assert all(torch.equal(v, live.state_dict()["state"][0][k]) for k, v in before["state"][0].items())
+
+
+def test_a_counter_beyond_the_whole_numbers_is_saved(tmp_path):
+    """A sum of weights t^r soon is."""
+    opt = rlx_optim.ScheduleFreeSGD(lr=1.0, r=15.0, engine="reference")
+    for _ in range(20):
+        opt.step_all({"w": np.ones(3, np.float32)}, {"w": np.ones(3, np.float32)})
+    opt.save(tmp_path / "a.safetensors")
+    again = rlx_optim.load(tmp_path / "a.safetensors")
+    assert again._records["w"].counters == opt._records["w"].counters
+    assert again._records["w"].counters["weight_sum"] > 2**53
+
+
 # ---- files mutated at random ------------------------------------------------------------------------------------------------
 class Live:
     """A torch optimizer with state, if torch is there: a bad file must not move it."""

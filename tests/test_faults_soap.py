@@ -137,3 +137,28 @@ def test_sizes_that_are_rounding_keep_their_order():
     E = get_engine("reference")
     sizes = np.array([[1e-9, 2.0, -3e-9, 5.0, 2e-9, 1e-3]])
     assert linalg.descending(E, sizes).tolist() == [[3, 1, 5, 0, 2, 4]]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_damaged_gram_matrix_is_named(engine, bad):
+    """Its first basis is LAPACK's, which says that eigenvalues do not converge, and not whose."""
+    torch = pytest.importorskip("torch")
+    import rlx_optim.torch as front
+
+    params = {name: torch.nn.Parameter(torch.ones(6, 4)) for name in "ab"}
+    opt = front.SOAP(list(params.items()), engine=engine)
+    opt.state[params["b"]]["L1"].fill_(bad)
+    for p in params.values():
+        p.grad = torch.ones(6, 4)
+    with pytest.raises(ValueError, match="SOAP: the state cannot be decomposed: 'L1' of 'b' holds NaN or infinity; load a good"):
+        opt.step()
+
+
+def test_a_singular_factor_is_named(tmp_path):
+    """The reference solves with KronPSGD's factors."""
+    opt = rlx_optim.KronPSGD(engine="reference")
+    opt.step_all({"w": np.ones((3, 2), np.float32)}, {"w": np.ones((3, 2), np.float32)})
+    opt._records["w"].state["q1"][...] = 0
+    with pytest.raises(ValueError, match="KronPSGD: the state cannot be decomposed: 'w': Singular matrix; load a good"):
+        opt.step_all({"w": np.ones((3, 2), np.float32)}, {"w": np.ones((3, 2), np.float32)})

@@ -49,6 +49,14 @@ def without(shape: Shape, drop: Drop) -> Shape:
     return tuple(n for axis, n in zip(range(-len(shape), 0), shape, strict=True) if axis not in drop)
 
 
+def decomposition_error(bundle: Bundle, problem: Exception) -> ValueError:
+    """Name the state in which LAPACK found no eigenvectors or no solution."""
+    kept = [(slot, name, array) for slot in bundle.slots for name, array in zip(bundle.names, bundle.buffers[slot], strict=True)]
+    lost = [(slot, name) for slot, name, array in kept if hasattr(array, "sum") and float((array * 0).sum()) != 0]
+    which = "{!r} of {!r} holds NaN or infinity".format(*lost[0]) if lost else f"{', '.join(map(repr, bundle.names))}: {problem}"
+    return bundle.spec.refuse(f"the state cannot be decomposed: {which}; load a good checkpoint, or start with new state")
+
+
 # ---- bundles ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Bundle:
@@ -248,7 +256,12 @@ class ArrayEngine(Algebra):
         """The values of a matrix rule at the end, and what the step did where that was asked."""
         spec, p = bundle.spec, start["p"]
         x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.blind else start
-        x = spec.mask(self, self.ended(spec.update(self, x)))
+        try:
+            x = spec.mask(self, self.ended(spec.update(self, x)))
+        except Exception as problem:
+            if type(problem).__name__.strip("_") == "LinAlgError":  # NumPy's or torch's
+                raise decomposition_error(bundle, problem) from problem
+            raise
         x = x.set(p=p) if bundle.blind else x
         told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
         return self.moved(spec, x, move).set(**told)

@@ -216,6 +216,8 @@ class Spec(abc.ABC):
     observes: ClassVar[bool] = False
     #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
     evaluated: ClassVar[str | None] = None
+    #: what its counters may be, as fields say it: one outside is refused where state is loaded, before a step divides by zero
+    counter_ranges: ClassVar[Mapping[str, Field]] = {}
     #: the numbers that its `commit` reads
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
     #: what a cautious step is scaled by, from how many coordinates are kept and lost; None where `update` masks by itself

@@ -203,7 +203,7 @@ def _group(table: Any, where: str) -> Group:
 def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
     counters = get(table, "counters", dict, where)
     for name, value in counters.items():
-        if type(value) not in (int, float) or not abs(value) <= 2**53:
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise CheckpointError(f"{where}: counter {name!r} cannot be {value!r:.80}")
     return Parameter(
         natural(table, "optimizer", where),

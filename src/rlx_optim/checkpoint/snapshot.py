@@ -232,6 +232,11 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
         parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
+    for name, allowed in spec.counter_ranges.items():
+        try:
+            allowed.validated(what, f"counter {name!r}", p.counters.get(name, allowed.default))
+        except (TypeError, ValueError) as problem:
+            raise CheckpointError(str(problem)) from None
     for name, each in p.tensors.items():
         shape, dtype = parts[name]
         if each.shape != shape:

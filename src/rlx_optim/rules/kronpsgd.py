@@ -111,6 +111,8 @@ class KronPSGD(Spec):
         }
         return like(shape, m="first moment") | factors | {"key": Slot((4,), factor=True, meaning=KEY)}
 
+    counter_ranges = {"counter": real(0)}
+
     def counters(self):
         """counter: steps since the last update of the factors."""
         return {"counter": 0}

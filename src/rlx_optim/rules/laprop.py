@@ -59,6 +59,8 @@ class LaProp(Spec):
         """
         return like(shape, m="first moment of steps", v="second moment")
 
+    counter_ranges = {"lr_average": real(0.0)}
+
     def counters(self):
         """lr_average: s, the average of learning rates."""
         return {"lr_average": 0.0}

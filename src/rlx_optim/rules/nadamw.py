@@ -61,6 +61,8 @@ class NAdamW(Spec):
         """
         return like(shape, m="first moment", v="second moment")
 
+    counter_ranges = {"mu_product": real(1.0, high=1.0)}
+
     def counters(self):
         """mu_product: Π, the product of all momenta so far; only in "torch"."""
         return {"mu_product": 1.0} if self.convention == "torch" else {}

@@ -81,6 +81,8 @@ class SGD(Spec):
     def momentum_gain(self):
         return (1 - self.dampening) / (1 - self.momentum) if self.momentum < 1 else math.inf
 
+    counter_ranges = {"started": real(0, high=1.0)}
+
     def counters(self):
         """started: 1 once the average has begun."""
         return {"started": 0} if self.averages else {}

@@ -73,6 +73,8 @@ class Sophia(Spec):
         """
         return like(shape, m="first moment", h="curvature")
 
+    counter_ranges = {"estimates": real(0)}
+
     def counters(self):
         """estimates: how many estimates the tensor has had."""
         return {"estimates": 0}  # how many the tensor has had; 0 warns once

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..spec import Field
+
 COUNTABLE = 2**53  # "step" is a float64
 #: what no numbers can be copied from, and the way out
 CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -66,8 +68,8 @@ def check_outline(owner: str, given: Any) -> None:
             raise refuse(f"'param_names' of {here}", names, f"a list of {len(params)}, a name for each of its 'params'")
 
 
-def number_in(owner: str, key: str, name: str, value: Any) -> float:
-    """A number that is kept beside the slots of a parameter; "step" counts."""
+def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
+    """A number that is kept beside the slots of a parameter; "step" counts. allowed: its range, where the rule says one."""
     try:
         found = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -75,6 +77,11 @@ def number_in(owner: str, key: str, name: str, value: Any) -> float:
     counts = key == "step"
     if not math.isfinite(found) or (counts and (not 0 <= found <= COUNTABLE or found != int(found))):
         raise refused(owner, key, name, value, "a whole number from 0 to 2^53" if counts else "a finite number")
+    if allowed is not None:
+        try:
+            allowed.check(found)
+        except ValueError:
+            raise refused(owner, key, name, value, allowed.expected) from None
     return found
 
 

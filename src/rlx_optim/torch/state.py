@@ -259,7 +259,8 @@ def taken_over(
     state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
         state["batch"] = split
-    counters = {label: number_in(owner, label, name, given.pop(label)) for label in spec.counters() if label in given}
+    found = {label: given.pop(label) for label in spec.counters() if label in given}
+    counters = {label: number_in(owner, label, name, value, spec.counter_ranges.get(label)) for label, value in found.items()}
     begins = "started" in spec.counters()  # and has no buffers before
     needed, started = bool(saved) and (not begins or bool(counters.get("started", 0))), False
     slots = kept_slots(spec, param, split, home)
