@@ -22,7 +22,7 @@ LIMIT, GRACE = 60, 3  # seconds, after which ranks are waiting for each other in
 Found = dict[str, list[np.ndarray]]
 
 
-def walked(rule: Any, settings: Mapping[str, Any], start: Any, gradients: Any, place: Callable[[Any], Any]) -> Found:
+def walked(rule: Any, settings: Mapping[str, Any], start: Any, gradients: Any, *, place: Callable[[Any], Any]) -> Found:
     """Parameters and state after some steps of the torch front end."""
     torch, front = importlib.import_module("torch"), importlib.import_module("rlx_optim.torch")
     params = [torch.nn.Parameter(place(torch.tensor(p))) for p in start]

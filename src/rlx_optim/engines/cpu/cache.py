@@ -41,9 +41,9 @@ def base() -> Path | None:
         return Path(given).absolute()
     if given := numba.config.CACHE_DIR:
         return Path(given).absolute() / "rlx_optim"
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    user = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        above = Path(given) if os.path.isabs(given) else Path.home() / ".cache"  # by XDG's specification a relative one is void
+        above = Path(user) if os.path.isabs(user) else Path.home() / ".cache"  # by XDG's specification a relative one is void
     except RuntimeError:  # a user without a home
         return None
     return above / "rlx_optim"
@@ -55,7 +55,7 @@ def name_folder() -> str:
     compiler = cpu_target.target_context.codegen().magic_tuple(), [getattr(numba.config, name, None) for name in SETTINGS]
     digest = hashlib.sha256(repr(compiler).encode())
     for module in (native, storage):
-        digest.update(Path(module.__file__).read_bytes())
+        digest.update(Path(str(module.__file__)).read_bytes())
     return f"python{sys.version_info[0]}.{sys.version_info[1]}-numba{numba.__version__}-{digest.hexdigest()[:8]}"
 
 
