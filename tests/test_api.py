@@ -462,6 +462,37 @@ def test_otherwise_is_a_whole_optimizer_and_follows_its_owner():
     assert opt.state_bytes() == 16 * 4 + 6 * 4
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if spec_class(name).matrix or spec_class(name).otherwise_default])
+def test_help_says_what_otherwise_none_does(name):
+    """As it happens in all three front ends: the rule takes a vector, or refuses it."""
+    jnp, torch = pytest.importorskip("jax.numpy"), pytest.importorskip("torch")
+    from rlx_optim import optax as in_jax
+    from rlx_optim import torch as in_torch
+
+    kind = spec_class(name)
+    told = "this rule takes them all" if kind.everywhere else "they are refused"
+    vector = np.ones(5, np.float32)
+    for made, use in (
+        (getattr(rlx_optim, kind.title), lambda make: make(otherwise=None).step("b", vector.copy(), vector)),
+        (getattr(in_torch, kind.title), lambda make: make([("b", torch.nn.Parameter(torch.ones(5)))], otherwise=None)),
+        (getattr(in_jax, kind.optax.factory or name), lambda make: make(0.01, otherwise=None).init({"b": jnp.ones(5)})),
+    ):
+        assert f"; None: {told}" in " ".join(inspect.getdoc(made).split())
+        if kind.everywhere:
+            use(made)
+        else:
+            with pytest.raises(ValueError, match="dimensions"):
+                use(made)
+
+
+def test_precision_is_of_arithmetic_and_state_of_the_parameters_type():
+    assert "state is as wide as the parameters" in rlx_optim.AdamW.__doc__
+    for dtype in (np.float32, np.float64):
+        opt = rlx_optim.AdamW(precision="float64", engine="cpu")
+        opt.step("w", np.ones((3, 4), dtype), np.ones((3, 4), dtype))
+        assert opt.state("w")["m"].dtype == dtype
+
+
 def test_mars_without_otherwise_takes_every_tensor():
     params, gradients = problem(steps=1)
     opt = rlx_optim.MARS(otherwise=None)

@@ -133,10 +133,15 @@ def test_the_table_in_the_documentation_says_so():
     assert sum(line.startswith("|") for line in docsite.by_rule().splitlines()) == len(NAMES) + 2
 
 
-def test_radam_decays_cautiously_where_it_decays_beside_the_step():
+def test_some_decay_cautiously_where_they_decay_beside_the_step():
     opt = rlx_optim.RAdam(lr=0.1, weight_decay=0.5, decoupled_weight_decay=True, decay="cautious")
     p = np.array([1.0, -1.0], np.float32)
     opt.step("p", p, np.array([1.0, 1.0], np.float32))
+    np.testing.assert_allclose(p, [1 - 0.05 - 0.1, -1 - 0.1], rtol=1e-6)
+    opt = rlx_optim.ADOPT(lr=0.1, betas=(0.0, 0.9), weight_decay=0.5, decouple=True, decay="cautious")
+    p = np.array([1.0, -1.0], np.float32)
+    for _ in range(2):  # the first sets v alone
+        opt.step_all({"p": p}, {"p": np.array([1.0, 1.0], np.float32)})
     np.testing.assert_allclose(p, [1 - 0.05 - 0.1, -1 - 0.1], rtol=1e-6)
 
 

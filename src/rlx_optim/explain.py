@@ -19,13 +19,13 @@ NONFINITE = "Literal['propagate', 'raise', 'skip']"
 Beside = Mapping[str, tuple[str, str]]
 #: arguments that are no hyperparameters, by front end: their type, and what they are
 NAMED: Beside = {
-    "otherwise": ("NamedOptimizer | None", "who steps the tensors that this rule does not take; None: they are refused"),
+    "otherwise": ("NamedOptimizer | None", "who steps the tensors that this rule does not take"),
     "groups": (
         "Sequence[Mapping[str, Any]] | None",
         'settings by name: [{"match": "*.bias", "weight_decay": 0.0}]; the first pattern that matches holds, "use" routes',
     ),
     "engine": ("Any", '"auto", "cpu", "reference", an installed engine\'s name, or an Engine'),
-    "precision": ("Literal['float32', 'float64']", "of the cpu engine's arithmetic and state"),
+    "precision": ("Literal['float32', 'float64']", "of the cpu engine's arithmetic; state is as wide as the parameters"),
     "nonfinite": (NONFINITE, "what a gradient that is not finite does: goes through, is refused, or leaves the step out"),
     "skip_above": (
         "float | None",
@@ -71,7 +71,7 @@ OPTAX: Beside = {
     ),
     "otherwise": (
         "NamedOptimizer | optax.GradientTransformation | Literal['default'] | None",
-        "who steps the leaves that this rule does not take; None: they are refused",
+        "who steps the leaves that this rule does not take",
     ),
     "route": (
         "Mapping[str, NamedOptimizer | optax.GradientTransformation | str] | Callable[[str, Any], bool | None]",
@@ -108,6 +108,8 @@ def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
         found[name] = (
             f"{said.get(name, field.meaning)} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
         )
+    if "otherwise" in found:
+        found["otherwise"] += f"; None: {'this rule takes them all' if kind.everywhere else 'they are refused'}"
     if beside is OPTAX:
         found["learning_rate"] = found["lr"]
         found |= {n: f"{found[n]}; None: the rule's own, {f.default!r}" for n, f in kind.fields.items() if f.annotation == "int"}
