@@ -288,6 +288,26 @@ def test_a_refused_step_moves_nothing(spoil, message, engine):
     assert same_state({"state": state}, opt.state_dict())
 
 
+@on_engines
+def test_a_step_interrupted_while_it_is_laid_out_is_taken_as_if_nothing_had_been(engine, monkeypatch):
+    """Ctrl-C where other parameters than before have gradients: the next step must not go by what was laid out for those."""
+    (params, opt), (others, other) = ((p, ours.AdamW(p.items(), engine=engine)) for p in (parameters(), parameters()))
+    run(opt, params, 0, 2), run(other, others, 0, 2)
+    for each in (params, others):
+        give_gradients(each, 2, missing=("wide", "one"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlx_optim.torch.lanes.bundle_up", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opt.step()
+    opt.step(), other.step()
+    assert same(bits(params), bits(others))
+    assert same_state(opt.state_dict(), other.state_dict())
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [

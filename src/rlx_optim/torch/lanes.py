@@ -228,9 +228,10 @@ class Lane(abc.ABC):
         """Step the chosen seats, whose gradients these are."""
         key = tuple(chosen)
         if not self.prepared(key, structures):
-            self.present, self.structures, self.telling = key, structures, self.asked
+            self.present, self.structures, self.telling = key, None, self.asked  # what is interrupted here is begun anew
             records = [record for i in chosen for record in self.seats[i].records]
             self.parts = bundle_up(enumerate(records), specs, self.engine, self.fresh_watch(len(records)), self.asked)
+            self.structures = structures
         self.numbers.clear()
         self.run([self.seats[i] for i in chosen], specs, grads, scale)
 

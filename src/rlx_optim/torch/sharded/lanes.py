@@ -192,9 +192,9 @@ class OwnerLane(Lane):
         seats that were not stepped: what became of them, and why, where it is known here."""
         seats, homes, grads = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
         if (key := tuple(chosen)) != self.present or structures != self.structures:
-            self.present, self.structures = key, structures
+            self.present, self.structures = key, None
             self.turns = [self._turn(stage, seats, homes, specs) for stage in self._staged(seats, homes, specs)]
-            self.parts = [part for turn in self.turns for part in turn.parts]
+            self.parts, self.structures = [part for turn in self.turns for part in turn.parts], structures
         reading = self._reading(chosen, specs)
         coming = [self._gathered(turn.stage, seats, homes, grads, reading) for turn in self.turns]
         leaving, problems = [], dict[int, Exception]()
