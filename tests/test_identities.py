@@ -165,6 +165,50 @@ def test_mars_without_correction_sees_clipped_gradients(variant, engine):
     assert_close(run(kind(**settings, betas=betas), start, clipped), found, start)
 
 
+#: optimizer, settings, others that mean the same: what None stands for, what sets no limit, what a convention does not use
+SAME = [
+    ("lamb", {"trust_clip": None}, {"trust_clip": math.inf}),
+    ("mars", {"clip_norm": None}, {"clip_norm": math.inf}),
+    ("adan", {"max_grad_norm": None}, {"max_grad_norm": 0}),
+    ("soap", {"betas": (0.9, 0.7)}, {"betas": (0.9, 0.7), "shampoo_beta": 0.7}),
+    ("soap", {"max_precond_dim": 23}, {"max_precond_dim": 10_000}),
+    ("prodigy", {"beta3": None}, {"beta3": 0.999**0.5}),
+    ("prodigy", {"growth_rate": None}, {"growth_rate": math.inf}),
+    ("adopt", {"clip_exp": 1e3}, {"clip_exp": 1e6}),
+    ("ademamix", {"alpha_warmup": None, "beta3_warmup": None}, {"alpha_warmup": 1, "beta3_warmup": 1}),
+    ("schedulefreeadamw", {"warmup_steps": 0}, {"warmup_steps": 1}),
+    ("schedulefreesgd", {"warmup_steps": 0}, {"warmup_steps": 1}),
+    ("stableadamw", {"clip": 1e30}, {"clip": math.inf}),
+    ("adafactor", {"clip_threshold": 1e30}, {"clip_threshold": math.inf}),
+    ("nadamw", {"momentum_decay": 0.004}, {"momentum_decay": 1.0}),
+    ("nadamw", {"convention": "algoperf", "momentum_decay": 0.004}, {"convention": "algoperf", "momentum_decay": 1.0}),
+    *[
+        ("normuon", {"convention": c}, {"convention": c, "nesterov": n, "ns_coefficients": s})
+        for c, n, s in (("authors", True, "keller"), ("dion", False, "speedrun"), ("speedrun", True, "speedrun"))
+    ],
+    *[(name, {}, {"ns_coefficients": "keller"}) for name in ("muon", "scion")],
+    *[(name, {"ns_coefficients": "aol"}, {"ns_coefficients": "aol", "ns_steps": 4}) for name in ("muon", "normuon", "scion")],
+    *[
+        ("scion", {"norm": norm}, {"norm": norm, "normalized": True})
+        for norm in ("auto", "spectral", "sign", "rownorm", "biasrms", "spectralconv")
+    ],
+    ("scion", {"unconstrained": True}, {"unconstrained": True, "weight_decay": 0.3}),
+    ("kronpsgd", {"max_size": 0}, {"memory_save_mode": "all_diag"}),
+    ("kronpsgd", {"min_ndim_triangular": 5}, {"memory_save_mode": "all_diag"}),
+]
+
+
+@both_engines
+@pytest.mark.parametrize(("name", "one", "other"), SAME, ids=lambda x: x if isinstance(x, str) else None)
+def test_the_same_in_other_words(name, one, other, engine):
+    """To the last bit."""
+    start, grads = tensors(SMALL), gradients(SMALL, steps=5)
+    given = {} if name == "prodigy" else {"lr": 0.01}
+    first, second = (run(r.create(name, engine=engine, **given, **settings), start, grads) for settings in (one, other))
+    assert all(np.array_equal(first[k], second[k]) for k in start)
+    assert any((first[k] != start[k]).any() for k in start)
+
+
 D, LR = 0.3, 0.1
 #: optimizer, settings -> what three steps without a gradient leave of a tensor of a shape, as its weight_decay says
 KEPT = [

@@ -305,7 +305,7 @@ class RuleOptimizer(Stepper):
 
     def _pieces(self, name: str | None, param: torch.Tensor) -> Split:
         """Into which matrices a parameter is split: as its state says, or where that was cleared, the user or the model."""
-        return split_in(self.state.get(param) or {}) or self._batch(name, param)
+        return split_in(self.state.get(param, {})) or self._batch(name, param)
 
     def _batch(self, name: str | None, param: torch.Tensor) -> Split:
         """Into which matrices the user splits a parameter, or its model."""
