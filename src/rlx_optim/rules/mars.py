@@ -16,7 +16,7 @@ Conventions.
 - torch, optax: neither has it.
 - the authors' code: the same, for the approximate form (one gradient a step) and the variants AdamW and Lion; its Shampoo
   variant is not here.
-- timm: the first c is g itself, up to 1.0.30 unclipped, which v remembers: after 20 steps 0.1 to 0.9 of the way off on matrices,
+- timm: the first c is g itself, up to 1.0.30 unclipped, which v remembers: after 20 steps a matrix is up to 0.9 of the way off,
   with caution or without. Its mask is that of cautious=True, but in "lion" it comes before the sign, so that nothing is scaled.
 - pytorch_optimizer: eps stands before bias correction, and tensors of more than two dimensions are MARS's.
 
