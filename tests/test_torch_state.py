@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -371,6 +372,43 @@ def test_what_others_put_into_groups_and_state_counts():
     give_gradients({"b": params["b"]}, 7)
     with pytest.raises(RuntimeError, match=r"'exp_avg' of 0.0 of shape \(4, 3\) must be contiguous, .* torch.float32"):
         opt.step()
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_one_optimizer_in_two_threads(engine, attached):
+    """As many steps as were asked for, one after the other. With `attach`, autograd steps on a thread for every device."""
+    (params, opt), (others, other) = ((p, ours.Adam(p.items(), lr=0.01, engine=engine)) for p in (parameters(), parameters()))
+    if attached:
+        opt.attach(params.values())
+    else:
+        give_gradients(params, 0)
+    before, problems = sys.getswitchinterval(), []
+
+    def go(half):
+        try:
+            for _ in range(20):
+                sum(p.sum() for p in half).backward() if attached else opt.step()
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=go, args=(list(params.values())[i::2],)) for i in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not problems
+    give_gradients(others, 0)
+    for p in others.values() if attached else ():
+        p.grad = torch.ones_like(p)
+    for _ in range(20 if attached else 40):
+        other.step()
+    assert same(bits(params), bits(others))
+    assert same_state(opt.state_dict(), other.state_dict())
 
 
 def life(name, engine, dtype, device, path):

@@ -10,8 +10,9 @@ import collections
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -73,10 +74,16 @@ class Stepper(Deciding):
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
     _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
+    _lock: Any = None  # one thread steps at a time; copies and pickles have locks of their own
     _asked = False  # whether the next step is to say what it does
     _rows: Sequence[Row] = ()  # what the last did that was asked
 
     capturable: bool
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        made._lock = threading.RLock()
+        return made
 
     def stats(self, next: bool = False) -> Stats:
         """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
@@ -207,7 +214,7 @@ class Stepper(Deciding):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             self._step(None, loss)
         return None if closure is None else loss
 
@@ -587,7 +594,7 @@ class Stepper(Deciding):
             )
 
         def release(param: torch.Tensor) -> None:
-            with torch.no_grad():
+            with torch.no_grad(), self._lock:  # autograd calls it on a thread a device
                 self._step(param)
             param.grad = None
 
