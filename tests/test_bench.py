@@ -22,7 +22,7 @@ REPORT = {"model", "tensors", "parameters", "settings", "machine", "rows", "note
 ROW = {
     "optimizer", "implementation", "ms_per_step", "ms_best", "ms_worst", "ns_per_parameter", "gb_per_second",
     "copy_gb_per_second", "copy_fraction", "state_bytes_per_parameter", "ratio_to_best_peer", "turns", "steps_per_turn",
-    "host_ms", "compile_s",
+    "host_ms", "compile_s", "first_s",
 }  # fmt: skip
 MACHINE = {"cpu", "cores", "threads", "memory_gb", "load_average", "platform", "date", "versions"}
 
@@ -98,6 +98,15 @@ def test_many_vectors(model, least, most):
     assert least <= min(sizes) < 1.1 * least + 10
     assert 0.99 * most < max(sizes) <= most
     assert shapes == bench.shapes_of(model)
+
+
+@pytest.mark.parametrize(("model", "matrices", "tensors"), [("many-shapes", 200, 200), ("many-mixed", 1000, 3000)])
+def test_many_shapes(model, matrices, tensors):
+    shapes = bench.shapes_of(model)
+    twos = [shape for shape in shapes.values() if len(shape) == 2]
+    assert len(shapes) == tensors
+    assert len(set(twos)) == len(twos) == matrices
+    assert 32 <= min(map(min, twos)) <= max(map(max, twos)) <= 512
 
 
 # ---- the tables ---------------------------------------------------------------------------------------------------------

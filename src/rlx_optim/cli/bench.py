@@ -89,6 +89,9 @@ def show(report: Report) -> None:
     if compiled:
         each = (f"{row.optimizer}, {row.implementation}: {row.compile_s:.1f} s" for row in compiled)
         say(f"traced and compiled in: {'; '.join(each)}")
+    if enqueued:
+        each = (f"{row.optimizer}, {row.implementation}: {digits(row.first_s)} s" for row in report.rows)
+        say(f"first step: {'; '.join(each)}")
     for note in report.notes:
         say(note)
 

@@ -94,6 +94,7 @@ class Entrant:
     steps: int
     seconds: list[float] = dataclasses.field(default_factory=list)
     host: float | None = None  # seconds until a step is enqueued
+    first: float | None = None  # seconds of the first step
 
     def play(self, fresh: bool) -> None:
         self.seconds.append(turn(self.contender, self.steps, fresh) / self.steps)
@@ -137,12 +138,15 @@ def enqueue(contender: Contender, fresh: bool, times: int = 20) -> float | None:
 
 def prepare(contender: Contender, seconds: float, cycle: int, fresh: bool) -> Entrant:
     """Take the first steps, which compile, and find how many fill a turn."""
-    turn(contender, 1, fresh)
+    first = turn(contender, 1, fresh)
+    if contender.wait is not None:
+        turn(contender, 2, fresh)  # on a device the second step records what later ones replay
     steps, took = 1, turn(contender, 1, fresh)
     while took < seconds / 10:  # too short to tell
         steps *= 4
         took = turn(contender, steps, fresh)
-    return Entrant(contender, cycle * max(1, math.ceil(seconds * steps / took / cycle)), host=enqueue(contender, fresh))
+    count = cycle * max(1, math.ceil(seconds * steps / took / cycle))
+    return Entrant(contender, count, host=enqueue(contender, fresh), first=first)
 
 
 def compete(name: str, request: Request, arrays: Any, copy: Contender, report: Report, tick: Tick) -> None:
@@ -175,7 +179,7 @@ def compete(name: str, request: Request, arrays: Any, copy: Contender, report: R
 
 def timing(entrant: Entrant) -> Timing:
     contender = entrant.contender
-    held = contender.state_bytes(), entrant.host, contender.kept, contender.rounding, contender.compile_s
+    held = contender.state_bytes(), entrant.host, contender.kept, contender.rounding, contender.compile_s, entrant.first
     return Timing(contender.label, entrant.seconds, entrant.steps, *held)
 
 

@@ -59,6 +59,7 @@ class Timing:
     kept: str = "float32"  # the format of its state
     rounding: str | None = None  # of weights in bfloat16
     compile_s: float | None = None  # seconds until a step was compiled
+    first_s: float | None = None  # seconds of the first step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Row:
     steps_per_turn: int
     host_ms: float | None = None  # until a step is enqueued, on a device
     compile_s: float | None = None  # seconds until a step of a JAX program is traced and compiled
+    first_s: float | None = None  # seconds of the first step, with what it compiles and is not cached yet
 
 
 @dataclasses.dataclass
@@ -213,6 +215,7 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
                 steps_per_turn=t.steps_per_turn,
                 host_ms=None if t.host_seconds is None else 1e3 * t.host_seconds,
                 compile_s=t.compile_s,
+                first_s=t.first_s,
             )
         )
     return made

@@ -28,6 +28,12 @@ def _vectors(least: int, most: int) -> Shapes:
     return {f"v{i}": (int(size),) for i, size in enumerate(sizes)}
 
 
+def _matrices(count: int, least: int = 32, most: int = 512) -> Shapes:
+    """So many matrices, no two of one shape."""
+    drawn = np.random.default_rng(0).integers(least, most, (2 * count, 2), endpoint=True)
+    return {f"m{i}": shape for i, shape in enumerate([*dict.fromkeys(map(tuple, drawn.tolist()))][:count])}
+
+
 def _gpt2() -> Shapes:
     ends: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768), "ln_f.weight": (768,), "ln_f.bias": (768,)}
     return ends | _blocks(12)
@@ -51,6 +57,8 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "two-blocks": lambda: _blocks(2),
     "many-small": lambda: _vectors(1_000, 64_000),
     "many-tiny": lambda: _vectors(64, 4_096),
+    "many-shapes": lambda: _matrices(200),
+    "many-mixed": lambda: _matrices(1_000) | _vectors(64, 4_096),
 }
 SHORT = {"1b": "llama-1.1b", "7b": "llama-7b", "8b": "llama-8b", "13b": "llama-13b", "70b": "llama-70b"}
 KNOWN = f"{', '.join(MODELS)}, or one:N (one:1k, one:32M, one:4kx1k)"
