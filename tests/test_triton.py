@@ -278,11 +278,7 @@ def orthogonalized():
 # ---- without a GPU: the compiler -----------------------------------------------------------------------------------------
 def test_everything_compiles_for_hopper():
     """What the interpreter tolerates the compiler may not: every kernel down to machine code for sm_90."""
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; print(json.dumps(test_triton.built()))"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = json.loads(done.stdout.splitlines()[-1])
+    kernels = with_the_compiler("built")
     of_rules = {"sweep", "tiles", "strips", "fold", "fold_lines", "fill"}
     of_panels = {"gram", "factor", "combine", "follows", "shares", "less", "dots", "choose"}
     assert set(kernels) == of_rules | of_panels | {"symmetric", "symmetric_any", "shrink", "repack", "split", "renew"}
@@ -290,11 +286,20 @@ def test_everything_compiles_for_hopper():
     assert len(kernels["sweep"]) >= 14
 
 
-def built():
-    """Sizes of machine code by kernel. Nothing is launched: the driver is a stand-in that knows its target alone."""
+def with_the_compiler(function):
+    """What a function of this file returns in a process where Triton compiles for Hopper, and launches nothing."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; "
+    code += f"test_triton.compile_for_hopper(); print(json.dumps(test_triton.{function}()))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_for_hopper():
+    """The driver is a stand-in that knows its target alone, and tensors on the CPU are taken."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     class Driver:
         def get_current_target(self):
@@ -308,6 +313,13 @@ def built():
 
     warnings.simplefilter("ignore")
     driver.set_active(Driver())
+    front.engines.os = types.SimpleNamespace(environ={"TRITON_INTERPRET": "1"})
+
+
+def built():
+    """Sizes of machine code by kernel."""
+    from triton.runtime.jit import JITFunction
+
     run, seen = JITFunction.run, {}
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -315,7 +327,6 @@ def built():
         seen.setdefault(self.__name__, {})[kernel.hash] = len(kernel.asm["cubin"])
 
     JITFunction.run = compile_only
-    front.engines.os = types.SimpleNamespace(environ={"TRITON_INTERPRET": "1"})  # lets it take tensors on the CPU
     for name in rlx_optim.list_optimizers():
         settings = AS_NAMED.get(name, {})
         params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((64, 64), (20, 36), (24,))]
@@ -349,6 +360,111 @@ def built():
     panels.diagonal(first, first)
     panels.chosen(first, first, torch.zeros(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.int64))
     return {name: list(sizes.values()) for name, sizes in seen.items()}
+
+
+def test_no_kernel_is_compiled_for_a_size():
+    """Other shapes ask for no kernels that the first did not: what differs is whether sizes are multiples of 16."""
+    first, others = with_the_compiler("asked_for")
+    assert set(first) >= {"sweep", "symmetric", "symmetric_any", "split", "renew", "gram", "shares", "less", "dots", "fill"}
+    assert {name: more for name, more in others.items() if more} == {}
+    assert max(first.values()) <= 16
+
+
+def asked_for():
+    """How many variants of each kernel some shapes are stepped by, and how many more others of the same kind."""
+    from triton.runtime.jit import JITFunction
+
+    from rlx_optim.engines.triton_ import noise, panels, precise, products
+
+    seen = {}
+
+    def noted(self, key, *others):
+        seen.setdefault(self.__name__, set()).add(str(key))
+
+    JITFunction._do_compile = noted
+
+    def step(sides, others, batch, rows):
+        """Matrices of these sides and those, wide and tall, mixed and stacked by shape."""
+        shapes = [shape for a in sides for b in others for shape in ((a, b), (b, a))]
+        for name in ("Muon", "NorMuon", "Scion", "KronPSGD"):
+            kron = name == "KronPSGD"
+            params = [torch.nn.Parameter(torch.ones(*shape)) for shape in (shapes[:2] if kron else shapes)]
+            for p in params:
+                p.grad = torch.ones_like(p)
+            getattr(front, name)(params, engine="triton", **({} if kron else {"ns_steps": 2})).step()
+        for n in (1024 * batch, 1280):
+            X, A = torch.ones(batch, n, 64 * rows, dtype=torch.half), torch.ones(batch, n, n, dtype=torch.half)
+            products.product(X, X, A)
+            products.product(X.mT.contiguous(), X.mT.contiguous(), A, tall=True)
+            products.product(A, A, torch.empty_like(A), add=A)
+        for a in sides:
+            for b in others:
+                U = torch.ones(batch, a + 256, b + 256)
+                for X in (U, U.mT):
+                    precise.product(X, X.mT)
+                    precise.product(X, X.mT, most=1)
+                precise.square(torch.ones(batch, 256 * batch, a))
+                precise.square(torch.ones(batch, a, 256 * batch).mT)
+                for Q in (torch.ones(batch, a, b), torch.ones(batch, 8 * a + rows, b)):
+                    noise_of = torch.ones(batch, b)
+                    panels.orthonormal(Q[..., :64], noise_of[..., :64])
+                    panels.follow(noise_of, Q, torch.ones(batch, Q.shape[1]))
+                    for following in ((noise_of[..., 64:], noise_of[..., :64]), (None, None)):
+                        panels.without(Q[..., 64:], Q[..., :64], *following)
+                    panels.diagonal(Q, Q)
+                    panels.chosen(Q, Q, torch.zeros(batch, b, dtype=torch.bool), torch.zeros(batch, b, dtype=torch.int64))
+                noise.draw("normal", torch.ones(batch, 4), batch, (batch, a, b))
+                noise.draw("uniform", torch.ones(batch, 4), 16 * batch, (batch, a))
+
+    step((100, 137, 176), (250, 304), batch=1, rows=1)
+    first = {name: len(keys) for name, keys in seen.items()}
+    step((90, 155, 208), (270, 320), batch=3, rows=5)
+    return first, {name: len(keys) - first.get(name, 0) for name, keys in seen.items()}
+
+
+def test_what_is_compiled_ahead_is_what_is_launched():
+    ahead, more = with_the_compiler("asked_ahead")
+    assert ahead == {"repack": 2, "shrink": 1, "symmetric_any": 2}
+    assert more == dict.fromkeys(ahead, 0)
+
+
+def asked_ahead():
+    """How many variants of each kernel other threads compile for matrices of several shapes, and how many a step then lacks."""
+    from triton.runtime.jit import JITFunction
+
+    from rlx_optim.engines.triton_ import products
+
+    seen = {}
+    JITFunction._do_compile = lambda self, key, *others: seen.setdefault(self.__name__, set()).add(str(key))
+    products.started = lambda device, *functions: [function() for function in functions] and []
+    device = torch.device("cpu")
+    products.packing(device)
+    products.multiplying(device)
+    ahead = {name: len(keys) for name, keys in seen.items()}
+    params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((130, 200), (300, 129), (40, 70))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    front.Muon(params, engine="triton", ns_steps=2).step()
+    return ahead, {name: len(seen[name]) - n for name, n in ahead.items()}
+
+
+def test_a_first_step_does_not_wait_for_numba():
+    """The second does, which the compiled look at what repeats is for."""
+    code = """
+import sys, torch, rlx_optim.torch as front
+params = [torch.nn.Parameter(torch.ones(5, n)) for n in (4, 6)]
+for p in params:
+    p.grad = torch.ones_like(p)
+opt = front.AdamW(params, engine="triton")
+for _ in range(2):
+    opt.step()
+    print("numba" in sys.modules, opt._again is not None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["False False", "True True"], done.stderr[-2000:]
 
 
 def test_stacks_of_matrices_run_on_as_many_tracks_as_there_are(monkeypatch):
@@ -452,6 +568,30 @@ def test_half_precision_products_are_closer_than_bfloat16():
             assert gap <= usual / 2
             tall = products.orthogonalize(U.mT.contiguous(), norm, 5, COEFFICIENTS, 1e-7)
             assert float((tall.mT.double() - want).norm() / want.norm()) <= usual / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Muon", "NorMuon", "Scion", "SOAP", "KronPSGD"])
+def test_many_shapes_are_stepped_by_few_kernels(name, monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    compiled, compiles = [], JITFunction._do_compile
+
+    def counted(self, *args):
+        compiled.append(self.__name__)
+        return compiles(self, *args)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", counted)
+    rng = np.random.default_rng(0)
+    shapes = list(dict.fromkeys(map(tuple, rng.integers(32, 512, (60, 2), endpoint=True).tolist())))
+    params = [torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = getattr(front, name)(params, **({"precondition_frequency": 2} if name == "SOAP" else {}))
+    for _ in range(5):
+        opt.step()
+    assert len(compiled) <= 32, compiled
+    assert all(bool(p.isfinite().all()) for p in params)
 
 
 @pytest.mark.gpu

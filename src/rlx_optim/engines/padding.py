@@ -1,4 +1,4 @@
-"""Small matrices of many shapes as stacks of few: rows and columns of zeros stay zeros through Newton–Schulz.
+"""Matrices of many shapes as stacks of few: rows and columns of zeros stay zeros through Newton–Schulz.
 
 A matrix lies in its stack with the smaller side first. What its padded sides are depends on its own alone, so that the others in
 a step do not change its bits.
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ..spec import Shape
 
-LEAST = 16  # what sides are filled up to at least; then to powers of two
-SMALL = 128  # the smaller side from which a matrix is better computed by itself
+LEAST = 16  # what sides of small matrices are filled up to at least; then to powers of two
+SMALL = 128  # the smaller side from which a matrix is not small; what its sides are multiples of then
 
 
 def mixes(shape: Shape) -> bool:
@@ -20,13 +20,21 @@ def mixes(shape: Shape) -> bool:
 
 
 def padded(shape: Shape) -> tuple[int, int]:
-    small, large = (max(LEAST, 1 << (n - 1).bit_length()) for n in sorted(shape))
+    small, large = (_filled(n, min(shape) < SMALL) for n in sorted(shape))
     return small, large
 
 
-def stacks(shapes: Sequence[Shape]) -> dict[tuple[int, int], list[int]]:
-    """The stacks that these matrices make, and which of them are in each."""
-    found: dict[tuple[int, int], list[int]] = {}
+def _filled(n: int, small: bool) -> int:
+    power = 1 << (n - 1).bit_length()
+    if small:
+        return max(LEAST, power)
+    step = max(SMALL, power // 8)  # products are computed in such blocks anyway; above 512 at most a fifth of a side is zeros
+    return -(-n // step) * step
+
+
+def stacks(shapes: Sequence[Shape]) -> dict[tuple[bool, tuple[int, int]], list[int]]:
+    """The stacks that these matrices make: whether of small ones, their sides; and which matrices are in each."""
+    found: dict[tuple[bool, tuple[int, int]], list[int]] = {}
     for i, shape in enumerate(shapes):
-        found.setdefault(padded(shape), []).append(i)
+        found.setdefault((min(shape) < SMALL, padded(shape)), []).append(i)
     return found

@@ -417,7 +417,7 @@ class Torch(ArrayEngine):
         if not isinstance(X, Many):
             return super().orthogonalize(X, steps, coefficients, eps)
         out = list(X.each)
-        for sides, chosen in padding.stacks([tuple(t.shape) for t in X]).items():
+        for (_, sides), chosen in padding.stacks([tuple(t.shape) for t in X]).items():
             stack = torch.zeros((len(chosen), *sides), dtype=self.dtype, device=self.device)
             torch._foreach_copy_(_inside(stack, X.each, chosen), [X.each[i] for i in chosen])
             done = super().orthogonalize(stack, steps, coefficients, eps)

@@ -9,6 +9,7 @@ tables of addresses are right. Anything else goes the long way, which finds out 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,12 @@ class Again:
     @classmethod
     def after(cls, opt: Stepper, taken: Work) -> Again | None:
         """None where the step just taken is not of the kind that is simply repeated. A lane that sat it out, or was given copies,
-        knows nothing of where its parameters and their gradients are."""
+        knows nothing of where its parameters and their gradients are. Nor after the first step of a process that has not needed
+        numba so far, which takes seconds to be there: most of what is compiled for a device is compiled in that step."""
         lanes = [lane for lane, _, grads in taken if isinstance(lane, AddressLane) and lane.stepped_whole and lane.theirs(grads)]
         simple = len(lanes) == len(taken) == len(opt._lanes or ())
-        return cls(opt.param_groups, opt.state, lanes) if simple else None
+        first = "numba" not in sys.modules and any(seat.records[0].t == 1 for lane in lanes for seat in lane.seats[:1])
+        return cls(opt.param_groups, opt.state, lanes) if simple and not first else None
 
     def stands(self, groups: Groups, state: State) -> bool:
         """Whether groups, state and counts are what they were, all tensors are where they were, and the gradients are of the kind

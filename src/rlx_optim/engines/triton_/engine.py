@@ -123,9 +123,14 @@ class Triton(Matrices):
         arrays: dict[str, Any] = {**self.placed(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
         numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
+        mixed = len(set(bundle.shapes)) > 1
+        if mixed:
+            products.packing(self.device)
+            if any(not small for small, _, _ in plan.stacks()):
+                products.multiplying(self.device)
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
-            if len(set(bundle.shapes)) > 1:
+            if mixed:
                 arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
             elif slot is None or not slot.drop:
                 scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape

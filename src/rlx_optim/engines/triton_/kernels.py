@@ -28,6 +28,9 @@ PLAIN, SIGNED, POSITIVE, HALF = 0, 1, 2, 3
 FULL, ROW, COLUMN = 0, 1, 2
 #: what a result is reduced over; beside it stand whether its squares are taken, and whether the largest is kept and not the sum
 TENSOR, ROWS, COLUMNS = 0, 1, 2
+#: what a kernel is not compiled anew for: how many tensors there are, where tables begin that numbers are read from one by one,
+#: and what is added to addresses, of which ALIGNED says what is to be known
+TABLES = ("ADDRESS", "BASES", "NUMBERS", "KEYS", "PARTIAL", "FLAG", "T")
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def one_block(
         tl.store(out + k, together(summed(y[SUMS[k][0]], live, MASKED, SUMS[k][2], SUMS[k][3]), 0, SUMS[k][3]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLES)
 def sweep(
     ADDRESS, BASES, SIZES, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
     rule: tl.constexpr, ELEMENTS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr, HALF: tl.constexpr,
@@ -356,7 +359,7 @@ def some_strips(
         tl.store(out + k, totals[k])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLES)
 def strips(
     ADDRESS, BASES, ROWS, COLUMNS, ACROSS, FIRSTS, TENSOR, INDEX, NUMBERS, SHARED, KEYS, PARTIAL, FLAG, T,
     rule: tl.constexpr, ELEMENTS: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, NUMS: tl.constexpr,
@@ -442,7 +445,7 @@ def one_tile(
             place += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TABLES)
 def tiles(
     ADDRESS, BASES, HEIGHT, WIDTH, TENSOR, DOWN, ACROSS, ROWFIRST, COLFIRST, NUMBERS, SHARED, KEYS, PARTIAL, SUMS_OUT, FLAG,
     T, rule: tl.constexpr, ELEMENTS: tl.constexpr, KINDS: tl.constexpr, NUMS: tl.constexpr, GRADIENT: tl.constexpr,
@@ -488,7 +491,7 @@ def tiles(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("S", "T"))
 def fold(PARTIAL, FIRST, DIVISOR, OUT, S, T, KINDS: tl.constexpr, WIDTH: tl.constexpr):
     """A tensor's partial sums, summed in order: program (tensor). KINDS: per sum whether the largest, whether a mean, whether its
     root."""

@@ -27,6 +27,8 @@ from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .tables import Laid, Placed, Plan, Table, placed
 
+MIXED = 1 << 18  # entries of a matrix up to which it is stacked with those of other shapes
+
 
 def left(u):
     p = u
@@ -130,6 +132,10 @@ class Matrices(Torch):
         made = bundle.plan.made.get(("replay", *decided.values()))  # computes with all of the state
         state = len(bundle.shapes) * sum(math.prod(slot.shape) for slot in bundle.slots.values())
         return (made is not None and made.graph is not None) or replay.spare(self.device, state)
+
+    def mixes(self, shape: Any) -> bool:
+        """Small matrices, and those of which one alone leaves most of a device idle."""
+        return super().mixes(shape) or (len(shape) == 2 and min(shape) >= products.LEAST and math.prod(shape) <= MIXED)
 
     def stack(self, shape: Any) -> int:
         """As many as a graph is kept for."""
@@ -235,13 +241,15 @@ class Matrices(Torch):
     def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
         """Matrices of many shapes, in few stacks."""
         room, where = X.plan.room(self.dtype)
-        for sides, table in X.plan.stacks():
+        products.ended(products.packing(self.device))
+        for small, sides, table in X.plan.stacks():
+            if not small:
+                products.ended(products.multiplying(self.device))
             stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
-            n = math.prod(sides)
-            grid = (-(-n // 1024), len(table))
-            products.repack[grid](X.room, table, stack, n, sides[1], False, 1024)
-            done = super().orthogonalize(stack, steps, coefficients, eps)
-            products.repack[grid](room, table, done, n, sides[1], True, 1024)
+            products.packed(X.room, table, stack)
+            orthogonalize = super().orthogonalize if small else self.orthogonalize
+            done = orthogonalize(stack, steps, coefficients, eps)
+            products.packed(room, table, done.to(self.dtype), out=True)
         return Ragged((), where, room, X.plan)
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...random import KINDS, ROTATIONS
+from .products import even, known
 
 BLOCK = 1024
 TURN = tl.constexpr(2.0 * math.pi)
@@ -43,9 +44,13 @@ def words(k0, k1, x0, x1):
     return x0 + k2, x1 + k0 + 5
 
 
-@triton.jit
-def fill(OUT, KEYS, t, kind, n, draws, COUNTED: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a tensor's draws; a pair of words makes two normal numbers, `draws` apart. COUNTED: t is on the device."""
+@triton.jit(do_not_specialize=("t", "kind", "n", "draws"))
+def fill(
+    OUT, KEYS, t, kind, n, draws, EVEN: tl.constexpr, COUNTED: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One block of a tensor's draws; a pair of words makes two normal numbers, `draws` apart. COUNTED: t is on the device. EVEN:
+    n and draws are."""
+    n, draws = known(n, EVEN), known(draws, EVEN)
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k0 = tl.load(KEYS + 4 * b).to(tl.uint32) + (tl.load(KEYS + 4 * b + 1).to(tl.uint32) << 16)
@@ -69,6 +74,6 @@ def draw(kind: str, keys: torch.Tensor, t: int | torch.Tensor, shape: Any) -> to
     n = math.prod(shape[1:])
     draws = (n + 1) // 2 if kind == "normal" else n
     out = torch.empty(shape, dtype=torch.float32, device=keys.device)
-    how = (torch.is_tensor(t), kind == "normal", BLOCK)
+    how = (even(n, draws), torch.is_tensor(t), kind == "normal", BLOCK)
     fill[(-(-draws // BLOCK), shape[0])](out, keys, t, KINDS[kind], n, draws, *how, num_warps=4)
     return out

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .products import tile_of
+from .products import even, known, tile_of
 
 #: the smaller side of a matrix from which splitting pays
 LEAST = 256
@@ -32,13 +32,16 @@ def halves(x):
     return h, (x - h.to(tl.float32)).to(tl.float16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "columns", "sb", "sr", "ob", "orow", "part"))
 def split(
-    X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part, EACH: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    X, OUT, FACTOR, rows, columns, sb, sr, ob, orow, part,
+    EVEN: tl.constexpr, EACH: tl.constexpr, LOW: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """X·FACTOR[matrix] (or a number for all, unless EACH) = h + l, both in half precision: h, or l where LOW says so, into each
-    part of OUT, `part` apart. Rows of X are contiguous."""
+    part of OUT, `part` apart. Rows of X are contiguous. EVEN: all but `rows` are multiples of 16."""
     b = tl.program_id(2).to(tl.int64)
+    columns, sb, sr = known(columns, EVEN), known(sb, EVEN), known(sr, EVEN)
+    ob, orow, part = known(ob, EVEN), known(orow, EVEN), known(part, EVEN)
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     c = tl.program_id(1) * C + tl.arange(0, C)
     live = (r[:, None] < rows) & (c[None, :] < columns)
@@ -51,8 +54,8 @@ def split(
 
 @triton.jit
 def renew(
-    H, L, ADDRESS, FACTOR, ALPHA, BETA, M,
-    K: tl.constexpr, TALL: tl.constexpr, FRESH: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    H, L, ADDRESS, FACTOR, ALPHA, BETA, M, K,
+    TALL: tl.constexpr, FRESH: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A ← BETA·A + ALPHA·G with G = XX', X·FACTOR = H + L (M, K), or X'X of X (K, M) where TALL; A (M, M) by address, numbers by
     tensor. Tiles that touch or lie above the diagonal, mirrored. M is a multiple of S. Where ALPHA is 0, G may be NaN; where
@@ -115,10 +118,8 @@ def parts(X: torch.Tensor, factor: torch.Tensor | float, low: tuple[bool, ...], 
     }[along]
     out = torch.empty(shape, dtype=torch.float16, device=X.device)
     grid = (-(-rows // 8), -(-columns // 256), batch)
-    split[grid](
-        N, out, factor, rows, columns, N.stride(0), N.stride(1), out.stride(0) if along else rows * columns, out.stride(1), part,
-        torch.is_tensor(factor), low, 8, 256, num_warps=4,
-    )  # fmt: skip
+    numbers = (columns, N.stride(0), N.stride(1), out.stride(0) if along else rows * columns, out.stride(1), part)
+    split[grid](N, out, factor, rows, *numbers, even(*numbers), torch.is_tensor(factor), low, 8, 256, num_warps=4)
     return out.mT if turned else out
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,12 +30,27 @@ from ...linalg import Coefficients, of_each_step
 NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, rotations in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
 LEAST, OBLONG = 128, 1.5
+SIDE = 64  # what sides are multiples of: the depth of a product's step, so that nothing is masked or compiled for a remainder
 RESTARTS = range(2, 1000, 3)  # before these steps X ← QX and R anew
 #: from which side on: rows and columns of a tile, depth of a product's step, warps, stages; as measured on an H200
 CONFIGS = (
-    {"LEAST": 1024, "BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3},
-    {"LEAST": 0, "BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 3},
+    {"LEAST": 1024, "BM": 128, "BN": 256, "BK": SIDE, "num_warps": 8, "num_stages": 3},
+    {"LEAST": 0, "BM": 128, "BN": 128, "BK": SIDE, "num_warps": 8, "num_stages": 3},
 )
+
+
+def even(*numbers: int) -> bool:
+    """Whether all are multiples of 16."""
+    return not any(n % 16 for n in numbers)
+
+
+@triton.jit
+def known(n, EVEN: tl.constexpr):
+    """A number which the compiler is to know as a multiple of 16, where it is one."""
+    if EVEN:
+        return n // 16 * 16
+    else:
+        return n
 
 
 @triton.jit
@@ -46,23 +62,22 @@ def tile_of(pid, W: tl.constexpr):
     return pid - W * j * (j + 1) // 2, j
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles", "each"))
 def symmetric(
-    X, Y, C, O, MIRROR, rows, each, M, alpha, beta, gamma,
-    K: tl.constexpr, HAS_C: tl.constexpr, TALL: tl.constexpr, PROGRAMS: tl.constexpr, ROUNDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, Y, C, O, MIRROR, rows, tiles, each, M, K, alpha, beta, gamma,
+    HAS_C: tl.constexpr, TALL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """O = alpha·XYᵀ + beta·C + gamma·I, known to be symmetric: the tiles that touch or lie above the diagonal, `each` of a
     matrix, mirrored.
 
     Everything is a descriptor: X, Y of (batch·M, K), or of (batch·K, M) where TALL and the product is XᵀY; C, O and MIRROR, which
     is O with sides of blocks exchanged, of (rows, M), rows = batch·M. Sides are multiples of the blocks, BN of BM.
-    A program takes one tile after the other, so that the next is fetched while the last is stored. What lies outside is read as
-    zeros and not written: tiles after the last, and what would be mirrored across the diagonal of a tile.
+    A program takes one tile after the other, so that the next is fetched while the last is stored. What lies outside is not
+    written: what would be mirrored across the diagonal of a tile.
     """
+    tl.assume(K >= BK)  # else tiles follow each other in two ways, one for products of nothing
     H: tl.constexpr = BN // 2  # half a tile is stored at a time: there is no room for more
-    for turn in tl.range(0, ROUNDS, flatten=True):
-        tile = tl.program_id(0) + turn * PROGRAMS
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         b = tile // each
         i, j = tile_of(tile % each, BN // BM)
         first, row, column = b * M, i * BM, j * BN
@@ -87,10 +102,11 @@ def symmetric(
 
 @triton.jit
 def symmetric_any(
-    X, Y, C, O, M, sb, sm, sk, alpha, beta, gamma,
-    K: tl.constexpr, HAS_C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    X, Y, C, O, M, K, sb, sm, sk, alpha, beta, gamma,
+    HAS_C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The same for sides that are not multiples of the blocks: X[batch, M, K] and Y like it with strides sb, sm, sk."""
+    """The same for sides that are not multiples of the blocks: X[batch, M, K] and Y like it with strides sb, sm, sk; but K is one
+    of BK."""
     b = tl.program_id(1).to(tl.int64)
     i, j = tile_of(tl.program_id(0), BN // BM)
     rk = tl.arange(0, BK)
@@ -99,9 +115,8 @@ def symmetric_any(
     x = X + b * sb + (ri % M)[:, None] * sm + rk[None, :] * sk
     y = Y + b * sb + (rj % M)[None, :] * sm + rk[:, None] * sk
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(0, K, BK):
-        inside = rk < K - k
-        acc = tl.dot(tl.load(x, mask=inside[None, :], other=0.0), tl.load(y, mask=inside[:, None], other=0.0), acc)
+    for _ in range(0, K, BK):
+        acc = tl.dot(tl.load(x), tl.load(y), acc)
         x += BK * sk
         y += BK * sk
     acc = acc * alpha
@@ -141,6 +156,57 @@ def repack(FLAT, TABLE, STACK, n, C, OUT: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(STACK + b * n + at, tl.load(flat, mask=inside, other=0.0), mask=at < n)
 
 
+def packed(flat: torch.Tensor, table: torch.Tensor, stack: torch.Tensor, out: bool = False) -> None:
+    """`repack`."""
+    n = stack[0].numel()
+    repack[(-(-n // 1024), len(table))](flat, table, stack, n, stack.shape[2], out, 1024)
+
+
+@functools.cache
+def packing(device: torch.device) -> list[threading.Thread]:
+    """Threads that compile `repack` and `shrink`, most of it outside of Python, while this one compiles and launches what comes
+    before them."""
+
+    def pack() -> None:
+        flat, table = torch.zeros(1, device=device), torch.zeros((1, 5), dtype=torch.int64, device=device)
+        stack = torch.zeros((1, SIDE, SIDE), device=device)
+        packed(flat, table, stack)
+        packed(flat, table, stack, out=True)
+        half(stack, torch.ones(1, device=device), 1.0)
+
+    return started(device, pack)
+
+
+@functools.cache
+def multiplying(device: torch.device) -> list[threading.Thread]:
+    """Likewise the products of wide matrices, with an addend and without."""
+
+    def multiply(added: bool) -> None:
+        X = zero_padded((1, LEAST, LEAST), device)
+        product(X, X, torch.empty_like(X), add=X if added else None)
+
+    return started(device, functools.partial(multiply, False), functools.partial(multiply, True))
+
+
+def started(device: torch.device, *functions: Callable[[], None]) -> list[threading.Thread]:
+    def run(function: Callable[[], None]) -> None:
+        with torch.cuda.device(device):
+            function()
+
+    if device.type != "cuda":
+        return []
+    triton.runtime.driver.active.get_current_device()  # which is made once, and not by two threads
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def ended(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """That a program each keeps busy."""
@@ -159,19 +225,19 @@ def product(
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     columns = -(-m // BN)
     grid = (BN // BM * columns * (columns + 1) // 2, batch)
-    options = {"K": k, "HAS_C": add is not None, **{name: value for name, value in config.items() if name != "LEAST"}}
+    options = {"HAS_C": add is not None, **{name: value for name, value in config.items() if name != "LEAST"}}
     if m >= CONFIGS[0]["LEAST"] and m % BN == 0 and k % BK == 0:  # below, descriptors cost the host more than they save
         left, right = ((BK, BM), (BK, BN)) if tall else ((BM, BK), (BN, BK))
         half, turned = (BM, BN // 2), (BN // 2, BM)
         blocks = ((X, left), (Y, right), (out if add is None else add, half), (out, half), (out, turned))
         described = [TensorDescriptor.from_tensor(Z.view(-1, Z.shape[2]), list(block)) for Z, block in blocks]
-        tiles, programs = math.prod(grid), processors(X.device)
-        counts = {"PROGRAMS": programs, "ROUNDS": -(-tiles // programs)}
-        symmetric[(programs,)](*described, batch * m, grid[0], m, alpha, beta, gamma, TALL=tall, **counts, **options)
+        tiles = math.prod(grid)
+        programs = min(tiles, processors(X.device))
+        symmetric[(programs,)](*described, batch * m, tiles, grid[0], m, k, alpha, beta, gamma, TALL=tall, **options)
     else:
         strides = X.stride()
         strides = (strides[0], strides[2], strides[1]) if tall else strides
-        symmetric_any[grid](X, Y, X if add is None else add, out, m, *strides, alpha, beta, gamma, **options)
+        symmetric_any[grid](X, Y, X if add is None else add, out, m, k, *strides, alpha, beta, gamma, **options)
     return out
 
 
@@ -202,12 +268,22 @@ def scale_of(shape: Any) -> float:
     return 2.0 ** round(math.log2(math.sqrt(math.prod(shape[1:]))))
 
 
+def zero_padded(shape: Any, device: torch.device) -> torch.Tensor:
+    """Half-precision memory for matrices (batch, rows, columns), sides filled up to multiples of SIDE with zeros, which stay so
+    through the iteration."""
+    filled = (shape[0], *(-(-n // SIDE) * SIDE for n in shape[1:]))
+    return (torch.empty if filled == tuple(shape) else torch.zeros)(filled, dtype=torch.float16, device=device)
+
+
 def half(U: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """U / (norm + eps) in float16, times `scale_of`."""
-    n = U[0].numel()
-    factor = (scale_of(U.shape) / (norm.double() + eps)).float()
-    X = torch.empty(U.shape, dtype=torch.float16, device=U.device) if out is None else out
-    shrink[(-(-n // 4096), U.shape[0])](U, X, factor, n, 4096, num_warps=8)
+    """U / (norm + eps) in float16, times `scale_of`, in `zero_padded` memory."""
+    X = zero_padded(U.shape, U.device) if out is None else out
+    factor = (scale_of(X.shape) / (norm.double() + eps)).float()
+    if X.shape == U.shape:
+        n = U[0].numel()
+        shrink[(-(-n // 4096), U.shape[0])](U, X, factor, n, 4096, num_warps=8)
+    else:
+        torch.mul(U, factor[:, None, None], out=X[:, : U.shape[1], : U.shape[2]])
     return X
 
 
@@ -215,7 +291,7 @@ def orthogonalize(
     U: torch.Tensor, norm: torch.Tensor, steps: int, coefficients: Coefficients, eps: float, form: str = "auto"
 ) -> torch.Tensor:
     """Newton–Schulz on (batch, rows, columns); the result is in float16."""
-    return iterate(half(U, norm, eps), steps, coefficients, form)
+    return iterate(half(U, norm, eps), steps, coefficients, form)[:, : U.shape[1], : U.shape[2]]
 
 
 def iterate(X: torch.Tensor, steps: int, coefficients: Coefficients, form: str = "auto") -> torch.Tensor:

@@ -257,17 +257,17 @@ class Plan:
         room = torch.empty(end, dtype=dtype, device=self.device)
         return room, Placed(address, dtypes, base=room.data_ptr())
 
-    def stacks(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
-        """The stacks of `padding`: their sides, and of each matrix in one where it is in a `room` and how it is read there:
-        start, and along the smaller side and the larger the strides and the lengths."""
+    def stacks(self) -> list[tuple[bool, tuple[int, int], torch.Tensor]]:
+        """The stacks of `padding`: whether of small matrices, their sides, and of each matrix in one where it is in a `room` and
+        how it is read there: start, and along the smaller side and the larger the strides and the lengths."""
 
         def row(i: int) -> list[int]:
             (rows, columns), start = self.shapes[i], self.starts()[i]
             return [start, 1, columns, columns, rows] if rows > columns else [start, columns, 1, rows, columns]
 
         def make() -> Any:
-            found = padding.stacks(self.shapes)
-            return [(sides, torch.tensor([row(i) for i in chosen], device=self.device)) for sides, chosen in found.items()]
+            found = dict(sorted(padding.stacks(self.shapes).items(), reverse=True))  # small ones first
+            return [(*how, torch.tensor([row(i) for i in chosen], device=self.device)) for how, chosen in found.items()]
 
         return self.cached("stacks", make)
 

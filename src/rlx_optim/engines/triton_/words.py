@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any
 
@@ -16,6 +17,18 @@ from ...vocabulary import RULE
 
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 TYPES |= {torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16}
+
+
+if os.environ.get("TRITON_INTERPRET"):  # loops of run-time length end in int(array of one), which NumPy 2.4 refuses
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 # wrappers, because the compiler does not take tl's own functions as globals of a rule
