@@ -1,8 +1,10 @@
 """Other people's states, and checkpoints on the command line."""
 
 import os
+import pickle
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -115,6 +117,81 @@ def test_no_pickle_is_ever_executed(tmp_path):
     with pytest.raises(CheckpointError, match="weights_only"):
         read_state_dict(tmp_path / "evil.pt")
     assert not (tmp_path / "executed").exists()
+
+
+def damaged(tmp_path, key, value):
+    """A state dict of torch.optim.AdamW with another value for a weight of (2, 3), in a file."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    found = opt.state_dict()
+    found["state"][0][key] = value(torch)
+    torch.save(found, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("exp_avg_sq", lambda torch: torch.ones(3, 2), r"v of 'weight' has shape \(3, 2\), needed is \(2, 3\)"),
+        ("exp_avg_sq", lambda torch: torch.ones(7), r"v of 'weight' has shape \(7,\), needed is \(2, 3\)"),
+        ("exp_avg_sq", lambda torch: torch.ones(()).expand(2, 3), r"v of 'weight' repeats few numbers 6 times"),
+        ("exp_avg", lambda torch: torch.ones(1).expand(1 << 40), r"m of 'weight' repeats few numbers 1,099,511,627,776 times"),
+        ("exp_avg_sq", lambda torch: torch.ones(2, 3).to_sparse(), r"v of 'weight' is .*sparse.*make it dense"),
+        (
+            "exp_avg_sq",
+            lambda torch: torch.ones(2, 3, device="meta"),
+            r"v of 'weight' is .*meta, needed is .* it was never filled",
+        ),
+        ("exp_avg_sq", lambda torch: torch.ones(2, 3, dtype=torch.complex64), r"v of 'weight' is .*complex64"),
+        ("step", lambda torch: torch.tensor(float("inf")), r"'step' of weight is tensor\(inf\).*a whole number"),
+        ("step", lambda torch: torch.tensor(2.5), r"'step' of weight is tensor\(2.5000\).*a whole number"),
+        ("step", lambda torch: -1, r"'step' of weight is -1.*a whole number"),
+    ],
+)
+def test_damaged_state_dicts_are_refused_by_name(key, value, said, tmp_path):
+    path = damaged(tmp_path, key, value)
+    from rlx_optim.torch.foreign import convert
+
+    with pytest.raises(CheckpointError, match=said):
+        convert(path, tmp_path / "b.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
+
+
+def test_a_compressed_archive_is_refused(tmp_path):
+    """torch maps it into memory, where compressed bytes would be taken for numbers; or it is a bomb."""
+    path = damaged(tmp_path, "step", lambda torch: torch.tensor(7.0))
+    from rlx_optim.torch.foreign import convert
+
+    assert convert(path, tmp_path / "b.safetensors").iteration == 7
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for member in source.infolist():
+            packed.writestr(member.filename, source.read(member))
+    with pytest.raises(CheckpointError, match=r"c.pt: .*data.pkl in it is compressed, as torch.save never does; save it with"):
+        convert(tmp_path / "c.pt", tmp_path / "b.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "EOFError"),
+        (b"PK", "Unsupported operand 80"),
+        (pickle.dumps({"state": {}, "param_groups": []}, 5), "Unsupported operand 149"),
+        (b"\x80\x02cos\nsystem\nq\x00.", "Trying to load unsupported GLOBAL os.system whose module os is blocked."),
+    ],
+)
+def test_files_that_torch_does_not_read_say_why_in_few_words(raw, said, tmp_path):
+    """Not how the pickle could be run all the same."""
+    pytest.importorskip("torch")
+    from rlx_optim.torch.foreign import convert
+
+    (tmp_path / "a.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert str(caught.value) == f"{tmp_path / 'a.pt'}: torch cannot read it with weights_only=True: {said}"
 
 
 def test_our_own_state_dicts_convert(tmp_path):

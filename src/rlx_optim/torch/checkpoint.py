@@ -23,7 +23,7 @@ from ..routing import Choice, bare
 from ..spec import Shape, Spec
 from ..storage import PARTS, Words
 from . import halves
-from .damaged import COUNTABLE
+from .damaged import COUNTABLE, closed, told
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
@@ -64,9 +64,22 @@ def wrapped(
     tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", whole: Callable[[], torch.Tensor] | None = None
 ) -> Tensor:
     """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
+    if whole is None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        check_numbers(tensor, shape, what)
     kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
     fetched = functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what, dtype)
     return Tensor(shape, np.dtype(kind), fetched)
+
+
+def check_numbers(tensor: torch.Tensor, shape: Shape, what: str) -> None:
+    """Refuse a tensor of state that has no numbers, those of another shape, or few numbers that it repeats: a file of a hundred
+    bytes can say that it has 10^12."""
+    if hint := closed(tensor):
+        raise CheckpointError(f"{what} is {told(tensor)}, needed is a tensor of shape {shape}; {hint}")
+    if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:  # a mean of rows may keep the axis it is over
+        raise CheckpointError(f"{what} has shape {tuple(tensor.shape)}, needed is {shape}")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{what} repeats few numbers {tensor.numel():,} times; give it memory of its own (.contiguous())")
 
 
 def _fetched(whole: Callable[[], torch.Tensor], shape: Shape, what: str, dtype: str) -> np.ndarray:

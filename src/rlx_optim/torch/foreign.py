@@ -10,6 +10,7 @@ A state dict holds neither the class nor, unless parameters were given with name
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..rounding import EXACT, LOW
 from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
+from .damaged import number_in
 from .names import counted, foreign, in_dtype, outside, translated
 from .state import part_names, split_in
 from .stepping import plain
@@ -38,14 +40,41 @@ AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}
 def read_state_dict(path: str | os.PathLike[str]) -> Any:
     """An optimizer's state dict out of a file of torch.save, or out of the training checkpoint in it. No pickle is executed."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        archive = zipfile.is_zipfile(path)
+        if archive:
+            refuse_compressed(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+    except CheckpointError:
+        raise
     except Exception as problem:  # torch has many ways to refuse a file
-        raise CheckpointError(f"{path}: torch cannot read it with weights_only=True: {str(problem).splitlines()[0]}") from problem
+        raise CheckpointError(f"{path}: torch cannot read it with weights_only=True: {first_reason(problem)}") from problem
     for key in (None, "optimizer", "optimizer_state_dict", "optim", "optimizer_state"):
         found = loaded if key is None else loaded.get(key) if isinstance(loaded, dict) else None
         if isinstance(found, dict) and {"state", "param_groups"} <= found.keys():
             return found
     raise CheckpointError(f"{path}: there is no optimizer's state dict in it")
+
+
+def refuse_compressed(path: str | os.PathLike[str]) -> None:
+    """Refuse an archive with compressed members: torch maps tensors into memory as they lie there, and compressed bytes would be
+    taken for numbers."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(
+                    f"{path}: {member.filename} in it is compressed, as torch.save never does; save it with torch.save"
+                )
+
+
+#: what torch's messages say beside what is wrong: how to run the pickle all the same, mostly
+ASIDES = re.compile(r"\x1b\[\d*m|(Weights only load failed|In PyTorch|Please use|Check the documentation).*")
+
+
+def first_reason(problem: Exception) -> str:
+    """The first line of torch's message that says what is wrong."""
+    text = str(problem).rpartition("WeightsUnpickler error:")[2]
+    lines = (line.strip() for line in ASIDES.sub("", text).splitlines())
+    return next(filter(None, lines), type(problem).__name__)
 
 
 def convert(
@@ -68,7 +97,7 @@ def convert(
         except RuntimeError as problem:  # torch closes its archive, and says that it is not whole
             if isinstance(problem.__context__, OSError):
                 raise problem.__context__ from None
-            raise CheckpointError(f"{target}: cannot be written: {str(problem).splitlines()[0]}") from None
+            raise CheckpointError(f"{target}: cannot be written: {first_reason(problem)}") from None
     return snapshot
 
 
@@ -165,7 +194,7 @@ def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, 
     split = split_in(state) or WHOLE
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
-    step = int(state.get("step", 1))  # torch's SGD and Muon do not count, and need not
+    step = int(number_in(spec.title, "step", name, state.get("step", 1)))  # torch's SGD and Muon do not count, and need not
     counters = {k: float(state[k]) if k in state else float(k == "started") for k in spec.counters()}
     p = Parameter(*where, shape, step, {}, counters, "float32", split, inner_shape(shape, split))
     slots = p.slots(spec)
