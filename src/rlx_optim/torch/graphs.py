@@ -8,11 +8,13 @@ each combination.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..engines.torch_ import uncollected
 from ..spec import Spec
 from ..stepping import Part, Record, count, run_bundle
 from .lanes import Seat, TritonLane, written
@@ -95,7 +97,8 @@ class GraphLane(TritonLane):
                 f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does not "
                 "tell; capture it with rlx_optim.torch.Graphed(step, optimizer)"
             )
-        super().step(chosen, specs, structures, grads, scale)
+        with uncollected() if self.engine.sender.capturing() else contextlib.nullcontext():
+            super().step(chosen, specs, structures, grads, scale)
 
     def deciding(self) -> list[Part]:
         """The parts whose rule decides by the step count."""

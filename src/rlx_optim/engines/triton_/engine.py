@@ -123,7 +123,9 @@ class Triton(Matrices):
         arrays: dict[str, Any] = {**self.placed(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
         numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
-        mixed = len(set(bundle.shapes)) > 1
+        # what mixes is padded, also where all are of one shape: the others in a step do not change the bits of a matrix
+        mixed = bundle.spec.ragged() and not bundle.asked and bundle.spec.state_dtype == "float32"
+        mixed = mixed and all(map(self.mixes, set(bundle.shapes)))
         if mixed:
             products.packing(self.device)
             if any(not small for small, _, _ in plan.stacks()):
