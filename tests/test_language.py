@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import json
+import math
 import re
 import time
 from typing import ClassVar
@@ -14,12 +15,13 @@ from interpreter import in_the_interpreter
 
 import rlx_optim
 from rlx_optim import conformance, language, vocabulary
+from rlx_optim.checking import RuleChecks
 from rlx_optim.constructs import BROKE, CONSTRUCTS, Small
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
-from rlx_optim.spec import Slot, Spec, like, real
-from rlx_optim.vocabulary import sqrt, where
+from rlx_optim.spec import Slot, Spec, flag, like, real
+from rlx_optim.vocabulary import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 
 HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in conformance.present()]
 BY_NAME = {each.name: each for each in CONSTRUCTS}
@@ -761,7 +763,7 @@ class InTurn(Momentum):
         return {"place": float(InTurn.count[0] % 5)}
 
     def scalars(self, t, counters):
-        return {"step": self.lr * (1 + counters["place"]), "beta": self.beta}
+        return {"step": self.lr * (1 + counters["place"]), "beta": self.beta, **counters}
 
 
 def test_a_rule_that_depends_on_order():
@@ -772,6 +774,370 @@ def test_a_rule_that_depends_on_order():
 def test_check_rule_takes_specs():
     with pytest.raises(TypeError, match="takes a Spec class, got 'adamw'"):
         rlx_optim.check_rule("adamw")
+
+
+# ---- natural mistakes, and right forms that look like them --------------------------------------------------------------------
+class IfOfStep(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr if t > 3 else 0.5 * self.lr, "beta": self.beta}
+
+
+class MathOfStep(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr / math.sqrt(t), "beta": self.beta}
+
+
+class MaxOfStep(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr / max(t, 2), "beta": self.beta}
+
+
+class NumPyOfStep(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr / np.sqrt(t), "beta": self.beta}
+
+
+class MathOfRate(Momentum):
+    """Fails where the rate is a schedule."""
+
+    def scalars(self, t, counters):
+        return {"step": math.sqrt(self.lr), "beta": self.beta}
+
+
+class IfOfCounter(Momentum):
+    def counters(self):
+        return {"seen": 0}
+
+    def scalars(self, t, counters):
+        return {"step": self.lr, "beta": self.beta if counters["seen"] else 0.0, "seen": 1}
+
+
+class TextOfStep(Momentum):
+    """Traced once, it has the same number for ever."""
+
+    def scalars(self, t, counters):
+        return {"step": self.lr * (1 + len(str(t)) % 3), "beta": self.beta}
+
+
+class IfOfValues(Momentum):
+    matrix = True
+
+    def update(self, E, x):
+        x = E.map(simple, x)
+        return x.set(u=0.5 * x.u) if E.norm(x.m).sum() > 1 else x
+
+
+class NumPyOfValues(Momentum):
+    matrix = True
+
+    def update(self, E, x):
+        return E.map(simple, x.set(g=np.sign(x.g)))
+
+
+class StillCounter(Momentum):
+    def counters(self):
+        return {"seen": 0.0}
+
+    def scalars(self, t, counters):
+        return {"step": self.lr, "beta": self.beta, "seen": counters["seen"]}
+
+
+class StillCounterOfMatrices(Momentum):
+    matrix = True
+
+    def counters(self):
+        return {"seen": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rule", "check", "words"),
+    [
+        *(
+            (rule, "jit", r"raised at .*test_language.py:\d+; .* where\(t > 3, a, b\) for if, maximum\(t, 2\) for max")
+            for rule in (IfOfStep, MathOfStep, MaxOfStep, NumPyOfStep, MathOfRate, IfOfCounter, IfOfValues, NumPyOfValues)
+        ),
+        (TextOfStep, "jit", r"a tensor of shape \(5, 4\) ends elsewhere; t, counters and schedules are traced there"),
+        (StillCounter, "counters", "seen never moves; `scalars` .* gives its next value"),
+        (StillCounterOfMatrices, "counters", "seen never moves; `scalars` .* gives its next value"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.__name__,
+)
+def test_natural_mistakes_are_not_fit(rule, check, words):
+    """Each is the only finding: all else about such a rule is right."""
+    if check == "jit":
+        pytest.importorskip("optax")
+    wrong = {row.check: row.note for row in rlx_optim.check_rule(rule, engines=["reference"]).rows if not row.ok}
+    assert list(wrong) == [check]
+    assert re.search(words, wrong[check])
+
+
+def further(seen):
+    seen = seen + 1
+    return seen
+
+
+def measured(g, m, beta):
+    m = beta * m + g
+    u = m
+    seen = m
+    return u, m, seen
+
+
+class CounterByEach(StillCounter):
+    def update(self, E, x):
+        return E.map(simple, E.each(further, x))
+
+
+class CounterByMap(StillCounter):
+    def update(self, E, x):
+        return E.map(measured, x, seen="norm")
+
+
+class CounterForgotten(StillCounter):
+    def scalars(self, t, counters):
+        return {"step": self.lr, "beta": self.beta}
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (CounterByEach, "further gives 'seen', which is a counter: `scalars` gives its next value"),
+        (CounterByMap, "measured gives 'seen', which is a counter: `scalars` gives its next value"),
+        (CounterForgotten, "CounterForgotten.scalars does not give the counter 'seen', which so never moves"),
+    ],
+)
+def test_counters_that_nobody_moves_are_refused(rule, words):
+    with pytest.raises(LanguageError, match=words):
+        trace(rule(), rule().slots((4, 3)))
+    (row,) = rlx_optim.check_rule(rule, engines=["reference"]).rows
+    assert words in row.note
+
+
+def test_a_modifier_that_is_none_cannot_be_unfit():
+    with pytest.raises(TypeError, match="Mine: unfit has 'cautious', which is no modifier; known are cautious=True, decay='cau"):
+        type("Mine", (Momentum,), {"unfit": {"cautious": "it is not"}})
+
+
+class Flat(Momentum):
+    def takes(self, shape):
+        return None if len(shape) < 5 else f"{len(shape)} dimensions; Flat takes 4 at most"
+
+
+class FlatButEverywhere(Flat):
+    everywhere = True
+
+    def takes(self, shape):
+        return super().takes(shape)
+
+
+def test_what_a_rule_does_not_take_is_refused_unless_it_says_everywhere():
+    big = {"w": np.ones((2, 1, 1, 1, 2), np.float32)}
+    opt = type("FlatOptimizer", (rlx_optim.optimizer.NamedOptimizer,), {"spec": Flat})(engine="reference")
+    with pytest.raises(ValueError, match="5 dimensions; Flat takes 4 at most"):
+        opt.step_all(big, {"w": np.ones_like(big["w"])})
+    assert rlx_optim.check_rule(Flat, engines=["reference"], only=["jit", "hyperparameter lr"]).ok
+    opt = type("FlatOptimizer", (rlx_optim.optimizer.NamedOptimizer,), {"spec": FlatButEverywhere})(engine="reference")
+    opt.step_all(big, {"w": np.ones_like(big["w"])})
+    assert (big["w"] < 1).all()
+
+
+class Inherits(Momentum):
+    share = real(0.5)
+
+    def scalars(self, t, counters):
+        return {**super().scalars(t, counters), "step": self.lr * self.share * sqrt(less_power(self.beta, t))}
+
+
+class InheritsTwice(Inherits):
+    def scalars(self, t, counters):
+        return super().scalars(t, counters)
+
+
+class Methods(Momentum):
+    def warm(self, t):
+        return minimum(1.0, t / 5)
+
+    def pace(self, t):
+        return self.lr * self.warm(t)
+
+    def scalars(self, t, counters):
+        return {"step": self.pace(t), "beta": self.beta}
+
+
+def outer(t, beta):
+    return inner(t, beta) * maximum(t, 2)
+
+
+def inner(t, beta):
+    return sqrt(less_power(beta, t)) + where(t > 3, 1.0, 0.5)
+
+
+class Helpers(Momentum):
+    def scalars(self, t, counters):
+        return {"step": self.lr / outer(t, self.beta), "beta": self.beta}
+
+
+class EveryWord(Momentum):
+    def scalars(self, t, counters):
+        found = exp(-t / 10.0) + rsqrt(t) + clamp(t, 2, 5) + log(t) + abs(t) + sign(t - 2) + minimum(t, 3)
+        return {"step": self.lr * found, "beta": self.beta}
+
+
+class WordsOfMatrices(Momentum):
+    matrix = True
+
+    def update(self, E, x):
+        x = E.map(simple, x)
+        return x.set(u=sign(x.u) * sqrt(abs(x.u)))
+
+
+class CountedByMatrices(StillCounterOfMatrices):
+    def update(self, E, x):
+        return E.map(simple, x).set(seen=x.seen + 1)
+
+
+class Late(Momentum):
+    """Its counter moves after fifty steps."""
+
+    def counters(self):
+        return {"late": 0.0}
+
+    def scalars(self, t, counters):
+        late = where(t > 50, 1.0, counters["late"])
+        return {"step": self.lr / (1 + late), "beta": self.beta, "late": late}
+
+
+class LargestRate(Momentum):
+    """AdamC's decay, which is another only where the rate falls."""
+
+    weight_decay = real(0.1)
+    corrected = flag(False)
+
+    def counters(self):
+        return {"largest": 0.0}
+
+    def scalars(self, t, counters):
+        largest = maximum(counters["largest"], self.lr)
+        share = self.lr / largest if self.corrected else 1.0
+        return {"step": self.lr, "beta": self.beta, "largest": largest, "shrink": self.lr * self.weight_decay * share}
+
+
+def averaging(p, g, m, a, beta, share):
+    m = beta * m + g
+    u = m
+    a = a + share * (p - a)
+    return u, m, a
+
+
+class Averages(Momentum):
+    """ASGD's t0, which acts on the average alone."""
+
+    t0 = real(3.0)
+
+    def slots(self, shape):
+        return like(shape, "m", "a")
+
+    def scalars(self, t, counters):
+        return {"step": self.lr, "beta": self.beta, "share": 1 / maximum(1.0, t - self.t0)}
+
+    def update(self, E, x):
+        return E.map(averaging, x)
+
+
+def by_turns(g, e, up, down):
+    u = down * (g + e) - up * g
+    e = up * g / (up + 1e-30)
+    return u, e
+
+
+class Sharpness(Spec):
+    """SAM's rho, which acts through the gradients where p is then."""
+
+    lr = real(0.1)
+    rho = real(0.05)
+
+    def slots(self, shape):
+        return like(shape, "e")
+
+    def scalars(self, t, counters):
+        return {"step": 1.0, "up": t % 2 * self.rho, "down": (1 - t % 2) * self.lr}
+
+    def update(self, E, x):
+        return E.map(by_turns, x)
+
+
+class Straight(Spec):
+    """Its direction has the gradient's signs, so that cautious leaves it as it is."""
+
+    lr = real(0.1)
+    slots, scalars, update = Bare.slots, Bare.scalars, Bare.update
+
+
+@pytest.mark.parametrize(
+    ("rule", "notes"),
+    [
+        *(
+            (rule, {})
+            for rule in (Inherits, InheritsTwice, Methods, Helpers, EveryWord, WordsOfMatrices, CountedByMatrices, Late, Averages)
+        ),
+        (Sharpness, {}),
+        (LargestRate, {"hyperparameter corrected": "beside an lr that falls"}),
+        (Straight, {"hyperparameter cautious": "it changes nothing: the direction has the gradient's signs"}),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.__name__,
+)
+def test_right_forms_are_fit(rule, notes):
+    pytest.importorskip("optax")
+    report = rlx_optim.check_rule(rule, engines=["reference"])
+    assert report.ok, str(report)
+    found = {row.check: row for row in report.rows}
+    assert found["jit"].seen is not None
+    assert {check: found[check].note for check in notes} == notes
+
+
+def followed(p, g, z, n, alpha, l1, l2):
+    new = n + g * g
+    z = z + g - (sqrt(new) - sqrt(n)) / alpha * p
+    n = new
+    end = where(abs(z) > l1, 0 - (z - sign(z) * l1) / (sqrt(new) / alpha + l2), 0.0)
+    u = p - end
+    return u, z, n
+
+
+class Follows(Spec):
+    """FTRL: p is z, which is a difference of large numbers where the rate is small."""
+
+    lr = real(1e-4)
+    l1 = real(0.01)
+    l2 = real(0.01)
+
+    def slots(self, shape):
+        return like(shape, "z", "n")
+
+    def scalars(self, t, counters):
+        return {"step": 1.0, "alpha": self.lr, "l1": self.l1, "l2": self.l2}
+
+    def update(self, E, x):
+        return E.map(followed, x)
+
+
+@pytest.mark.parametrize("engine", [engine for engine in HERE if engine != "cpu-float64"])
+def test_what_a_rule_makes_of_a_last_bit_is_no_fault_of_an_engine(engine):
+    row = next(row for row in rlx_optim.check_rule(Follows, engines=[engine], only=["engine"]).rows if row.check == "engine")
+    assert row.ok, row.note
+    assert 2e-5 < row.seen < 2e-4
+    assert row.note.startswith("ill-conditioned")
+
+
+def test_an_engine_that_is_off_is_found_whatever_the_rule():
+    for rule, off in ((Momentum, 1e-4), (Follows, 1e-2)):
+        asked = RuleChecks(rule, {}, [])
+        list(asked.findings(["language"]))
+        start, gradients = asked.problem()
+        want = asked.walked([rule()], conformance.speaker("reference"), start, gradients)["p"]
+        assert asked.judged(want, [rule()], start, gradients) == (True, 0.0, "")
+        wrong = [p + np.float32(off) * (p - s) for p, s in zip(want, start, strict=True)]
+        assert not asked.judged(wrong, [rule()], start, gradients)[0]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .conformance import Arrays, Speaker, Walk, gap, present, speaker
+from .conformance import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
 from .curvature import CurvatureOptimizer
 from .language import LanguageError
 from .optimizer import NamedOptimizer
@@ -28,6 +28,8 @@ SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3,
 SMALL: tuple[Shape, ...] = ((5, 4), (3, 6), (7,))
 STEPS, LONG = 4, 12
 BAR, MATRIX_BAR = 2e-5, 1e-3  # of the distance travelled, for rules that multiply matrices the second
+UNITS, NUDGES = 4, 3  # in the last place of the input, by which an engine's rounding may be worse; how often that is tried
+COUNTED = 1_000  # steps in which a counter must move
 #: what is tried in the place of a hyperparameter's value, where it is in range
 NUMBERS = (0.5, 0.1, 0.01, 0.9, 2.0, 1.0, 0.0, -0.5)
 LEAST = 1e-12  # of p: what moves it less does nothing
@@ -38,6 +40,8 @@ REASONS = {
     "language": "what is outside the language of rules no engine can run",
     "declared": "only what is declared can be set, scheduled, saved and documented",
     "slots": "a slot that nobody reads or writes is memory for nothing",
+    "counters": "a counter that never moves is a constant in every checkpoint",
+    "jit": "a jitted update of optax traces the step count, and every number that is a schedule",
     "engine": "every engine that is here ends where the reference does",
     "groups": "groups that differ in every number are stepped each by its own",
     "same again": "the same steps must give the same bits",
@@ -54,6 +58,9 @@ REASONS = {
 HINTS = {
     "declared": "declare it: lr: float = real(1e-3), or with flag, integer, choice of rlx_optim.rule; a constant is a ClassVar",
     "slots": "take it out of `slots`, or let `update` give it to a rule and take its next value from there",
+    "counters": "`scalars` (or the `update` of a matrix rule) gives its next value: {name: counters[name] + 1}",
+    "jit": "t, counters and schedules are traced there, in float32: with the words of rlx_optim.rule, where(t > 3, a, b) for if, "
+    "maximum(t, 2) for max, sqrt(t) for math.sqrt; an `update` on matrices computes with E and operators, and chooses by E.cond",
     "engine": "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
     "groups": "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
     "resume": "state must be in slots or counters: nothing else is saved",
@@ -156,6 +163,8 @@ class RuleChecks:
         for engine in self.engines:
             yield "groups", engine, functools.partial(self.beside, engine, True)
         yield "groups", "reference", self.alone
+        yield "jit", "optax", self.jitted
+        yield "counters", "reference", self.counted
         best = next((engine for engine in ("cpu",) if engine in self.engines), "reference")
         for check, run in {
             "same again": self.again, "resume": self.resumed, "order": self.reversed, "one by one": self.single,
@@ -176,7 +185,12 @@ class RuleChecks:
                 warnings.simplefilter("ignore")  # a rule's advice is not asked for here
                 ok, seen, note = run()
         except Exception as problem:
-            ok, seen, note, hint = False, None, f"{type(problem).__name__}: {str(problem).strip()}", self.place(problem)
+            text, place = str(problem).strip(), self.place(problem)
+            if type(problem).__module__.startswith("jax"):  # it says a page about tracing, and nothing of the words for it
+                text, hint = text.partition("\n")[0], f"{place}; {hint}"
+            else:
+                hint = place
+            ok, seen, note = False, None, f"{type(problem).__name__}: {text}"
         return Finding(check, engine, ok, seen, note if ok else "; ".join(part for part in (note, hint) if part))
 
     def place(self, problem: Exception) -> str:
@@ -246,15 +260,60 @@ class RuleChecks:
 
         return {name for name in first if name != "p" and (not np.array_equal(first[name], want[name]) or changes(name))}
 
+    def counted(self) -> tuple[bool, float | None, str]:
+        """Whether every counter moves: in some steps, or as `scalars` and `decisions` count many, with some setting."""
+        first, trail = self.rule(**self.settings).counters(), self.named({}) or {}
+        still = {name for name, value in first.items() if all(found == value for found in trail.get(name, ()))}
+        changes = ({name: value} for name, field in self.rule.fields.items() for value in self.alternatives(name, field))
+        for change in itertools.chain([{}], changes):
+            if still:
+                spec = self.rule(**{**self.settings, **change})
+                now = first = spec.counters()
+                for t in range(1, COUNTED + 1):
+                    now = now | {name: value for name, value in spec.numbers(t, now).items() if name in now}
+                    still -= {name for name, value in now.items() if value != first[name]}
+        return not still, None, f"{', '.join(sorted(still))} never moves" if still else ""
+
+    def jitted(self) -> tuple[bool, float | None, str]:
+        """Jitted updates of `rlx_optim.optax` beside the reference; the learning rate is a number, then traced."""
+        if (why := missing("jax", "optax") or (None if "lr" in self.rule.fields else "it has no lr")) is not None:
+            return True, None, f"not asked: {why}"
+        spec = self.rule(**self.settings)
+        start, gradients = self.problem([shape for shape in SMALL if spec.takes(shape) is None] or self.shapes[:2])
+        found: tuple[bool, float | None, str] = True, None, ""
+        for scheduled in (False, True)[: 1 + isinstance(spec.values().get("lr"), float)]:
+            if found[0]:
+                got = updated_by_optax(spec, start, gradients, scheduled)
+                found = self.judged(got, [spec], start, gradients)
+        return found
+
     def beside(self, engine: str, apart: bool) -> tuple[bool, float | None, str]:
         """Beside the reference."""
         start, gradients = self.problem()
         specs = self.specs() if apart else [self.rule(**self.settings)]
-        got, want = (self.walked(specs, speaker(each), start, gradients, apart) for each in (engine, "reference"))
-        gaps = [_apart(g, w, s) for g, w, s in zip(got["p"], want["p"], start, strict=True)]
-        worst = max(gaps)
-        bar = MATRIX_BAR if self.rule.matrix else BAR
-        return worst <= bar, worst, "" if worst <= bar else f"a tensor of shape {start[gaps.index(worst)].shape} ends elsewhere"
+        return self.judged(self.walked(specs, speaker(engine), start, gradients, apart)["p"], specs, start, gradients, apart)
+
+    def judged(
+        self, got: Sequence[np.ndarray], specs: Sequence[Spec], start: Any, gradients: Any, apart: bool = False
+    ) -> tuple[bool, float | None, str]:
+        """How far tensors end from where the reference leaves them, in the distance travelled. They may by what a few units in
+        the last place of the input move the reference itself: no float32 arithmetic is better than that."""
+
+        def gaps(found: Sequence[np.ndarray]) -> list[float]:
+            return [_apart(f, w, s) for f, w, s in zip(found, want, start, strict=True)]
+
+        who = speaker("reference")
+        want = self.walked(specs, who, start, gradients, apart)["p"]
+        found, bar = gaps(got), MATRIX_BAR if self.rule.matrix else BAR
+        worst = max(found)
+        if worst <= bar:
+            return True, worst, ""
+        nudges = [self.walked(specs, who, *_nudged(start, gradients, seed), apart)["p"] for seed in range(NUDGES)]
+        moved = [max(each) for each in zip(*map(gaps, nudges), strict=True)]
+        far = [i for i, gap in enumerate(found) if not gap <= max(bar, UNITS * moved[i])]
+        if far:
+            return False, max(found[i] for i in far), f"a tensor of shape {start[far[0]].shape} ends elsewhere"
+        return True, worst, "ill-conditioned: a unit in the last place of its input moves the reference about as far"
 
     def alone(self) -> tuple[bool, float | None, str]:
         """Groups together, and each by itself."""
@@ -354,7 +413,8 @@ class RuleChecks:
         return not bad, worst, f"{bad[0]} ends elsewhere than in one process" if bad else ""
 
     def moves(self, name: str, field: Field) -> tuple[bool, float | None, str]:
-        """Whether a hyperparameter does something: by itself, or beside another that is changed too."""
+        """Whether a hyperparameter does something to p or to the state: by itself, or beside another that is changed too, or a
+        learning rate that falls."""
         if field.annotation.startswith("Callable"):
             return True, None, "a function: not tried"
         others: list[dict[str, Any]] = [{}]
@@ -367,15 +427,19 @@ class RuleChecks:
         if name in (untried := {"state_dtype": "too small to be coded", "rounding": "of float32"}):
             return True, None, f"not tried: tensors here are {untried[name]}"
         tried = False
-        for context in others:
-            want = self.named(context)
+        falling = itertools.product((False, True), others) if name != "lr" else itertools.product((False,), others)
+        for falls, context in sorted(falling, key=lambda each: len(each[1])):  # what is alone comes first
+            want = self.named(context, falls=falls)
             for value in self.alternatives(name, field, context):
                 tried = True
-                got = self.named(context | {name: value})
+                got = self.named(context | {name: value}, falls=falls)
                 if want is not None and got is not None and (moved := _moved(got, want)) > LEAST:
-                    return True, moved, "" if not context else f"beside {', '.join(f'{k}={v!r}' for k, v in context.items())}"
+                    beside = [f"{k}={v!r}" for k, v in context.items()] + ["an lr that falls"] * falls
+                    return True, moved, f"beside {', '.join(beside)}" if beside else ""
         if not tried and name in MODIFIERS:
             return True, None, "every other value is refused"
+        if name == "cautious" and self.rule.caution is not None:
+            return True, 0.0, "it changes nothing: the direction has the gradient's signs"
         return False, 0.0, f"{name} was changed, alone and beside others, and nothing moved"
 
     def scheduled(self, name: str, field: Field, engine: str) -> tuple[bool, float | None, str]:
@@ -451,23 +515,33 @@ class RuleChecks:
             except (TypeError, ValueError):
                 continue
 
-    def named(self, settings: dict[str, Any], engine: str = "reference") -> list[np.ndarray] | None:
-        """Parameters after some steps through the named API; None where the settings are refused together."""
+    def named(self, settings: dict[str, Any], engine: str = "reference", falls: bool = False) -> Arrays | None:
+        """Parameters, slots and counters after each of some steps through the named API, with gradients that depend on p; None
+        where the settings are refused together. falls: the learning rate does."""
         base = CurvatureOptimizer if self.rule.observes else NamedOptimizer
+        given = {**self.settings, **settings}
         try:
-            opt: Any = type(self.rule.__name__, (base,), {"spec": self.rule})(engine=engine, **{**self.settings, **settings})
-            self.rule(**{**self.settings, **{k: v for k, v in settings.items() if not callable(v)}})
+            spec = self.rule(**{**self.settings, **{name: value for name, value in settings.items() if not callable(value)}})
+            rate = spec.values().get("lr")
+            if falls and isinstance(rate, float):
+                given["lr"] = lambda i: rate * (1 - i / (2 * LONG))
+            opt: Any = type(self.rule.__name__, (base,), {"spec": self.rule})(engine=engine, **given)
         except (TypeError, ValueError):
             return None
         rng = np.random.default_rng(1)
-        shapes = [shape for shape in SMALL if self.rule.everywhere or self.rule(**self.settings).takes(shape) is None]
+        shapes = [shape for shape in SMALL if self.rule.everywhere or spec.takes(shape) is None]
         params = {str(i): np.asarray(rng.standard_normal(shape), np.float32) for i, shape in enumerate(shapes)}
+        found: Arrays = {}
         for _ in range(LONG):
+            noise = {name: rng.standard_normal(p.shape) for name, p in params.items()}
             if self.rule.observes:
                 for name, p in params.items():
                     opt.update_hessian(name, np.asarray(np.abs(rng.standard_normal(p.shape)), np.float32))
-            opt.step_all(params, {name: np.asarray(rng.standard_normal(p.shape), np.float32) for name, p in params.items()})
-        return list(params.values())
+            opt.step_all(params, {name: np.asarray(0.1 * p + noise[name], np.float32) for name, p in params.items()})
+            for name, p in params.items():
+                for slot, array in {"p": p, **opt.state(name)}.items():
+                    found.setdefault(slot, []).append(array.copy())
+        return found
 
     @staticmethod
     def same(first: Arrays, second: Arrays, otherwise: str) -> tuple[bool, float | None, str]:
@@ -492,8 +566,20 @@ def _apart(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:
     return float(max(gap, 0.0) / max(moved, 1e-30)) if np.isfinite(gap) else math.inf
 
 
-def _moved(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    return max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in zip(got, want, strict=True))
+def _moved(got: Arrays, want: Arrays) -> float:
+    """The largest difference of what both have in one shape."""
+    pairs = [pair for name in got.keys() & want.keys() for pair in zip(got[name], want[name], strict=False)]
+    return max((float(np.abs(a.astype(np.float64) - b).max()) for a, b in pairs if a.shape == b.shape and a.size), default=0.0)
+
+
+def _nudged(start: Any, gradients: Any, seed: int) -> tuple[Any, Any]:
+    """Every number, one unit in the last place up or down."""
+    rng = np.random.default_rng(seed)
+
+    def nudged(array: np.ndarray) -> np.ndarray:
+        return np.asarray(array + np.spacing(array) * rng.choice((-1, 1), array.shape), np.float32)
+
+    return list(map(nudged, start)), [list(map(nudged, each)) for each in gradients]
 
 
 def _options(annotation: str) -> list[str]:

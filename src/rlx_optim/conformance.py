@@ -78,7 +78,7 @@ def _jax() -> Speaker:
     return Speaker(Traced(), shapes=FEW)
 
 
-def _missing(*libraries: str, gpu: bool = False) -> str | None:
+def missing(*libraries: str, gpu: bool = False) -> str | None:
     for library in libraries:
         if importlib.util.find_spec(library) is None:
             return f"{library} is not installed"
@@ -93,13 +93,13 @@ ENGINES: Mapping[str, tuple[Callable[[], Speaker], Callable[[], str | None]]] = 
     "reference": (lambda: Speaker(get_engine("reference")), lambda: None),
     "cpu": (lambda: Speaker(get_engine("cpu")), no_compiler),
     "cpu-float64": (lambda: Speaker(get_engine("cpu", "float64")), no_compiler),
-    "torch": (lambda: _torch("torch", "cpu"), lambda: _missing("torch")),
-    "torch-cuda": (lambda: _torch("torch", "cuda"), lambda: _missing("torch", gpu=True)),
+    "torch": (lambda: _torch("torch", "cpu"), lambda: missing("torch")),
+    "torch-cuda": (lambda: _torch("torch", "cuda"), lambda: missing("torch", gpu=True)),
     "triton": (
         lambda: _torch("triton", "cpu" if INTERPRETED else "cuda"),
-        lambda: _missing("torch", "triton", gpu=not INTERPRETED),
+        lambda: missing("torch", "triton", gpu=not INTERPRETED),
     ),
-    "jax": (_jax, lambda: _missing("jax")),
+    "jax": (_jax, lambda: missing("jax")),
 }
 
 
@@ -158,6 +158,22 @@ class Walk:
         names = dict.fromkeys(name for record in self.records for name in record.slots)
         state = {name: [self.who.taken(r.state[name]) for r in self.records if name in r.state] for name in names}
         return {"p": [self.who.taken(p) for p in self.params]} | state
+
+
+def updated_by_optax(spec: Spec, start: Sequence[np.ndarray], gradients: Any, scheduled: bool) -> list[np.ndarray]:
+    """Parameters after jitted updates of the factory of this rule in `rlx_optim.optax`, called as those of a `Walk`. scheduled:
+    the learning rate is traced."""
+    jax, factories = importlib.import_module("jax"), importlib.import_module("rlx_optim.optax.factories")
+    settings = {keyword: value for keyword, (_, value) in factories.written(type(spec), spec.values()).items()}
+    rate = settings["learning_rate"]
+    given = settings | ({"learning_rate": lambda count: rate + 0.0 * count} if scheduled else {})
+    tx = factories.made(type(spec))(**given).init.__self__  # without estimates
+    params = {f"tensor {i}": jax.numpy.asarray(p) for i, p in enumerate(start)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grads in gradients:
+        updates, state = update({f"tensor {i}": g for i, g in enumerate(grads)}, state, params)
+        params = {name: p + updates[name] for name, p in params.items()}
+    return [np.asarray(p) for p in params.values()]
 
 
 def gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:

@@ -224,8 +224,8 @@ class Values(dict[str, Any]):
 class Recorder:
     """The engine that an update is traced with: it has `map` and `each`, and writes down what they are given."""
 
-    def __init__(self, title: str):
-        self.title, self.count = title, 0
+    def __init__(self, title: str, counters: Iterable[str] = ()):
+        self.title, self.count, self.counters = title, 0, frozenset(counters)
         self.steps: list[Pass | Each] = []
         self.symbols: dict[int, Symbol] = {}
         self.current: dict[str, int] = {}  # the value that each buffer holds
@@ -253,6 +253,14 @@ class Recorder:
             )
         return found
 
+    def refuse_counters(self, rule: Rule, gives: Iterable[str]) -> None:
+        """A counter is the same for all tensors of a cohort, so that what a rule gives would be lost."""
+        if moved := [name for name in gives if name in self.counters]:
+            raise LanguageError(
+                f"{rule.__qualname__} gives {moved[0]!r}, which is a counter: `scalars` gives its next value; what differs from "
+                "tensor to tensor is a slot with drop=None"
+            )
+
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         takes, gives = signature(rule)
         where = f"{rule.__code__.co_filename}:{rule.__code__.co_firstlineno}: {rule.__name__}"
@@ -273,6 +281,7 @@ class Recorder:
                 raise LanguageError(f"{where}: {name}={kind!r}: what it reduces lacks that axis already")
         if "p" in gives and rule is not subtract:
             raise LanguageError(f"{where} returns p, which the commit alone moves; return the direction u, or write `commit`")
+        self.refuse_counters(rule, gives)
         results = {name: self.symbol(name, domain) for name in gives}
         reduces, given = [], {}
         for name, value in results.items():
@@ -314,6 +323,7 @@ class Recorder:
             )
         if wrong := [name for name in gives if name in self.current and self.symbols[self.current[name]].is_array]:
             raise LanguageError(f"{function.__qualname__} gives {wrong[0]!r}, which is an array; arrays are given by E.map")
+        self.refuse_counters(function, gives)
         results = {name: self.symbol(name, None) for name in gives}
         self.current |= {name: value.number for name, value in results.items() if name in self.current}
         gathers = tuple((results[name].number, REDUCTIONS[kind]) for name, kind in reduce.items())
@@ -340,9 +350,16 @@ _traced: dict[Any, Program] = {}
 
 
 def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str, Any]) -> Program:
-    E = Recorder(type(spec).__name__)
+    E = Recorder(type(spec).__name__, spec.counters())
     if both := [name for name in given if name in slots or name in ("p", "g", "u", "change")]:
         raise LanguageError(f"{E.title}: a number of `scalars` is called {both[0]!r}, which is an array of every step; rename it")
+    counted_for_it = {"estimates"} if spec.observes else set()
+    if what in ("step", "change", "told") and (dead := E.counters - given.keys() - counted_for_it):
+        name = min(dead)
+        raise LanguageError(
+            f"{E.title}.scalars does not give the counter {name!r}, which so never moves; it gives the next value of each, as in "
+            f'{{"{name}": counters["{name}"] + 1}}'
+        )
     arrays, second = {name: E.symbol(name, slot.drop) for name, slot in slots.items()}, "u" if what == "move" else "g"
     inputs = Values({"p": E.symbol("p", ()), second: E.symbol(second, ()), **arrays})
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}

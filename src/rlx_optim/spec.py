@@ -177,6 +177,8 @@ MODIFIERS: dict[str, Field] = {
 }
 
 
+#: modifiers that may be unsound for a rule, as `Spec.unfit` calls them
+UNSOUND = ("cautious=True", "decay='cautious'", "decay='hyperball'")
 UNDECAYED = "it decays nothing beside the step (weight_decay joins the gradient or the direction, or there is none)"
 
 
@@ -203,7 +205,8 @@ class Spec(abc.ABC):
     optax: ClassVar[Optax] = Optax()
     #: the unit of `update` is a stack of tensors of equal shape, step count and hyperparameters
     matrix: ClassVar[bool] = False
-    #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take
+    #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take. A class that says `takes` has
+    #: False unless it says True
     everywhere: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
     branches: ClassVar[bool] = False
@@ -222,7 +225,7 @@ class Spec(abc.ABC):
     committed: ClassVar[tuple[str, ...]] = ("shrink", "step")
     #: what a cautious step is scaled by, from how many coordinates are kept and lost; None where `update` masks by itself
     caution: ClassVar[Callable[..., Any] | None] = staticmethod(modifiers.by_share)
-    #: why a modifier is not for this rule: by "cautious=True", "decay='cautious'", "decay='hyperball'"
+    #: why a modifier is not for this rule, by its name in `UNSOUND`
     unfit: ClassVar[Mapping[str, str]] = {}
     #: the optimizer for tensors this one does not take; None where it takes all
     otherwise_default: ClassVar[Otherwise | None] = None
@@ -234,6 +237,10 @@ class Spec(abc.ABC):
             raise TypeError(f"{cls.__name__}: {min(words)} is a word of Spec and cannot be a hyperparameter")
         if words := own.keys() & MODIFIERS:
             raise TypeError(f"{cls.__name__}: every rule has {min(words)} already (docs/modifiers.md); give it another name")
+        if words := cls.unfit.keys() - set(UNSOUND):
+            raise TypeError(f"{cls.__name__}: unfit has {min(words)!r}, which is no modifier; known are {', '.join(UNSOUND)}")
+        if "takes" in vars(cls):
+            cls.everywhere = vars(cls).get("everywhere", False)
         cls.title = vars(cls).get("title", cls.__name__)
         cls.name = vars(cls).get("name", cls.title.lower())
         cls.aliases = vars(cls).get("aliases", ())
@@ -280,10 +287,10 @@ class Spec(abc.ABC):
 
     def check_modifiers(self, traced: bool = False) -> None:
         """Refuse a modifier that is unsound for this rule. traced: numbers are not known yet, and the commit looks."""
-        asked = {"cautious=True": self.cautious} | {f"decay={way!r}": self.decay == way for way in ("cautious", "hyperball")}
+        asked = dict(zip(UNSOUND, (self.cautious, self.decay == "cautious", self.decay == "hyperball"), strict=True))
         reasons = {**self.unfit}
         if type(self).commit is not Spec.commit:
-            reasons |= dict.fromkeys(list(asked)[1:], "it has a commit of its own, which says what happens beside the step")
+            reasons |= dict.fromkeys(UNSOUND[1:], "it has a commit of its own, which says what happens beside the step")
         elif self.decay == "cautious" and not traced and not self.decays():
             reasons["decay='cautious'"] = UNDECAYED
         for modifier in (each for each, on in asked.items() if on and each in reasons):
@@ -340,8 +347,8 @@ class Spec(abc.ABC):
         return storage.assigned(slots, self.state_dtype)
 
     def counters(self) -> dict[str, float]:
-        """Numbers of state kept beside the slots, with their first value; `scalars` or `update` return the next ones. One called
-        `started` is 1 once the averages have begun: a state without it has none yet."""
+        """Numbers of state kept beside the slots, with their first value; `scalars`, `decisions` or the `update` of a matrix rule
+        return the next ones. One called `started` is 1 once the averages have begun: a state without it has none yet."""
         return {}
 
     def corrections(self, t: int, counters: Mapping[str, float]) -> tuple[float, float]:

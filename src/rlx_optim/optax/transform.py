@@ -231,7 +231,7 @@ class Transform:
             kinds = {}
             for decays in dict.fromkeys(places[i].decays for i in indices):
                 spec = member.spec(state.count, dtype, **({} if decays else member.undecayed))
-                kinds[decays] = {**mine, **numbers_of(spec, state.count + 1, mine, dtype)}
+                kinds[decays] = (mine if spec.matrix else {}) | numbers_of(spec, state.count + 1, mine, dtype)
             if len(kinds) > 1 and "decay" in member.undecayed:
                 raise spec.refuse("it sums over all leaves, and decay='hyperball' cannot be masked in some; leave mask out")
             numbers = kinds[place.decays] if len(kinds) == 1 else columns(kinds, [places[i] for i in indices])
@@ -253,7 +253,8 @@ class Transform:
                 factors[i] = back
             prefix = self.counters(places[indices[0]].member)
             mine = {name: old for name, old in counters.items() if name.startswith(prefix)}
-            counters |= {name: 0 * old + x[name.removeprefix(prefix)] for name, old in mine.items()}  # a constant would be a copy
+            moved = {name: x.get(name.removeprefix(prefix), old) for name, old in mine.items()}
+            counters |= {name: 0 * mine[name] + new for name, new in moved.items()}  # a constant would be a copy
         mirrored = recast(state.slots, {name: tree.unflatten(each) for name, each in slots.items()})
         changed = state.factors
         if any(factors):
