@@ -2,7 +2,7 @@
 # make test    the test suite                                            (sets up .venv with torch and jax)
 # make test-all   the tests, the slow ones, the browser and the integrations included
 # make test-browser   the race report and the documentation in chromium (which it does not install)
-# make test-integrations   accelerate, flax, Hugging Face Trainer and Lightning (installs them into .venv)
+# make test-integrations   accelerate, flax, Hugging Face Trainer, Lightning, libraries of optimizers (installs them into .venv)
 # make test-gpu   the tests that need a GPU, from source, nothing installed
 # make lint    ruff and mypy
 # make types   mypy and pyright over a user's program for each front end (pyright fetches itself with npm)
@@ -97,8 +97,10 @@ $(VENV)/.docs: constraints.txt requirements-docs.txt | $(VENV)/.run
 	$(PIP) --requirement requirements-docs.txt
 	@touch $@
 
-$(VENV)/.integrations: constraints.txt requirements-integrations.txt | $(VENV)/.dev
+# the libraries of optimizers without what they depend on: timm wants torchvision, which the tests do not need
+$(VENV)/.integrations: constraints.txt requirements-integrations.txt requirements-libraries.txt | $(VENV)/.dev
 	$(PIP) --requirement requirements-integrations.txt
+	$(PIP) --no-deps --requirement requirements-libraries.txt
 	@touch $@
 
 clean:

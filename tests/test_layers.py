@@ -61,6 +61,7 @@ MAY = {
     "torch": {
         "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "admission", "routing", "random", "checkpoint",
         "sharing", "reading", "language", "program", "explain", "stats", "guard", "pieces", "rounding", "storage", "buckets",
+        "coefficients",
     },
     "stepping": {"engine", "program", "rounding", "spec", "stats", "storage"},
     "constructs": {"language", "spec", "vocabulary"},

@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from foreign_states import classes_of  # noqa: E402
+
 import rlx_optim.torch as ours  # noqa: E402
 
 PAGES = Path(__file__).parent.parent / "docs" / "migrate"
@@ -25,6 +27,12 @@ ROWS = [
     ("pytorch_optimizer", "Lion", LION, "Lion", LION),
     ("pytorch_optimizer", "SOAP", {"lr": 0.01, "max_precondition_dim": 4, "precondition_frequency": 3}, "SOAP", {"lr": 0.01, "max_precond_dim": 4, "precondition_frequency": 3}),
     ("pytorch_optimizer", "MARS", {**ADAM, "eps": 1e-15, "gamma": 0.3, "optimize_1d": True}, "MARS", {**ADAM, "eps": 1e-15, "gamma": 0.3, "otherwise": None}),
+    ("timm.optim", "LaProp", ADAM, "LaProp", {**ADAM, "convention": "timm"}),
+    ("timm.optim", "Adan", {**ADAM, "betas": (0.8, 0.7, 0.9)}, "Adan", {**ADAM, "betas": (0.8, 0.7, 0.9)}),
+    ("timm.optim", "Adopt", {**ADAM, "eps": 1e-6, "decoupled": True}, "ADOPT", {**ADAM, "eps": 1e-6, "decouple": True, "clip_exp": 0.333}),
+    ("timm.optim", "Lars", {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}, "LARS", {"lr": 1.0, "weight_decay": 0.1, "eps": 1e-8, "convention": "timm"}),
+    ("timm.optim", "Lars", {"lr": 1.0, "momentum": 0.9, "always_adapt": True}, "LARS", {"lr": 1.0, "eps": 1e-8, "convention": "timm"}),
+    ("timm.optim", "AdamWLegacy", {**ADAM, "caution": True}, "AdamW", {**ADAM, "cautious": True}),
     ("timm.optim", "SGDW", {"lr": 0.05, "momentum": 0.9}, "SGD", {"lr": 0.05, "momentum": 0.9}),
     ("timm.optim", "NAdamW", ADAM, "NAdamW", {**ADAM, "convention": "algoperf"}),
     ("timm.optim", "Lamb", {**ADAM, "max_grad_norm": None}, "Lamb", ADAM),
@@ -48,7 +56,10 @@ def walked(kind, settings):
     ("library", "theirs", "given", "mine", "settings"), ROWS, ids=lambda each: each if isinstance(each, str) else ""
 )
 def test_with_these_settings_both_walk_the_same_way(library, theirs, given, mine, settings):
-    kind = getattr(pytest.importorskip(library), theirs)
+    try:
+        kind = getattr(classes_of(library.partition(".")[0]), theirs)
+    except ImportError as problem:
+        pytest.skip(str(problem))
     (start, want), (_, got) = walked(kind, given), walked(getattr(ours, mine), settings)
     for s, a, b in zip(start, want, got, strict=True):
         assert (a - b).abs().max() <= 1e-6 * (a - s).abs().max()

@@ -52,9 +52,9 @@ class Torch:
     like: that class's name. defaults: where they are not the fields'. shared: the last argument that both have; those after it
     are keywords, so that a place means the same in both. settings: what that class calls them. slots: names in a state_dict,
     where the meaning does not give them. decoupled: which weight decay this rule has, where that class can do both; assumed:
-    which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. strange: settings
-    in others' groups by which to know state that cannot be taken over, and why not. counts: that class counts its steps.
-    in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a field would not take.
+    which one a state dict has that does not say. telltale: a setting that only this optimizer's groups have. counts: that class
+    counts its steps. in_dtype: a group, as it is for parameters of a dtype with this epsilon. annotations: of defaults that a
+    field would not take.
     """
 
     like: str = ""
@@ -65,7 +65,6 @@ class Torch:
     decoupled: bool | None = None
     assumed: bool = False
     telltale: str = ""
-    strange: Mapping[str, str] = dataclasses.field(default_factory=dict)
     counts: bool = True
     in_dtype: Callable[[Mapping[str, Any], float], Mapping[str, Any]] | None = None
     annotations: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -33,7 +33,7 @@ read: 56 bytes of traffic a parameter.
 
 import math
 
-from ..spec import Foreign, Optax, Slot, Spec, Torch, betas, flag, like, real
+from ..spec import Foreign, Optax, Slot, Spec, betas, flag, like, real
 from ..vocabulary import less_power, maximum, minimum, sqrt, where
 
 
@@ -98,9 +98,6 @@ class Prodigy(Spec):
 
     name = "prodigy"
     summary = "AdamW that finds its own step size"
-    torch = Torch(
-        strange={"d_numerator": "the checkpoint is prodigyopt's, whose d is in its groups: start afresh, with d0 at its d"}
-    )
     optax = Optax(positional=(), settings={"estim_lr0": Foreign("d0"), "estim_lr_coef": Foreign("d_coef")})
 
     lr: float = real(1.0)

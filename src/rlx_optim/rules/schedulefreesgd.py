@@ -27,7 +27,7 @@ schedule. Evaluate and save the model at x: `opt.eval()` before and `opt.train()
 taken anew there. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
-from ..spec import Spec, Torch, integer, like, real
+from ..spec import Spec, integer, like, real
 from ..vocabulary import maximum, minimum, where
 
 
@@ -65,12 +65,6 @@ def paced(spec, momentum, t, counters):
 class Averaged(Spec):
     """What both Schedule-Free rules are beside their direction."""
 
-    torch = Torch(
-        strange={
-            "train_mode": "the state is of the schedulefree package, whose z cannot be taken over without the parameters that it "
-            "was saved with; start from its average (its optimizer.eval(), then the weights) with a new optimizer"
-        }
-    )
     committed = ("step", "pull", "keep", "grow")
     evaluated = "lead"
     counter_ranges = {"weight_sum": real(0.0), "lr_max": real(0.0), "momentum": real(0.0, high=1.0, open_high=True)}

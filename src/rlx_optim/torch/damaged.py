@@ -71,6 +71,7 @@ def check_outline(owner: str, given: Any) -> None:
 def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
     """A number that is kept beside the slots of a parameter; "step" counts. allowed: its range, where the rule says one."""
     try:
+        value = value.detach() if isinstance(value, torch.Tensor) else value
         found = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan

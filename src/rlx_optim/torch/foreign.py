@@ -1,5 +1,4 @@
-"""State dicts of torch.optim (SGD, Adam, AdamW, NAdam, RAdam, Adafactor, Muon), the authors' SOAP, the authors' and
-timm's Adan and ADOPT, ours: to and from snapshots.
+"""State dicts of ours and of other libraries (`layouts`) to snapshots; snapshots to those of torch.optim and the authors' SOAP.
 
     snapshot = from_state_dict(torch.load("a.pt", weights_only=True), names=[...])
     state_dict = to_state_dict("b.safetensors")
@@ -28,12 +27,14 @@ from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from .checkpoint import PLAIN, wrapped
 from .damaged import number_in
-from .names import counted, foreign, in_dtype, outside, translated
+from .layouts import Layout
+from .names import foreign, in_dtype, outside
 from .state import part_names, split_in
 from .stepping import plain
+from .translation import layout_of, refuse_strangers, settings_of, state_of, unwrapped
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
-AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}
+AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}  # what their groups have beside ours
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
@@ -115,26 +116,43 @@ def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None,
 
 
 def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Sequence[str] | None) -> Snapshot:
-    groups, states = state_dict["param_groups"], state_dict["state"]
+    groups, states = state_dict["param_groups"], {key: unwrapped(state) for key, state in state_dict["state"].items()}
+    of = [[states.get(key) or {} for key in group["params"]] for group in groups]  # each group's
+    for group, each in zip(groups, of, strict=True):
+        if "rule" not in group:
+            refuse_strangers("the state dict", group, each)
     rules: list[str] = [group.get("rule") or _rule(group, optimizer) for group in groups]
     order = sorted(dict.fromkeys(rules), key=lambda rule: rule != optimizer)
     called = _names(groups, names)
     members: list[Member] = []
     parameters: dict[str, Parameter] = {}
     for rule in order:
-        mine = [group for group, its in zip(groups, rules, strict=True) if its == rule]
-        values = [_values(rule, group, [states.get(key) or {} for key in group["params"]]) for group in mine]
+        kind = spec_class(rule)
+        mine = [(group, each) for group, each, its in zip(groups, of, rules, strict=True) if its == rule]
+        layouts = [layout_of(kind.title, kind, group, each) for group, each in mine]
+        values = [_values(kind, layout, *each) for layout, each in zip(layouts, mine, strict=True)]
         first = values[0].hyperparameters
         listed = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
         members.append(Member(rule, values[0], listed))
-        for place, group in enumerate(mine):
-            spec = members[-1].specs[place - 1 if place else None]
-            for key in group["params"]:
-                if (states.get(key) or {}).keys() - {"step", "started"}:
-                    where = len(members) - 1, place - 1 if place else None
-                    parameters[called[key]] = _parameter(called[key], where, rule, spec, counted(group, states[key]))
+        for place, ((group, each), layout) in enumerate(zip(mine, layouts, strict=True)):
+            where = len(members) - 1, place - 1 if place else None
+            spec = members[-1].specs[where[1]]
+            for key, state in zip(group["params"], each, strict=True):
+                if state.keys() - {"step", "started"}:
+                    parameters[called[key]] = _parameter(
+                        called[key], where, spec, _in_our_words(spec, layout, group, state, called[key])
+                    )
     iteration = max((p.step for p in parameters.values()), default=0)
     return Snapshot(members, parameters, iteration, front_end="torch")
+
+
+def _in_our_words(spec: Spec, layout: Layout | None, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> Any:
+    """The state of a parameter whose shape nobody says."""
+    if layout is None:
+        return state
+    shape = _shape_in_their_words(state)
+    names = list(outside(spec, spec.slots(shape)).values())
+    return state_of(spec.title, spec, layout, group, state, names, shape, repr(name))
 
 
 def _rule(group: Mapping[str, Any], optimizer: str | None) -> str:
@@ -166,16 +184,10 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
     return dict(zip(keys, stripped, strict=True))
 
 
-def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Values:
-    kind, given = spec_class(rule), dict(group)
-    if rule == "soap" and "rule" not in group:
-        for key, needed in AUTHORS_SOAP.items():
-            if group.get(key, needed) != needed:
-                raise CheckpointError(f"SOAP with {key}={group[key]!r} is not this rule")
-        given["shampoo_beta"] = None if group["shampoo_beta"] < 0 else group["shampoo_beta"]
-    given = translated(kind.title, kind, given)
+def _values(kind: type[Spec], layout: Layout | None, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Values:
+    given = settings_of(kind.title, kind, layout, dict(group))
     # torch keeps state in the parameter's dtype, which settings may follow
-    dtypes = {value.dtype for state in states for key, value in state.items() if key != "step" and torch.is_tensor(value)}
+    dtypes = {v.dtype for each in states for k, v in each.items() if k != "step" and torch.is_tensor(v) and v.is_floating_point()}
     given, *others = [plain(in_dtype(kind, given, dtype)) for dtype in dtypes or {torch.float32}]
     if different := [k for other in others for k, v in other.items() if v != given[k]]:
         raise CheckpointError(
@@ -188,14 +200,17 @@ def _values(rule: str, group: Mapping[str, Any], states: Sequence[Mapping[str, A
     return Values(spec.values(), [k for k, v in spec.values().items() if callable(v)], extra)
 
 
-def _parameter(name: str, where: tuple[int, int | None], rule: str, spec: Spec, state: Mapping[str, Any]) -> Parameter:
-    state = _authors_soap(state) if rule == "soap" and "GG" in state else state
+def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
     shape = _shape(spec, state)
     split = split_in(state) or WHOLE
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
-    step = int(number_in(spec.title, "step", name, state.get("step", 1)))  # torch's SGD and Muon do not count, and need not
-    counters = {k: float(state[k]) if k in state else float(k == "started") for k in spec.counters()}
+    if spec.torch.counts and "step" not in state:
+        raise CheckpointError(f"the state of {name!r} lacks 'step'")
+    step = int(number_in(spec.title, "step", repr(name), state.get("step", 1)))  # torch's SGD and Muon do not count, and need not
+    if lacking := [k for k in spec.counters() if k not in state and k != "started"]:
+        raise CheckpointError(f"the state of {name!r} lacks {lacking[0]!r}")
+    counters = {k: number_in(spec.title, k, repr(name), state.get(k, 1.0)) for k in spec.counters()}
     p = Parameter(*where, shape, step, {}, counters, "float32", split, inner_shape(shape, split))
     slots = p.slots(spec)
     arrays = p.arrays(slots)
@@ -221,14 +236,14 @@ def _shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
     raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {spec.title}'s; is it another optimizer's?")
 
 
-def _authors_soap(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The authors' state in our names: they count the steps that moved, and keep [] for a dimension without a basis."""
-    if state["Q"] is None:
-        raise CheckpointError("a state of the authors' SOAP has no basis yet; take a step before saving it")
-    ours = {k: state[k] for k in ("exp_avg", "exp_avg_sq")} | {"step": state["step"] + 1}
-    for label, matrices in (("L", state["GG"]), ("Q", state["Q"])):
-        ours |= {f"{label}{i}": matrix for i, matrix in enumerate(matrices, 1) if torch.is_tensor(matrix)}
-    return ours
+def _shape_in_their_words(state: Mapping[str, Any]) -> Shape:
+    """A parameter's shape: of what most numbers are kept of, unless its second moment is factored."""
+    row, column = (state.get(f"exp_avg_sq_{each}") for each in ("row", "col"))
+    if torch.is_tensor(row) and torch.is_tensor(column):
+        return (*row.shape, column.shape[-1])
+    tensors = {k: v for k, v in state.items() if torch.is_tensor(v) and not k.startswith("qmap")}
+    largest = tensors.get("state2", max(tensors.values(), key=torch.numel, default=torch.zeros(())))  # state1 may be two averages
+    return tuple(largest.shape)
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------

@@ -27,13 +27,27 @@ from .damaged import check_outline, refused
 from .engines import check_engine
 from .evaluating import eager, named
 from .lanes import ARITHMETIC
+from .layouts import Layout
 from .models import has_heads, splits_of
-from .names import by_name, counted, foreign, translated, unwrapped, with_names
+from .names import by_name, foreign, with_names
 from .replaced import list_params
 from .routing import kinds_of
-from .state import furnish, handed_on, is_frozen, piece_shape, refuse_codes, shapes_in_state, split_in, split_of, taken_over
+from .state import (
+    furnish,
+    handed_on,
+    is_frozen,
+    kept_slots,
+    names_of,
+    piece_shape,
+    refuse_codes,
+    shapes_in_state,
+    split_in,
+    split_of,
+    taken_over,
+)
 from .stepping import Stepper, number
 from .structure import dicts_in
+from .translation import layout_of, settings_of, state_of, unwrapped
 
 
 class Boxed:
@@ -451,10 +465,10 @@ class RuleOptimizer(Stepper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
             here = [group["state_dtype"] for group in self.param_groups]
-            given = zip(state["param_groups"], here, strict=True)
-            groups = [self._completed({**g, "state_dtype": kept}, i) for i, (g, kept) in enumerate(given)]
-            there = [group.get("state_dtype", "float32") for group in state["param_groups"]]
-            state = {"param_groups": groups, "state": self._loaded(groups, state["state"], there)}
+            layouts = [self._layout_of(group, i, state["state"]) for i, group in enumerate(state["param_groups"])]
+            given = zip(state["param_groups"], here, layouts, strict=True)
+            groups = [self._completed({**g, "state_dtype": kept}, i, layout) for i, (g, kept, layout) in enumerate(given)]
+            state = {"param_groups": groups, "state": self._loaded(groups, state, layouts)}
         super().__setstate__(state)
         self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
@@ -462,22 +476,31 @@ class RuleOptimizer(Stepper):
         self._listed = list_params(self.param_groups)
         self._current_specs()
 
-    def _completed(self, group: dict[str, Any], place: int) -> dict[str, Any]:
-        """A saved group with every setting there is: it may be torch.optim's, or of an older version."""
-        rule = group.get("rule", self.rule)
+    def _layout_of(self, group: dict[str, Any], place: int, saved: Mapping[Any, Any]) -> Layout | None:
+        """How a saved group is laid out: it may be of another library."""
+        ours = self.param_groups[place]
+        kind = self._rules[ours["rule"]]
+        states = [unboxed(saved.get(param) or {}) for param in group["params"]]
+        return layout_of(self._owner, kind, group, states, [name for name in ours if name not in kind.fields and name != "rule"])
+
+    def _completed(self, group: dict[str, Any], place: int, layout: Layout | None) -> dict[str, Any]:
+        """A saved group with every setting there is: it may be another library's, or of an older version."""
+        ours = self.param_groups[place]
+        rule = group.get("rule", ours["rule"])
         done = {
             **self._defaults_of(rule, f"group {place} of the checkpoint"),
-            **translated(self._owner, self._rules[rule], group),
+            **settings_of(self._owner, self._rules[rule], layout, group, ours),
             "rule": rule,
         }
         self._spec_of(done)
         return done
 
-    def _loaded(self, groups: list[dict[str, Any]], saved: Mapping[Any, Any], formats: list[Any]) -> Any:
+    def _loaded(self, groups: list[dict[str, Any]], checkpoint: Mapping[str, Any], layouts: list[Layout | None]) -> Any:
+        saved = checkpoint["state"]
         state = type(self.state)(dict)
         state.update({k: unboxed(v) for k, v in saved.items() if not isinstance(k, torch.Tensor)})
-        for index, (group, there) in enumerate(zip(groups, formats, strict=True)):
-            spec = self._spec_of(group)
+        for index, (group, given, layout) in enumerate(zip(groups, checkpoint["param_groups"], layouts, strict=True)):
+            spec, there = self._spec_of(group), given.get("state_dtype", "float32")
             for name, param in named(group, index):
                 its = unboxed(saved.get(param) or {})
                 if not isinstance(its, Mapping | None):
@@ -485,12 +508,13 @@ class RuleOptimizer(Stepper):
                 if not its and is_frozen(param):
                     continue
                 self._check_param(name, param, group)
-                given = counted(group, its)
-                split = self._saved_split(name, param, given)
+                split = self._saved_split(name, param, its or {})
                 home = self._home(name, param, spec, split)
+                slots = list(names_of(spec, kept_slots(spec, param, split, home)).values())
+                its = state_of(self._owner, spec, layout, given, its or {}, slots, tuple(param.shape), name)
                 if there not in ("float32", spec.state_dtype):
-                    refuse_codes(self._owner, spec, there, param, split, given, name)
-                state[param] = taken_over(self._owner, spec, param, split, given, name, home)
+                    refuse_codes(self._owner, spec, there, param, split, its, name)
+                state[param] = taken_over(self._owner, spec, param, split, its, name, home)
                 if split != self._batch(name, param):
                     state[param]["batch"] = split  # a whole one says so too, where it would be split
         return state

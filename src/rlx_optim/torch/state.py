@@ -21,7 +21,7 @@ from ..spec import KEY, Shape, Slot, Spec
 from . import halves
 from .damaged import check_tensor, closed, number_in, refused
 from .lanes import ARITHMETIC
-from .names import in_numbers, outside
+from .names import outside
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
 
@@ -255,6 +255,8 @@ def taken_over(
     """The state of a checkpoint, by value, checked against what the parameter needs."""
     given = dict(saved)
     given.pop("batch", None)
+    if saved and spec.torch.counts and "step" not in saved:
+        raise ValueError(f"{owner}: the checkpoint's state of {name} lacks 'step'")
     state: dict[str, Any] = {"step": counter(number_in(owner, "step", name, given.pop("step", 0.0)))}
     state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
@@ -265,7 +267,6 @@ def taken_over(
     needed, started = bool(saved) and (not begins or bool(counters.get("started", 0))), False
     slots = kept_slots(spec, param, split, home)
     names = names_of(spec, slots)
-    given = in_numbers(owner, given, list(names.values()), name)
     for slot, key in names.items():
         expected = slots[slot]
         wanted = expected[0].storage
@@ -281,6 +282,8 @@ def taken_over(
             kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
             parts = {"": value} | {end: given.pop(key + end, None) for end in storage.PARTS[kind] if end}
             there = tuple(replace(each, storage=kind) for each in expected)
+            if kind == storage.EXACT and torch.is_tensor(value) and not (closed(value) or value.is_floating_point()):
+                raise refused(owner, key, name, value, "a tensor of real numbers")
             for end, found in parts.items():
                 check_tensor(owner, key + end, name, found, shape_in_state(part(there, end), param, split))
                 if end and bool((whole(found) < 0).any()):
@@ -288,6 +291,9 @@ def taken_over(
             started = True
             put(buffers, wanted, parts if kind == wanted else decoded(kind, parts), home)
         state |= {key + end: buffer for end, buffer in buffers.items()}
+    lacking = [label for label in spec.counters() if label not in counters and label != "started"]
+    if lacking and saved and count_of(state["step"]):
+        raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {lacking[0]!r}")
     for label, first in spec.counters().items():
         state[label] = counter(counters.get(label, float(started) if label == "started" else first))
     return state | {k: by_value(v) for k, v in given.items()}  # the rest is the user's own
