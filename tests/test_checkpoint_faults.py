@@ -145,6 +145,34 @@ def test_several_writers_at_once(tmp_path):
     assert found["kept"] >= 1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("after", ["by_age", "latest"])
+def test_the_latest_is_found_while_a_writer_removes_old_ones(after, tmp_path, monkeypatch):
+    """The file that was listed, or chosen, is gone when it is opened, and another one is there."""
+    opt, (params, grads) = rlx_optim.AdamW(lr=0.1), ({"w": np.ones(3)}, {"w": np.ones(3)})
+    opt.step_all(params, grads)
+    opt.save(tmp_path / "{iteration}.safetensors", keep=1)
+    module = files if after == "by_age" else rlx_optim.checkpoint
+    usual = getattr(module, after)
+
+    def rotated(*given):
+        found = usual(*given)
+        if opt.iteration == 1:
+            opt.step_all(params, grads)
+            opt.save(tmp_path / "{iteration}.safetensors", keep=1)
+        return found
+
+    monkeypatch.setattr(module, after, rotated)
+    assert rlx_optim.load_latest(tmp_path).iteration == 2
+    assert os.listdir(tmp_path) == ["00000002.safetensors"]
+
+
+def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"there is no good checkpoint$"):
+        rlx_optim.load_latest(tmp_path)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_where_no_open_file_can_be_renamed_or_removed(tmp_path, monkeypatch):
     """As on Windows: checkpoints, and what the cpu engine compiles."""

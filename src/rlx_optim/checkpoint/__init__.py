@@ -10,6 +10,7 @@ ends have modules of their own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..optimizer import NamedOptimizer
 from .files import latest as latest
 from .files import opened
 from .format import CheckpointError as CheckpointError
+from .format import Gone
 from .optimizers import optimizer_from
 
 
@@ -50,4 +52,7 @@ def load_latest(
     The order is that of writing, even where a clock went back or a run began anew in the same folder. A newer file that does not
     verify is warned about.
     """
-    return load(latest(where, allow_nan), engine=engine, precision=precision, allow_nan=allow_nan, **callables)
+    while True:
+        path = latest(where, allow_nan)
+        with contextlib.suppress(Gone):  # a writer has just removed it, and written a newer one
+            return load(path, engine=engine, precision=precision, allow_nan=allow_nan, **callables)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .format import CheckpointError, NotOurs, saying, write
+from .format import CheckpointError, Gone, NotOurs, saying, write
 from .manifest import decode, encode, natural_ns, parsed
 from .reader import Reader
 from .snapshot import Snapshot, check
@@ -223,20 +223,24 @@ def latest(where: str | os.PathLike[str], allow_nan: bool = False) -> Path:
 
     A newer one that does not verify is warned about.
     """
-    place = Path(where)
-    if NUMBER in place.name:
-        candidates = _family(place)
-    else:
-        with saying(place, "cannot be read"):
-            candidates = [place / name for name in os.listdir(place) if name.endswith(SUFFIX)]
-    problems = []
-    for path in by_age(candidates):
-        try:
-            with opened(path, allow_nan):
-                pass
-        except CheckpointError as problem:
-            problems.append(str(problem))
-            warnings.warn(f"SKIPPED A BAD CHECKPOINT: {problem}", stacklevel=3)
-        else:
-            return path
+    place, before, problems = Path(where), None, list[str]()
+    while (candidates := list_candidates(place)) != before:  # a writer may remove old ones as fast as they are read
+        before, problems = candidates, []
+        for path in by_age(sorted(candidates)):
+            try:
+                with opened(path, allow_nan):
+                    return path
+            except Gone:
+                continue
+            except CheckpointError as problem:
+                problems.append(str(problem))
+                warnings.warn(f"SKIPPED A BAD CHECKPOINT: {problem}", stacklevel=3)
     raise CheckpointError(f"{place}: there is no good checkpoint" + "".join(f"; {problem}" for problem in problems))
+
+
+def list_candidates(place: Path) -> set[Path]:
+    """The files that may be checkpoints: in a folder, or those that a path with {iteration} in it has named."""
+    if NUMBER in place.name:
+        return set(_family(place))
+    with saying(place, "cannot be read"):
+        return {place / name for name in os.listdir(place) if name.endswith(SUFFIX)}

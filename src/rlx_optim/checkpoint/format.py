@@ -45,6 +45,10 @@ class NotOurs(CheckpointError):
     """Some other safetensors file."""
 
 
+class Gone(CheckpointError):
+    """A file or folder that is not there, or is not any more."""
+
+
 #: what helps against what a system says
 FIXES = {
     errno.ENOSPC: "make room there, or write elsewhere",
@@ -60,7 +64,8 @@ def saying(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as problem:
         fix = f"; {FIXES[problem.errno]}" if problem.errno in FIXES else ""
-        raise CheckpointError(f"{path}: {what}: {problem.strerror or problem}{fix}") from problem
+        kind = Gone if isinstance(problem, FileNotFoundError) else CheckpointError
+        raise kind(f"{path}: {what}: {problem.strerror or problem}{fix}") from problem
 
 
 @dataclasses.dataclass(frozen=True)
