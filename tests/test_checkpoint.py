@@ -219,6 +219,11 @@ def test_a_folder_and_who_is_newest(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-00000000.safetensors", "model.safetensors"]
 
 
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="save: path must name a file or a folder, got ''"):
+        rlx_optim.AdamW().save("")
+
+
 def test_bad_arguments_of_save(tmp_path):
     opt = rlx_optim.AdamW()
     for bad in ({"every": 0}, {"every": True}, {"keep": 0}, {"keep": 1.5}):

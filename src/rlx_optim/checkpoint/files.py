@@ -163,6 +163,8 @@ def save(
     if iteration % every:
         return None
     template = _template(path)
+    if not template.name:
+        raise ValueError(f"save: path must name a file or a folder, got {path!r}")
     if keep is not None and NUMBER not in template.name:
         raise ValueError(f"save: keep={keep} needs a folder that is there, or {NUMBER} in the file's name, got {str(path)!r}")
     made = target(path, iteration)
