@@ -231,11 +231,10 @@ def in_numbers(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
             if closed(state[key]):
                 raise refused(owner, key, what, state[key], "a tensor")
         if f"qmap{n}" in state:
-            table, largest, codes = (state.get(f"{label}{n}") for label in ("qmap", "absmax", "state"))
-            several = (
-                largest is not None and largest.ndim == 2 and codes.shape[:1] == largest.shape[:1]
-            )  # AdEMAMix: both averages
-            each = list(zip(codes, largest, strict=True)) if several else [(codes, largest)]
+            table, codes, largest = state[f"qmap{n}"], state[f"state{n}"], state.get(f"absmax{n}")
+            # AdEMAMix has both averages in one
+            several = largest is not None and largest.ndim == 2 and codes.shape[:1] == largest.shape[:1]
+            each: list[Any] = list(zip(codes, largest, strict=True)) if several and largest is not None else [(codes, largest)]
             values = [decoded(owner, codes, table, largest, what) for codes, largest in each]
             state[f"state{n}"] = torch.stack(values) if several else values[0]
     return {k: v for k, v in state.items() if k not in BESIDE}
