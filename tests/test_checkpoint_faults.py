@@ -210,6 +210,9 @@ def test_places_that_cannot_be(tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         rlx_optim.load(tmp_path / "a.safetensors")
     os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is a device or a pipe; give the name of a file"):
+        opt.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
     for place in (tmp_path / "pipe", tmp_path, "/dev/zero"):
         with pytest.raises(CheckpointError, match="not a file"):
             rlx_optim.load(place)

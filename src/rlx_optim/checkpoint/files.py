@@ -62,6 +62,8 @@ def replacing(path: Path, look: Callable[[Path], None] = lambda name: None) -> I
     with saying(path, "cannot be written"):
         if path.is_dir():
             raise CheckpointError(f"{path}: is a folder")
+        if path.exists() and not path.is_file():  # a rename would replace the device or the pipe itself
+            raise CheckpointError(f"{path}: is a device or a pipe; give the name of a file")
         clean(path.parent)
         with _temporary(path) as (file, name):
             yield file
