@@ -139,16 +139,16 @@ def damaged(tmp_path, key, value):
         ("exp_avg_sq", lambda torch: torch.ones(7), r"v of 'weight' has shape \(7,\), needed is \(2, 3\)"),
         ("exp_avg_sq", lambda torch: torch.ones(()).expand(2, 3), r"v of 'weight' repeats few numbers 6 times"),
         ("exp_avg", lambda torch: torch.ones(1).expand(1 << 40), r"m of 'weight' repeats few numbers 1,099,511,627,776 times"),
-        ("exp_avg_sq", lambda torch: torch.ones(2, 3).to_sparse(), r"v of 'weight' is .*sparse.*make it dense"),
+        ("exp_avg_sq", lambda torch: torch.ones(2, 3).to_sparse(), r"'exp_avg_sq' of 'weight' is .*sparse.*make it dense"),
         (
             "exp_avg_sq",
             lambda torch: torch.ones(2, 3, device="meta"),
-            r"v of 'weight' is .*meta, needed is .* it was never filled",
+            r"'exp_avg_sq' of 'weight' is .*meta, needed is .* it was never filled",
         ),
-        ("exp_avg_sq", lambda torch: torch.ones(2, 3, dtype=torch.complex64), r"v of 'weight' is .*complex64"),
-        ("step", lambda torch: torch.tensor(float("inf")), r"'step' of weight is tensor\(inf\).*a whole number"),
-        ("step", lambda torch: torch.tensor(2.5), r"'step' of weight is tensor\(2.5000\).*a whole number"),
-        ("step", lambda torch: -1, r"'step' of weight is -1.*a whole number"),
+        ("exp_avg_sq", lambda torch: torch.ones(2, 3, dtype=torch.complex64), r"'exp_avg_sq' of 'weight' is .*complex64"),
+        ("step", lambda torch: torch.tensor(float("inf")), r"'step' of 'weight' is tensor\(inf\).*a whole number"),
+        ("step", lambda torch: torch.tensor(2.5), r"'step' of 'weight' is tensor\(2.5000\).*a whole number"),
+        ("step", lambda torch: -1, r"'step' of 'weight' is -1.*a whole number"),
     ],
 )
 def test_damaged_state_dicts_are_refused_by_name(key, value, said, tmp_path):

@@ -500,7 +500,7 @@ def test_convert_of_the_older_format_of_torch(tmp_path, capsys):
 def test_convert_of_another_optimizer_than_said(tmp_path, capsys):
     adamw_file(tmp_path / "a.pt")
     said = refused(capsys, "convert", tmp_path / "a.pt", tmp_path / "a.safetensors", "--optimizer", "sgd")
-    assert "its state (step, exp_avg, exp_avg_sq) is not SGD's; is it another optimizer's?" in said
+    assert "SGD: the checkpoint is of another optimizer: its groups and states have 'amsgrad', 'betas'" in said
 
 
 def test_convert_to_where_torch_cannot_write(tmp_path, capsys, monkeypatch):

@@ -274,7 +274,8 @@ def taken_over(
         value = given.pop(key, None)
         if value is None and needed and expected[0].meaning == KEY:  # older versions drew by seed and name
             keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
-            value = torch.tensor(list(map(random.halves, keys)), device="cpu").reshape(shape_in_state(expected, param, split))
+            value = torch.tensor(list(map(random.halves, keys)), dtype=torch.float64, device="cpu")
+            value = value.reshape(shape_in_state(expected, param, split))
         if value is None:
             if needed:
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
