@@ -143,7 +143,7 @@ def damaged(tmp_path, key, value):
         (
             "exp_avg_sq",
             lambda torch: torch.ones(2, 3, device="meta"),
-            r"'exp_avg_sq' of 'weight' is .*meta, needed is .* it was never filled",
+            r"'exp_avg_sq' of 'weight' is .*meta in .*, needed is .* it was never filled",
         ),
         ("exp_avg_sq", lambda torch: torch.ones(2, 3, dtype=torch.complex64), r"'exp_avg_sq' of 'weight' is .*complex64"),
         ("step", lambda torch: torch.tensor(float("inf")), r"'step' of 'weight' is tensor\(inf\).*a whole number"),
