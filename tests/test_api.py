@@ -259,7 +259,7 @@ def test_step_all_takes_any_mapping_without_copies():
 
 
 def test_new_gradient_buffers_and_new_parameter_buffers():
-    """Addresses may change every step, of gradients and of parameters, and views of every alignment are right."""
+    """PointerTable may change every step, of gradients and of parameters, and views of every alignment are right."""
     params, gradients = problem({"w": (33, 7), "b": (5,), "s": ()}, steps=6)
     want = run(make("lamb"), copies(params), gradients)
     opt, now = make("lamb"), copies(params)

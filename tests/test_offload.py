@@ -144,7 +144,7 @@ DEVICE = [("AdamW", torch.float32, {}), ("Sophia", torch.bfloat16, {"rounding": 
 def test_on_the_device():
     """engine="triton" has every rule compute on the device; its state goes up and comes down."""
     found = in_the_interpreter("on_the_device", "test_offload")
-    assert found == {name: "TritonLane" for name, _, _ in DEVICE}
+    assert found == {name: "TritonBucket" for name, _, _ in DEVICE}
 
 
 def test_a_split_parameter():
@@ -367,7 +367,7 @@ def test_a_state_that_was_moved_is_refused():
 # ---- interruptions ----------------------------------------------------------------------------------------------------------
 def in_the_middle(monkeypatch, what):
     """Have something happen while a bucket is computed."""
-    step, calls = offload.HostLane.carry, []
+    step, calls = offload.HostBucket.carry, []
 
     def carry(self, turns, compute):
         def disturbed(turn):
@@ -378,7 +378,7 @@ def in_the_middle(monkeypatch, what):
 
         step(self, turns, disturbed)
 
-    monkeypatch.setattr(offload.HostLane, "carry", carry)
+    monkeypatch.setattr(offload.HostBucket, "carry", carry)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

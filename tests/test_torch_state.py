@@ -528,7 +528,7 @@ def test_a_step_that_breaks_off_counts_what_was_stepped(place, error, monkeypatc
 
     with monkeypatch.context() as broken:
         if place == "count":
-            broken.setattr(lanes.CpuLane, "count", uncounted)
+            broken.setattr(lanes.CpuBucket, "count", uncounted)
         else:
             broken.setattr(lanes, "run_part", failing)
         give_gradients(params, 3)

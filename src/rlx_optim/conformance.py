@@ -23,7 +23,7 @@ from .engines import get_engine, no_compiler
 from .language import LanguageError
 from .program import trace
 from .spec import Shape, Spec
-from .stepping import Record, bundle_up, run_part
+from .stepping import TensorState, bundle_up, run_part
 
 Arrays = dict[str, list[np.ndarray]]
 
@@ -141,7 +141,7 @@ class Walk:
         self.params = [who.given(p) for p in start]
         self.records = []
         for i, p in enumerate(start):
-            record = Record(f"tensor {i}" if names is None else names[i], p.shape, i % len(specs) if apart else 0)
+            record = TensorState(f"tensor {i}" if names is None else names[i], p.shape, i % len(specs) if apart else 0)
             record.t = i % 4 if apart else 0
             record.furnish(specs[record.group], who.engine.allocate)
             self.records.append(record)

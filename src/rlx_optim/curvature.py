@@ -10,7 +10,7 @@ import numpy as np
 from . import admission
 from .optimizer import NamedOptimizer
 from .spec import Shape
-from .stepping import Record, observe
+from .stepping import TensorState, observe
 from .storage import kept
 
 
@@ -35,18 +35,18 @@ class CurvatureOptimizer(NamedOptimizer):
             self._records[name], self._why[name] = record, why
         observe(record, self._specs()[record.group], self._engine, estimate)
 
-    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, TensorState, str]:
         """Where a flat estimate came first, the shape is said later."""
         known = self._records.get(name)
         if known is None or not _open(known, shape):
             return super()._lookup(name, shape)
-        record = Record(name, shape, known.group)
+        record = TensorState(name, shape, known.group)
         record.counters = known.counters
         slots = self._specs()[record.group].stored_slots(shape)
         record.state = {name: kept(self._engine, slots[name], buffer.reshape(shape)) for name, buffer in known.state.items()}
         return self, record, self._why[name]
 
 
-def _open(record: Record, shape: Shape) -> bool:
+def _open(record: TensorState, shape: Shape) -> bool:
     """Whether a tensor that was not stepped yet, and came flat, may turn out to have this shape."""
     return not record.t and record.shape == (record.size,) != shape and math.prod(shape) == record.size

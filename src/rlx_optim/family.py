@@ -23,7 +23,7 @@ from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
 from .stats import Row
-from .stepping import Part, Record, bundle_up, rows, run_part
+from .stepping import Part, TensorState, bundle_up, rows, run_part
 
 
 class Plan:
@@ -31,7 +31,7 @@ class Plan:
 
     __slots__ = ("empty", "names", "parts", "stamp", "watch")
 
-    def __init__(self, names: list[str], parts: list[Part], empty: list[Record], watch: Any):
+    def __init__(self, names: list[str], parts: list[Part], empty: list[TensorState], watch: Any):
         self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
         self.stamp = -1
 
@@ -41,7 +41,7 @@ class Item:
     """One tensor of a call, checked."""
 
     member: Member
-    record: Record
+    record: TensorState
     param: np.ndarray
     grad: np.ndarray
     why: str  # it came to this member
@@ -58,7 +58,7 @@ class Member:
     _used: tuple[Any, ...] = ()  # those that groups send tensors to
     _engine_choice: tuple[Any, str, str]  # what `get_engine` takes
     _settings: Settings
-    _records: dict[str, Record]
+    _records: dict[str, TensorState]
     _why: dict[str, str]  # how a name came here
     _told: set[str]
     _waiting: dict[str, Item]  # steps that are taken when the iteration ends
@@ -134,7 +134,7 @@ class Member:
             )
         return Item(member, record, param, grad, why)
 
-    def _lookup(self, name: str, shape: Shape) -> tuple[Self, Record, str]:
+    def _lookup(self, name: str, shape: Shape) -> tuple[Self, TensorState, str]:
         """The record of a name, or a new one that is not kept yet."""
         for member in self._family():
             if name in member._records:
@@ -143,7 +143,7 @@ class Member:
                     raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
                 return member, record, member._why[name]
         member, why = self._route(name, shape)
-        return member, Record(name, shape, member._settings.group_of(name)), why
+        return member, TensorState(name, shape, member._settings.group_of(name)), why
 
     def _route(self, name: str, shape: Shape) -> tuple[Self, str]:
         """Which of the family takes a tensor, and why where it is not the first."""
@@ -247,7 +247,7 @@ class Member:
         """The spec of each group, this iteration."""
         return self._settings.specs(self._iteration)
 
-    def _advise(self, record: Record) -> None:
+    def _advise(self, record: TensorState) -> None:
         advice = self._specs()[record.group].advice(record.counters)
         if advice:
             self._tell("advice", f"{record.name!r} {advice}")

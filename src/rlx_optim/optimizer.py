@@ -30,7 +30,7 @@ from .routing import OTHERWISE, OWN, report
 from .settings import Group, Settings
 from .spec import Spec
 from .stats import Stats, summed_up
-from .stepping import Record, run_part
+from .stepping import TensorState, run_part
 from .storage import parts_of
 
 NONFINITE = ("propagate", "raise", "skip")
@@ -80,7 +80,7 @@ class NamedOptimizer(Member):
             otherwise._join(self)
         self._used = self._joined(self._settings.groups)
         self._iteration = self._skipped = 0
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, TensorState] = {}
         self._why: dict[str, str] = {}
         self._asked, self._rows = False, []
         self._clock = 0  # moves with every step that a plan did not take
@@ -176,7 +176,7 @@ class NamedOptimizer(Member):
         """The engine the steps run on."""
         return self._engine
 
-    def _find(self, name: str) -> tuple[NamedOptimizer, Record]:
+    def _find(self, name: str) -> tuple[NamedOptimizer, TensorState]:
         for member in self._family():
             if name in member._records:
                 return member, member._records[name]

@@ -1,7 +1,7 @@
-"""From records to bundles to a step: what every front end shares.
+"""From tensor states to bundles to a step: what every front end shares.
 
-A front end keeps a `Record` per parameter and a list of specs, one per group. It checks its input, then bundles records and runs
-the parts; what the arrays are (NumPy, torch) is between it and the engine.
+A front end keeps a `TensorState` per parameter and a list of specs, one per group. It checks its input, then bundles the states and
+runs the parts; what the arrays are (NumPy, torch) is between it and the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .stats import KINDS, Row, rows_of
 from .storage import Coded
 
 
-class Record:
+class TensorState:
     """What is kept for one parameter."""
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Part:
 
     __slots__ = ("bundle", "cohorts", "counted", "flat", "index", "owner", "records", "told", "version")
 
-    def __init__(self, bundle: Bundle, records: list[Record], cohorts: list[list[Record]]):
+    def __init__(self, bundle: Bundle, records: list[TensorState], cohorts: list[list[TensorState]]):
         self.bundle, self.records, self.cohorts = bundle, records, cohorts
         place = {id(record): i for i, record in enumerate(records)}
         self.index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
@@ -97,12 +97,12 @@ class Part:
 
 
 def bundle_up(
-    records: Iterable[tuple[int, Record]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
 ) -> list[Part]:
     """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
     shape and count, or of many shapes where it and the engine can. Empty tensors are left out. asked: their steps say what they
     did (`Part.told`)."""
-    alike: dict[Any, list[tuple[int, Record]]] = {}
+    alike: dict[Any, list[tuple[int, TensorState]]] = {}
     for place, record in records:
         if record.size:
             spec = specs[record.group]
@@ -121,7 +121,7 @@ def bundle_up(
     return parts
 
 
-def _slots(spec: Spec, record: Record) -> Any:
+def _slots(spec: Spec, record: TensorState) -> Any:
     """What is kept of a tensor, and in what; where all must be stepped together, in whatever."""
     plain = spec.state_dtype == "float32" and not record.kind
     if plain or (not spec.matrix and trace(spec, record.slots).gathers is not None):
@@ -140,9 +140,9 @@ def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]
             )
 
 
-def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any, asked: bool) -> Part:
+def _part(members: list[tuple[int, TensorState]], spec: Spec, watch: Any, asked: bool) -> Part:
     records = [record for _, record in members]
-    cohorts: dict[Any, list[Record]] = {}
+    cohorts: dict[Any, list[TensorState]] = {}
     for record in records:
         cohorts.setdefault(record.cohort(), []).append(record)
     slots = records[0].slots
@@ -156,7 +156,7 @@ def _part(members: list[tuple[int, Record]], spec: Spec, watch: Any, asked: bool
     return Part(bundle, records, list(cohorts.values()))
 
 
-def scalars(record: Record, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a record's next step, from `numbers` if a record of its cohort has them already."""
     key = record.cohort()
     found = numbers.get(key)
@@ -202,7 +202,7 @@ def run_bundle(
         bundle.buffers |= dict.fromkeys(arrays, ())
 
 
-def observe(record: Record, spec: Spec, engine: Engine, estimate: Any) -> None:
+def observe(record: TensorState, spec: Spec, engine: Engine, estimate: Any) -> None:
     """Take over an estimate of a parameter's curvature: one more program on its state."""
     if record.size:
         program, bundle = trace(spec, record.slots, "observe"), record.estimating
@@ -213,12 +213,12 @@ def observe(record: Record, spec: Spec, engine: Engine, estimate: Any) -> None:
     record.counters["estimates"] += 1
 
 
-def rows(parts: Iterable[Part], names: Mapping[Record, str]) -> list[Row]:
+def rows(parts: Iterable[Part], names: Mapping[TensorState, str]) -> list[Row]:
     """What the last step of these parts did, tensor by tensor."""
     return [row for part in parts for row in rows_of(part.told, [names[r] for r in part.records], [r.size for r in part.records])]
 
 
-def count(records: Sequence[Record], now: Mapping[str, Any]) -> bool:
+def count(records: Sequence[TensorState], now: Mapping[str, Any]) -> bool:
     """Count a step of a cohort, records that share its numbers; whether a counter of theirs moved."""
     mine = records[0].counters
     changed = {name: now[name] for name, value in mine.items() if name in now and now[name] != value} if mine else {}

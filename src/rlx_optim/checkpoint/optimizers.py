@@ -14,7 +14,7 @@ from ..registry import registered, spec_class
 from ..routing import OTHERWISE
 from ..settings import Settings
 from ..spec import TRAINED, Spec
-from ..stepping import Record
+from ..stepping import TensorState
 from ..storage import filled, parts_of
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Member, Parameter, Snapshot, Values
@@ -46,7 +46,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
     )
 
 
-def _tensors(opt: NamedOptimizer, record: Record, spec: Spec) -> dict[str, Tensor]:
+def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
     missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
     return {name: tensor(np.asarray(part)) for name, part in parts_of({**record.state, **fresh}).items()}
@@ -201,7 +201,7 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
     for name, p in snapshot.parameters.items():
         if p.member != depth:
             continue
-        record = Record(name, p.shape, len(groups) if p.group is None else p.group)
+        record = TensorState(name, p.shape, len(groups) if p.group is None else p.group)
         if p.group is not None:
             groups[p.group].matched = True
         fill(record, snapshot.spec(p), p, opt)
@@ -210,7 +210,7 @@ def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
         opt._records[name], opt._why[name] = record, p.reason
 
 
-def fill(record: Record, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
+def fill(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
     record.slots, record.counters, record.t = spec.stored_slots(p.shape), dict(p.counters), p.step
     slots = p.used(spec)

@@ -19,7 +19,7 @@ from .. import named
 from ..optimizer import NamedOptimizer
 from ..routing import table
 from ..spec import Spec
-from ..stepping import Record
+from ..stepping import TensorState
 from ..storage import NUMPY, Coded, decode, filled
 
 #: what optimizers with these words mean by them is the same to all
@@ -40,7 +40,7 @@ def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> Name
     for source in opt._family():
         for key, old in source._records.items():
             target, why = new._route(key, old.shape)
-            record = Record(key, old.shape, target._settings.group_of(key))
+            record = TensorState(key, old.shape, target._settings.group_of(key))
             record.furnish(target._specs()[record.group], new._engine.allocate)
             carried, dropped = _carry(source, old, target, record)
             record.stepped = new._iteration if old.stepped == source._iteration else -1
@@ -50,7 +50,7 @@ def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> Name
     return new
 
 
-def _carry(source: NamedOptimizer, old: Record, target: NamedOptimizer, new: Record) -> tuple[str, str]:
+def _carry(source: NamedOptimizer, old: TensorState, target: NamedOptimizer, new: TensorState) -> tuple[str, str]:
     """Fill a fresh record from an old one; what was carried over and what was not, in words."""
     before, after = source._specs()[old.group], target._specs()[new.group]
     same = source.spec is target.spec and all(
@@ -75,7 +75,7 @@ def _carry(source: NamedOptimizer, old: Record, target: NamedOptimizer, new: Rec
     return ", ".join(kept) or "nothing", f"{', '.join(lost)}: {reason}" if lost else "nothing"
 
 
-def _put(target: NamedOptimizer, new: Record, slot: str, old: Any, factor: float) -> None:
+def _put(target: NamedOptimizer, new: TensorState, slot: str, old: Any, factor: float) -> None:
     """A slot's values, times a factor, in what they are kept in here."""
     buffer = new.state[slot]
     if isinstance(old, Coded) and isinstance(buffer, Coded) and buffer.storage == old.storage and factor == 1:
@@ -86,7 +86,7 @@ def _put(target: NamedOptimizer, new: Record, slot: str, old: Any, factor: float
     filled(target._engine, buffer, values if factor == 1 else values * values.dtype.type(factor))
 
 
-def _meanings(spec: Spec, record: Record) -> dict[str, str]:
+def _meanings(spec: Spec, record: TensorState) -> dict[str, str]:
     """What is kept -> the first slot of that meaning."""
     found: dict[str, str] = {}
     for name, slot in spec.slots(record.shape).items():
@@ -101,7 +101,7 @@ def _timeless(spec: Spec) -> bool:
     return not spec.branches and spec.scalars(1, first) == spec.scalars(2, first)
 
 
-def _shared(before: Spec, after: Spec, old: Record, new: Record) -> tuple[dict[str, tuple[str, float]], str]:
+def _shared(before: Spec, after: Spec, old: TensorState, new: TensorState) -> tuple[dict[str, tuple[str, float]], str]:
     """The slots of one optimizer that mean the same to another: new name -> old name and a factor; and why there are no more."""
     has, wants = _meanings(before, old), _meanings(after, new)
     if FIRST not in wants or any(slot.factor for slot in after.slots(old.shape).values()):
@@ -144,7 +144,7 @@ def _replayed(spec: Spec, t: int) -> Mapping[str, float]:
     return counters
 
 
-def _counters(spec: Spec, new: Record, carried: bool) -> dict[str, float]:
+def _counters(spec: Spec, new: TensorState, carried: bool) -> dict[str, float]:
     """A rule's counters after t steps: as they were, or as far as they follow from t. Averages not carried over begin anew."""
     fresh, after = spec.counters(), _replayed(spec, new.t) if carried else {}
     return {k: after.get(k, v) if v == fresh[k] else v for k, v in new.counters.items()}

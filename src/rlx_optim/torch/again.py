@@ -17,7 +17,7 @@ import torch
 
 from ..spec import Spec
 from .headers import remembered
-from .lanes import AddressLane
+from .lanes import PointerBucket
 from .overlap import Work
 from .structure import Groups, State, kept
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Again:
     """What a whole step, just taken, looked like."""
 
-    def __init__(self, groups: Groups, state: State, lanes: Sequence[AddressLane]):
+    def __init__(self, groups: Groups, state: State, lanes: Sequence[PointerBucket]):
         self.structure = kept(groups, state)
         self.lanes = [(lane, Standing(lane)) for lane in lanes]
         self.specs: Sequence[Spec] = ()  # those last seen to ask for the lanes' passes
@@ -38,7 +38,9 @@ class Again:
         """None where the step just taken is not of the kind that is simply repeated. A lane that sat it out, or was given copies,
         knows nothing of where its parameters and their gradients are. Nor after the first step of a process that has not needed
         numba so far, which takes seconds to be there: most of what is compiled for a device is compiled in that step."""
-        lanes = [lane for lane, _, grads in taken if isinstance(lane, AddressLane) and lane.stepped_whole and lane.theirs(grads)]
+        lanes = [
+            lane for lane, _, grads in taken if isinstance(lane, PointerBucket) and lane.stepped_whole and lane.theirs(grads)
+        ]
         simple = len(lanes) == len(taken) == len(opt._lanes or ())
         first = "numba" not in sys.modules and any(seat.records[0].t == 1 for lane in lanes for seat in lane.seats[:1])
         return cls(opt.param_groups, opt.state, lanes) if simple and not first else None
@@ -70,13 +72,13 @@ class Again:
 class Standing:
     """The parameters of a lane and their state: where they are and how they and the gradients are stored."""
 
-    def __init__(self, lane: AddressLane):
+    def __init__(self, lane: PointerBucket):
         self.params: list[torch.Tensor] = [seat.param for seat in lane.seats]
         self.every = range(len(self.params))
         state = [value for seat in lane.seats for value in seat.held if isinstance(value, torch.Tensor)]
         self.headers = remembered(self.params, state)
 
-    def stands(self, lane: AddressLane) -> bool:
+    def stands(self, lane: PointerBucket) -> bool:
         verdict = self.headers.same()
         if verdict == 2:
             lane.watch.grads[:] = self.headers.addresses

@@ -16,8 +16,8 @@ import torch
 
 from ..engines.torch_ import uncollected
 from ..spec import Spec
-from ..stepping import Part, Record, count, run_bundle
-from .lanes import Seat, TritonLane, written
+from ..stepping import Part, TensorState, count, run_bundle
+from .lanes import ParamEntry, TritonBucket, written
 
 #: what of state in fewer bits can be captured
 ALONE = "with capturable=True codes are for tensors that keep all of a slot in them; use capturable=False, or float32 state"
@@ -47,7 +47,7 @@ def decided(part: Part) -> dict[str, Any]:
     return part.bundle.spec.decisions(first.t + 1, first.counters)
 
 
-class GraphLane(TritonLane):
+class GraphBucket(TritonBucket):
     """A lane whose counts live on the device. `flag`: not 0 where the step must not be taken; None: nobody decides. `followed`:
     whoever captures a step tells the host of every replay."""
 
@@ -75,7 +75,7 @@ class GraphLane(TritonLane):
             seat.hold()
         self.indices: dict[Any, torch.Tensor] = {}
 
-    def tick(self, seat: Seat) -> torch.Tensor:
+    def tick(self, seat: ParamEntry) -> torch.Tensor:
         return self.counts[self.seats.index(seat)].long() + 1  # it is counted later
 
     def counts_stand(self) -> bool:
@@ -123,7 +123,7 @@ class GraphLane(TritonLane):
         self.write_counters()
 
     def launch(
-        self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
+        self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
     ) -> None:
         self.watch.flag = self.flag
         place = {record: i for i, seat in enumerate(self.seats) for record in seat.records}
@@ -151,7 +151,7 @@ class GraphLane(TritonLane):
             self.counted[name][1].copy_(values)
         written(params)
 
-    def numbers_of(self, part: Part, place: Mapping[Record, int]) -> tuple[dict[str, Any], list[Any]]:
+    def numbers_of(self, part: Part, place: Mapping[TensorState, int]) -> tuple[dict[str, Any], list[Any]]:
         """The numbers of a part, one per tensor where they depend on counts; and the counters' next values, with their places."""
         groups: dict[int, list[int]] = {}
         for i, record in enumerate(part.records):

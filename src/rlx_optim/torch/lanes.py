@@ -1,8 +1,8 @@
 """A lane: the parameters that one engine steps together, and how their memory reaches it.
 
-`CpuLane` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
-strides) goes through a scratch copy and is rounded once on the way back. `TritonLane` does the same for the triton engine, which
-reads every floating type itself. `TorchLane` hands tensors to the torch engine.
+`CpuBucket` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
+strides) goes through a scratch copy and is rounded once on the way back. `TritonBucket` does the same for the triton engine, which
+reads every floating type itself. `TorchBucket` hands tensors to the torch engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..engine import Engine
 from ..pieces import WHOLE, Split
 from ..rounding import Half
 from ..spec import Spec
-from ..stepping import Part, Record, bundle_up, observe, run_part
+from ..stepping import Part, TensorState, bundle_up, observe, run_part
 from . import halves
 from .headers import described
 
@@ -34,7 +34,7 @@ ARITHMETIC = {
 }
 
 
-class Seat:
+class ParamEntry:
     """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Seat:
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
         self.hold()
         shapes = pieces.shapes_of(tuple(param.shape), split)
-        self.records = [Record(each, shape, group) for each, shape in zip(pieces.names_in(name, split), shapes, strict=True)]
+        self.records = [TensorState(each, shape, group) for each, shape in zip(pieces.names_in(name, split), shapes, strict=True)]
 
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
@@ -90,7 +90,7 @@ class Memory:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as a NumPy array; good as long as nobody replaces it (`Seat.holds` looks)."""
+    """The same memory as a NumPy array; good as long as nobody replaces it (`ParamEntry.holds` looks)."""
     return np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), KINDS[tensor.dtype])
 
 
@@ -118,7 +118,7 @@ def written(params: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
-class Addresses:
+class PointerTable:
     """Where the arrays of a step are and how they are stored, in the form the compiled engines read."""
 
     def __init__(self, n: int):
@@ -133,7 +133,7 @@ class Addresses:
         self.recorded = True  # whether it may keep such
 
 
-class Lane(abc.ABC):
+class Bucket(abc.ABC):
     """Seats that share an engine."""
 
     spread = ""  # in words: how parameters that are spread over ranks are stepped
@@ -148,7 +148,7 @@ class Lane(abc.ABC):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
         self.kept = device  # where state is
         self.sign = sign  # -1 where groups maximize
-        self.seats: list[Seat] = []
+        self.seats: list[ParamEntry] = []
         self.present: tuple[int, ...] = ()
         self.structures: Any = None
         self.parts: list[Part] = []
@@ -170,7 +170,7 @@ class Lane(abc.ABC):
 
     def share_counters(self, names: Iterable[str]) -> None:
         """Those that the host keeps, each in one memory."""
-        self.others: list[tuple[str, list[Seat], np.ndarray]] = []
+        self.others: list[tuple[str, list[ParamEntry], np.ndarray]] = []
         for name in names:
             who = [seat for seat in self.seats if name in seat.counters]
             shared = torch.tensor([float(seat.state[name]) for seat in who], dtype=torch.float64, device="cpu")
@@ -208,19 +208,19 @@ class Lane(abc.ABC):
             self.steps[i] = max((record.t for record in seat.records if record.size), default=self.steps[i])
         self.write_counters()
 
-    def tick(self, seat: Seat) -> Any:
+    def tick(self, seat: ParamEntry) -> Any:
         """Which step a seat has just taken."""
         return max(record.t for record in seat.records)  # those of no size here do not count
 
     @staticmethod
-    def pieces(tensor: torch.Tensor, seat: Seat) -> Sequence[torch.Tensor]:
+    def pieces(tensor: torch.Tensor, seat: ParamEntry) -> Sequence[torch.Tensor]:
         """What the records are, of a tensor that is packed."""
         if seat.split == WHOLE:
             return [tensor]
         parts = tensor.reshape(-1).split([record.size for record in seat.records])
         return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
 
-    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
+    def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
         """Take over an estimate of the curvature of a parameter, which is whole."""
         observe(seat.records[0], spec, self.engine, self.view(estimate))
 
@@ -243,10 +243,10 @@ class Lane(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         """Run the parts on these seats' memory."""
 
-    def admit(self, seat: Seat, spec: Spec) -> None:
+    def admit(self, seat: ParamEntry, spec: Spec) -> None:
         """Take a seat in."""
         self.seats.append(seat)
 
@@ -256,8 +256,8 @@ class Lane(abc.ABC):
         """A state tensor as the engine wants it."""
 
 
-class TorchLane(Lane):
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+class TorchBucket(Bucket):
+    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         params: list[torch.Tensor] = []
         pieces: list[torch.Tensor] = []
         back = []
@@ -282,14 +282,14 @@ class TorchLane(Lane):
         return buffer
 
 
-class AddressLane(Lane):
+class PointerBucket(Bucket):
     """Lanes whose engine reads and writes torch's memory by address."""
 
     scratched = False  # whether something had to be copied
     _told: tuple[list[Part], list[bool]] = [], []  # for these parts: whether addresses are all that the engine needs
 
-    def fresh_watch(self, n: int) -> Addresses:
-        self.watch = Addresses(n)
+    def fresh_watch(self, n: int) -> PointerTable:
+        self.watch = PointerTable(n)
         self.watch.recorded = self.recorded
         return self.watch
 
@@ -307,7 +307,7 @@ class AddressLane(Lane):
         """Whether the engine can use this memory as it is."""
 
     @abc.abstractmethod
-    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
         """Of which of these seats parameter and gradient can be used as they are, though they are of 16 bits."""
 
     def by_address(self, part: Part) -> bool:
@@ -325,10 +325,10 @@ class AddressLane(Lane):
         return all(self.told())
 
     @abc.abstractmethod
-    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         """The pieces of these tensors as matrix rules want them."""
 
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
+    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
         params, back = [], []
         self.scratched, direct = False, self.direct(seats, grads)
         for i, seat in enumerate(seats):
@@ -350,7 +350,7 @@ class AddressLane(Lane):
             halves.closed(seat, unpacked(scratch, seat), self.tick(seat))  # torch counts this version itself
 
     def launch(
-        self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
+        self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
     ) -> None:
         """Run the parts on memory that has been told."""
         told = self.told()
@@ -360,7 +360,7 @@ class AddressLane(Lane):
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale)
         written(params)
 
-    def tell(self, seats: list[Seat], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def tell(self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are."""
         if len(seats) == self.watch.n:
             places: Any = [p.data_ptr() for p in params], [g.data_ptr() for g in grads]
@@ -377,7 +377,7 @@ class AddressLane(Lane):
         self.watch.version += 1
 
 
-class CpuLane(AddressLane):
+class CpuBucket(PointerBucket):
     engine: Any
     rounds = separates = True
     _alike: tuple[Any, list[list[int]]] = (), []  # of these parts and seats: places of those that one compiled pass steps
@@ -392,7 +392,7 @@ class CpuLane(AddressLane):
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
-    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
         """All of a part, or none of it."""
         found: set[int] = set()
         for places in self.alike(seats):
@@ -407,7 +407,7 @@ class CpuLane(AddressLane):
         """Whether both are of one type, and can be used as they are."""
         return grad.dtype is param.dtype and all(t.is_contiguous() and not t.is_neg() for t in (param, grad))
 
-    def alike(self, seats: list[Seat]) -> list[list[int]]:
+    def alike(self, seats: list[ParamEntry]) -> list[list[int]]:
         """Places of seats of 16 bits, part by part, where passes are compiled and each part has all of its parameters."""
         if self._alike[0] is not self.parts:
             where = {record: i for i, seat in enumerate(seats) for record in seat.records}
@@ -422,14 +422,14 @@ class CpuLane(AddressLane):
             self._alike = self.parts, found
         return self._alike[1]
 
-    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         return [array_of(p) for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
 
 
-class TritonLane(AddressLane):
+class TritonBucket(PointerBucket):
     engine: Any
     rounds = True
-    _swept: tuple[list[Part], set[Record]] = [], set()  # of these parts: what the engine steps by address, matrices too
+    _swept: tuple[list[Part], set[TensorState]] = [], set()  # of these parts: what the engine steps by address, matrices too
 
     def launch(self, *given: Any) -> None:
         super().launch(*given)
@@ -446,7 +446,7 @@ class TritonLane(AddressLane):
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.is_contiguous() and not tensor.is_neg()
 
-    def direct(self, seats: list[Seat], grads: list[torch.Tensor]) -> set[int]:
+    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
         """Which gradients those of others can be is no matter."""
         if self._swept[0] is not self.parts:
             swept = [part for part in self.parts if self.engine.sweeps(part.bundle)]
@@ -460,9 +460,9 @@ class TritonLane(AddressLane):
             and self.as_is(grad)
         }
 
-    def arrays(self, seats: list[Seat], tensors: list[torch.Tensor]) -> list[Any]:
+    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
 
 
 #: by the name of the engine; all others take tensors
-LANES: dict[str, type[Lane]] = {"cpu": CpuLane, "triton": TritonLane}
+BUCKETS: dict[str, type[Bucket]] = {"cpu": CpuBucket, "triton": TritonBucket}

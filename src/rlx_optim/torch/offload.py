@@ -1,6 +1,6 @@
 """State on the host: `offload="cpu"`, for parameters on a CUDA device.
 
-Who steps what stays as it is; where the arrays are is what changes. `HostLane` deals its seats out into buckets. A bucket is an
+Who steps what stays as it is; where the arrays are is what changes. `HostBucket` deals its seats out into buckets. A bucket is an
 ordinary lane whose seats (`Chunk`) are stand-ins over arrays that are brought to where the arithmetic is. For most rules that is
 the host: gradients and parameters come down, the parameters go up again, the state never moves. For matrix rules, and for all
 with engine="triton", it is the device: state goes up and comes down again. Where a rule looks at single coordinates, a large
@@ -31,10 +31,10 @@ from ..pieces import WHOLE
 from ..program import gathers, measures
 from ..rounding import LOW
 from ..spec import Spec
-from ..stepping import Record, observe
+from ..stepping import TensorState, observe
 from ..storage import Coded
 from . import halves
-from .lanes import LANES, AddressLane, Lane, Seat, TorchLane
+from .lanes import BUCKETS, Bucket, ParamEntry, PointerBucket, TorchBucket
 from .state import HOST
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
@@ -142,7 +142,7 @@ LINKS: dict[str, type[Link]] = {"cuda": Link}
 class Chunk:
     """A seat in a bucket: a parameter, or a run of its rows."""
 
-    def __init__(self, seat: Seat, records: list[Record], half: Any, rows: slice | None):
+    def __init__(self, seat: ParamEntry, records: list[TensorState], half: Any, rows: slice | None):
         self.param, self.whole, self.records, self.half, self.rows = seat.param, seat.param, records, half, rows
         self.split, self.columns = (seat.split, seat.columns) if rows is None else (WHOLE, False)
 
@@ -156,10 +156,10 @@ class Chunk:
 
 
 @dataclasses.dataclass
-class Bucket:
+class HostBatch:
     """A lane of chunks; of each its seat's place, and what must be copied of its state."""
 
-    lane: Lane
+    lane: Bucket
     places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
     room: Room | None = None  # where that is bound to one
@@ -168,7 +168,7 @@ class Bucket:
     shape: Any = None
 
 
-class HostLane(Lane):
+class HostBucket(Bucket):
     """Seats whose state is on the host, and who computes where."""
 
     hosted = True
@@ -179,12 +179,12 @@ class HostLane(Lane):
         """device: of the parameters; where: the arithmetic is; above: that is the device."""
         super().__init__(engine, why, device, dtype, sign)
         self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
-        self.inner = LANES.get(engine.name, TorchLane)
+        self.inner = BUCKETS.get(engine.name, TorchBucket)
         self.together = False  # whether a rule reduces over all tensors
         self.matrix = False  # whether one is a matrix rule
         self.link = LINKS[device.type](device, not above)
         self.rooms = [Room() for _ in range(SLOTS)]
-        self.buckets: list[Bucket] = []
+        self.buckets: list[HostBatch] = []
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -199,7 +199,7 @@ class HostLane(Lane):
             if name in state:
                 state[name] = self.link.pinned(state[name])
 
-    def admit(self, seat: Seat, spec: Spec) -> None:
+    def admit(self, seat: ParamEntry, spec: Spec) -> None:
         """Take a seat in, cut into runs of rows where that makes no difference to its rule."""
         self.seats.append(seat)
         shape = tuple(seat.shape)
@@ -230,7 +230,7 @@ class HostLane(Lane):
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.rooms[n % SLOTS])
 
-    def chunks(self, seat: Seat) -> Iterator[Chunk]:
+    def chunks(self, seat: ParamEntry) -> Iterator[Chunk]:
         """Of a seat."""
         if seat.split != WHOLE or len(seat.records) == 1:
             yield Chunk(seat, seat.records, seat.half, None)
@@ -243,7 +243,7 @@ class HostLane(Lane):
                 half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
             yield Chunk(seat, [record], half, rows)
 
-    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> Bucket:
+    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> HostBatch:
         """Of these chunks, each with its seat's place."""
         lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
         lane.recorded = False  # graphs would keep memory of their own
@@ -251,9 +251,9 @@ class HostLane(Lane):
         if not self.above:
             for _, chunk in chunks:
                 halves.tell(lane, chunk)
-        return Bucket(lane, [place for place, _ in chunks])
+        return HostBatch(lane, [place for place, _ in chunks])
 
-    def bind(self, bucket: Bucket, room: Room) -> None:
+    def bind(self, bucket: HostBatch, room: Room) -> None:
         """Give chunks state in a room on the device, and keep what it is copied from."""
         bucket.room, chunks = room, cast(Any, bucket.lane.seats)
         views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
@@ -272,8 +272,8 @@ class HostLane(Lane):
                 chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
             halves.tell(bucket.lane, chunk)
 
-    def observe(self, seat: Seat, spec: Spec, estimate: torch.Tensor) -> None:
-        def take(record: Record, part: torch.Tensor) -> None:
+    def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
+        def take(record: TensorState, part: torch.Tensor) -> None:
             observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
 
         if self.above:
@@ -285,13 +285,13 @@ class HostLane(Lane):
             take(record, part)
 
     def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
-        """Bucket by bucket."""
+        """HostBatch by bucket."""
         turns = self.turns(chosen, grads)
 
         def compute(turn: Turn) -> None:
             lane = turn.bucket.lane
             lane.asked = self.asked
-            again = turn.again and isinstance(lane, AddressLane) and lane.prepared(tuple(turn.mine), structures)
+            again = turn.again and isinstance(lane, PointerBucket) and lane.prepared(tuple(turn.mine), structures)
             if again and lane.stepped_whole:  # type: ignore[attr-defined]
                 lane.numbers.clear()
                 lane.launch(lane.seats, [chunk.param for chunk in turn.chunks], turn.grads, specs, scale)  # type: ignore[attr-defined]
@@ -324,14 +324,14 @@ class HostLane(Lane):
         finally:
             self.link.end()
 
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         raise AssertionError("a host lane does everything in `step`")
 
 
 class Turn:
     """A bucket in a step: which of its chunks, their gradients, what is copied to where."""
 
-    def __init__(self, lane: HostLane, bucket: Bucket, mine: list[int], given: dict[int, torch.Tensor], number: int):
+    def __init__(self, lane: HostBucket, bucket: HostBatch, mine: list[int], given: dict[int, torch.Tensor], number: int):
         self.lane, self.bucket, self.mine = lane, bucket, mine
         self.room = bucket.room or lane.rooms[number % SLOTS]
         self.chunks: Any = [bucket.lane.seats[k] for k in mine]
@@ -371,9 +371,9 @@ def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
         yield chunk.half.low
 
 
-def run_of(whole: Record, rows: slice) -> Record:
+def run_of(whole: TensorState, rows: slice) -> TensorState:
     """A run of rows of a parameter as a record of its own, over the same state."""
-    made = Record(whole.name, (rows.stop - rows.start, *whole.shape[1:]), whole.group)
+    made = TensorState(whole.name, (rows.stop - rows.start, *whole.shape[1:]), whole.group)
     made.t, made.counters = whole.t, dict(whole.counters)
     made.slots = {name: dataclasses.replace(slot, shape=made.shape) for name, slot in whole.slots.items()}
     first = rows.start * math.prod(whole.shape[1:])
@@ -385,7 +385,7 @@ def run_of(whole: Record, rows: slice) -> Record:
 
 
 @contextlib.contextmanager
-def whole(lanes: Iterable[Lane]) -> Iterator[None]:
+def whole(lanes: Iterable[Bucket]) -> Iterator[None]:
     """A step of these lanes, some of which are offloaded: nothing is under way to the host after it, and Ctrl-C is answered after
     it, so that it is taken whole."""
     with _undisturbed():
@@ -393,7 +393,7 @@ def whole(lanes: Iterable[Lane]) -> Iterator[None]:
             yield
         finally:
             for lane in lanes:
-                if isinstance(lane, HostLane):
+                if isinstance(lane, HostBucket):
                     lane.link.rest()
 
 

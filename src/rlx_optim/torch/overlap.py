@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from .headers import is_fake
-from .lanes import Lane
+from .lanes import Bucket
 
-Work = list[tuple[Lane, list[int], list[torch.Tensor]]]  # lanes, which of their seats, and those seats' gradients
-Entry = tuple[Lane, int, int]  # a lane, a seat, its place among the chosen
+Work = list[tuple[Bucket, list[int], list[torch.Tensor]]]  # lanes, which of their seats, and those seats' gradients
+Entry = tuple[Bucket, int, int]  # a lane, a seat, its place among the chosen
 
 
 def span(tensor: Any) -> tuple[int, int]:

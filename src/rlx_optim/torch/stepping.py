@@ -24,19 +24,19 @@ from ..program import trace
 from ..routing import bare
 from ..spec import Spec
 from ..stats import Row, Stats, summed_up
-from ..stepping import Record, check_together, rows
+from ..stepping import TensorState, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
 from .again import Again
 from .deciding import Deciding
 from .engines import choose
 from .evaluating import eager, named
-from .graphs import GraphLane, refusal
+from .graphs import GraphBucket, refusal
 from .halves import is_spread
 from .headers import in_bounds, is_fake
-from .lanes import ARITHMETIC, LANES, Lane, Seat, TorchLane, packed
+from .lanes import ARITHMETIC, BUCKETS, Bucket, ParamEntry, TorchBucket, packed
 from .names import in_dtype
-from .offload import LINKS, HostLane, whole
+from .offload import LINKS, HostBucket, whole
 from .overlap import Work, rounds
 from .replaced import follow, list_params, pair_replaced
 from .state import (
@@ -102,10 +102,10 @@ class Stepper(Deciding):
 
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
-        self._lanes: list[Lane] | None = None
+        self._lanes: list[Bucket] | None = None
         self._again: Again | None = None  # the last step, if it may be repeated
         self._layout: list[int] = []  # the parameters when the lanes were made
-        self._places: dict[torch.Tensor, tuple[Lane, int]] = {}
+        self._places: dict[torch.Tensor, tuple[Bucket, int]] = {}
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
         self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
@@ -275,9 +275,9 @@ class Stepper(Deciding):
             self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
         self._again = Again.after(self, taken) if plainly and not self.capturable else None
 
-    def _record_names(self) -> dict[Record, str]:
+    def _record_names(self) -> dict[TensorState, str]:
         """What each record is called in `stats`: as its parameter, or by its place, "group.place"."""
-        names: dict[Record, str] = {}
+        names: dict[TensorState, str] = {}
         for i, group in enumerate(self.param_groups):
             for k, param in enumerate(group["params"]):
                 if param not in self._places:
@@ -296,7 +296,7 @@ class Stepper(Deciding):
                 raise
             return [spec for _, spec in self._specs if spec is not None], problem
 
-    def _graph_lanes(self) -> list[GraphLane]:
+    def _graph_lanes(self) -> list[GraphBucket]:
         """Those there are, with the settings as they are now."""
         specs = self._current_specs()
         lanes: Any = self._lanes or []
@@ -321,8 +321,8 @@ class Stepper(Deciding):
             lane.settle_counts()
         self._layout, self._again = [], None
 
-    def _work(self, ready: list[tuple[Lane, list[int]]]) -> Work:
-        def gradient(lane: Lane, seat: Seat) -> torch.Tensor:
+    def _work(self, ready: list[tuple[Bucket, list[int]]]) -> Work:
+        def gradient(lane: Bucket, seat: ParamEntry) -> torch.Tensor:
             grad = self._checked_grad(lane, seat)
             return -grad if seat.turned else grad
 
@@ -332,7 +332,9 @@ class Stepper(Deciding):
         for lane, chosen, grads in work:
             yield from zip((lane.seats[i].param for i in chosen), grads, strict=True)
 
-    def _prepared(self, ready: list[tuple[Lane, list[int]]], problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
+    def _prepared(
+        self, ready: list[tuple[Bucket, list[int]]], problem: Exception | None
+    ) -> tuple[Work, bool, torch.Tensor | None]:
         """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
         if problem is not None:
             raise problem
@@ -342,7 +344,7 @@ class Stepper(Deciding):
         bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
         return work, bad, self._measured(work)
 
-    def _refuse_zeros(self, lane: Lane, seat: Seat) -> None:
+    def _refuse_zeros(self, lane: Bucket, seat: ParamEntry) -> None:
         """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""
         first = seat.records[0]
         spec: Any = self._specs[first.group][1]
@@ -352,7 +354,7 @@ class Stepper(Deciding):
             if not bool(piece.any()):
                 raise spec.stuck(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
 
-    def _checked_grad(self, lane: Lane, seat: Seat) -> torch.Tensor:
+    def _checked_grad(self, lane: Bucket, seat: ParamEntry) -> torch.Tensor:
         self._check_seat(lane, seat)
         if seat.fresh:
             self._refuse_zeros(lane, seat)
@@ -421,7 +423,7 @@ class Stepper(Deciding):
                     "make a new optimizer"
                 )
 
-    def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Lane, list[int]]]:
+    def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Bucket, list[int]]]:
         """The lanes, with those of their seats that have a gradient. Groups and state are the truth: where they are no longer
         what the lanes were made from, lanes are made anew."""
         known = self._layout == self._laid_out() if only is None else only in self._places
@@ -441,13 +443,13 @@ class Stepper(Deciding):
         """The parameters, group by group."""
         return [identity for group in self.param_groups for identity in (*map(id, group["params"]), BOUNDARY)]
 
-    def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Lane, list[int]]]:
+    def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Bucket, list[int]]]:
         if only is not None:
             lane, place = self._places[only]
             return [(lane, [place])]
         return [(lane, [i for i, seat in enumerate(lane.seats) if seat.param.grad is not None]) for lane in self._lanes or []]
 
-    def _check_seat(self, lane: Lane, seat: Seat) -> None:
+    def _check_seat(self, lane: Bucket, seat: ParamEntry) -> None:
         """Refuse a parameter that is no longer what its state was made for."""
         param, name = seat.param, seat.records[0].name
         if param.shape == seat.shape and ARITHMETIC.get(param.dtype) is lane.dtype and param.device == lane.device:
@@ -477,7 +479,7 @@ class Stepper(Deciding):
                 f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
             )
         self._refresh()
-        lanes: dict[Any, Lane] = {}
+        lanes: dict[Any, Bucket] = {}
         self._dormant = []
         gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
         placed: set[torch.Tensor] = set()
@@ -497,7 +499,7 @@ class Stepper(Deciding):
                 furnish(self.state[param], spec, param, split, home)
                 where = self._reached(param, type(spec))
                 engine, why = choose(self.engine, where, dtype, is_fake(param))
-                make: Any = GraphLane if self.capturable else LANES.get(engine.name, TorchLane)
+                make: Any = GraphBucket if self.capturable else BUCKETS.get(engine.name, TorchBucket)
                 program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
                 gathers = program is not None and program.gathers is not None
                 turned = mixed and gathers and group["maximize"]  # what is one number for all is one lane's
@@ -507,7 +509,7 @@ class Stepper(Deciding):
                 if home is HOST:
                     key = (*key, where, spec.matrix)
                     above = on_the_device(spec.matrix, self.engine)
-                    make = functools.partial(HostLane, where=where, above=above)
+                    make = functools.partial(HostBucket, where=where, above=above)
                 elif home is not None:
                     if self.capturable:
                         raise ValueError(
@@ -539,25 +541,25 @@ class Stepper(Deciding):
         times = collections.Counter(self._layout)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
 
-    def _round(self, lane: Lane, spec: Spec, name: str) -> None:
+    def _round(self, lane: Bucket, spec: Spec, name: str) -> None:
         """Tell the last seat of a lane how its parameter is rounded. name: by which chance is keyed."""
         seat = lane.seats[-1]
         low = halves.checked(self._owner, seat.state, spec, seat.param, name, lane.kept)
         seat.half = halves.half_of(spec, seat.param, name, low)
         halves.tell(lane, seat)
 
-    def _seat(self, lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int) -> Seat:
+    def _seat(self, lane: Bucket, spec: Spec, param: torch.Tensor, name: str, group: int) -> ParamEntry:
         state = self.state[param]
         split = split_in(state) or WHOLE
         if not self.capturable:
             settle(state, spec)
-        seat = Seat(param, state, bare(name), group, split, spec.counters())
+        seat = ParamEntry(param, state, bare(name), group, split, spec.counters())
         seat.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
         for record in seat.records:
             record.t = int(count_of(state["step"]))
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
         slots = slots_of(spec, tuple(param.shape), split)
-        if isinstance(lane, HostLane):
+        if isinstance(lane, HostBucket):
             lane.settle(state, part_names(spec, slots))
         for slot, key in names_of(spec, slots).items():
             kind, views = slots[slot][0].storage, []
@@ -607,7 +609,7 @@ class Stepper(Deciding):
         return detach
 
 
-def cast(lane: Lane, seat: Seat) -> bool:
+def cast(lane: Bucket, seat: ParamEntry) -> bool:
     """Whether a parameter has since become of another type that is computed in the same: its memory is read otherwise now."""
     return seat.param.dtype is not seat.dtype and ARITHMETIC.get(seat.param.dtype) is lane.dtype
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ..lanes import Lane
+from ..lanes import Bucket
 from .layout import here
 from .together import Elsewhere, Together
 
-Work = list[tuple[Lane, list[int], list[torch.Tensor]]]
+Work = list[tuple[Bucket, list[int], list[torch.Tensor]]]
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
 
 
 class Council:
     """Who must agree, and the lanes whose seats they agree on, in the same order on every rank."""
 
-    def __init__(self, together: Together, lanes: Sequence[Lane], device: torch.device):
+    def __init__(self, together: Together, lanes: Sequence[Bucket], device: torch.device):
         self.together, self.lanes, self.device = together, lanes, device
 
     def agree(

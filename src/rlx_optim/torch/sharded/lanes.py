@@ -1,6 +1,6 @@
 """Lanes for parameters that are spread over ranks.
 
-`local(kind)` steps what is in this rank's memory as the lane `kind` would. `ReducedLane` does so with `Reducing`. `OwnerLane`
+`local(kind)` steps what is in this rank's memory as the lane `kind` would. `ReducedBucket` does so with `Reducing`. `OwnerBucket`
 brings gradients (and p, where the rule reads it) to the owners of matrices, runs the ordinary rule there on whole matrices,
 brings the updates back and moves the shards; in stages, so that matrices travel while others are computed.
 """
@@ -25,10 +25,10 @@ from ...reading import reads_p
 from ...sharing import staged
 from ...spec import Shape, Slot, Spec
 from ...stepping import Part as Bundled
-from ...stepping import Record, bundle_up, run_part, scalars
+from ...stepping import TensorState, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded
 from .. import halves
-from ..lanes import LANES, Addresses, Lane, Seat, TorchLane, packed, unpacked, written
+from ..lanes import BUCKETS, Bucket, ParamEntry, PointerTable, TorchBucket, packed, unpacked, written
 from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
 from .council import Council
 from .exchange import Item, collect, spread
@@ -48,7 +48,7 @@ class Part:
         self.half, self.places = seat.half, seat.places
 
 
-class Local(Lane):
+class Local(Bucket):
     """Mixed into a lane for plain tensors; gradients come as their local parts."""
 
     def run(self, seats: list[Any], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
@@ -61,11 +61,11 @@ class Local(Lane):
 
 
 @functools.cache
-def local(kind: type[Lane]) -> type[Lane]:
+def local(kind: type[Bucket]) -> type[Bucket]:
     return type(f"Local{kind.__name__}", (Local, kind), {})
 
 
-class ReducedLane(local(TorchLane)):  # type: ignore[misc]
+class ReducedBucket(local(TorchBucket)):  # type: ignore[misc]
     """Rules that measure whole tensors. Empty shards take part: their ranks must be in every all-reduce."""
 
     def fresh_watch(self, n: int) -> list[Layout]:
@@ -93,7 +93,7 @@ class Updates:
         return x
 
 
-def sets(seat: Seat) -> int:
+def sets(seat: ParamEntry) -> int:
     """How many times numbers are committed with: once for equal pieces."""
     return len(seat.records) if isinstance(seat.split, tuple) else 1
 
@@ -132,17 +132,17 @@ def move(spec: Spec) -> Spec:
 class Landing:
     """Where the update of a seat lands."""
 
-    def __init__(self, seat: Seat):
+    def __init__(self, seat: ParamEntry):
         first, shape = seat.records[0], tuple(here(seat.param).shape)
         self.param, self.columns = seat.param, seat.columns
         self.half, self.places = seat.half, seat.places
         self.split: Split = WHOLE
-        self.records = [Record(first.name, shape, first.group)]
+        self.records = [TensorState(first.name, shape, first.group)]
         if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
             axis = int(seat.columns)
             self.split = here_of = lengths(seat.param, seat.split, axis)
             shapes = [(*shape[:axis], n, *shape[axis + 1 :]) for n in here_of]
-            self.records = [Record(first.name, each, first.group) for each in shapes]
+            self.records = [TensorState(first.name, each, first.group) for each in shapes]
 
 
 def lengths(param: torch.Tensor, split: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -156,11 +156,11 @@ class Turn(NamedTuple):
     """A stage of a step: which seats, where their arrays are, and what is computed here."""
 
     stage: list[int]
-    watch: Addresses
+    watch: PointerTable
     parts: list[Bundled]
 
 
-class OwnerLane(Lane):
+class OwnerBucket(Bucket):
     """Matrices that one rank each computes, or (`homes` that are Shards) that every rank computes after a full gather."""
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
@@ -169,7 +169,7 @@ class OwnerLane(Lane):
         self.shapes: list[set[Shape]] = []  # of each seat's pieces
         self.readers: set[int] = set()  # seats whose rule has read p where it was not expected to
         self.turns: list[Turn] = []
-        self.landing = local(LANES.get(engine.name, TorchLane))(engine, why, device, dtype, 1.0)
+        self.landing = local(BUCKETS.get(engine.name, TorchBucket))(engine, why, device, dtype, 1.0)
 
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return self.landing.view(buffer)
@@ -230,11 +230,11 @@ class OwnerLane(Lane):
         problem.add_note(f"{names} was not stepped, on no rank; the matrices beside it were")
         return problem
 
-    def run(self, seats: list[Seat], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
         raise AssertionError("an owner lane does everything in `step`")
 
     @staticmethod
-    def _staged(seats: list[Seat], homes: list[Home], specs: Sequence[Spec]) -> list[list[int]]:
+    def _staged(seats: list[ParamEntry], homes: list[Home], specs: Sequence[Spec]) -> list[list[int]]:
         owned = [home for home in homes if isinstance(home, Owned)]
         if len(owned) < len(homes):  # gathered whole, one after the other
             return [list(range(len(homes)))]
@@ -242,14 +242,14 @@ class OwnerLane(Lane):
         work = [specs[seat.records[0].group].work(shape) for seat, shape in zip(seats, shapes, strict=True)]
         return staged(work, [home.owner for home in owned], shapes, owned[0].circle.size)
 
-    def _turn(self, stage: list[int], seats: list[Seat], homes: list[Home], specs: Sequence[Spec]) -> Turn:
+    def _turn(self, stage: list[int], seats: list[ParamEntry], homes: list[Home], specs: Sequence[Spec]) -> Turn:
         here = [i for i in stage if not isinstance(home := homes[i], Owned) or home.mine]
         records = [record for i in here for record in seats[i].records]
-        watch = Addresses(len(records))
+        watch = PointerTable(len(records))
         return Turn(stage, watch, bundle_up(enumerate(records), specs, self.engine, watch))
 
     def _gathered(
-        self, stage: list[int], seats: list[Seat], homes: list[Home], grads: list[torch.Tensor], reading: set[int]
+        self, stage: list[int], seats: list[ParamEntry], homes: list[Home], grads: list[torch.Tensor], reading: set[int]
     ) -> Callable[[], tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]]:
         """The whole gradients of what is computed here, by place; and p, of those whose rule reads it."""
         wholes: tuple[dict[int, torch.Tensor], ...] = {}, {}
@@ -279,7 +279,7 @@ class OwnerLane(Lane):
     def _updated(
         self,
         turn: Turn,
-        seats: list[Seat],
+        seats: list[ParamEntry],
         wholes: Mapping[int, torch.Tensor],
         params: Mapping[int, torch.Tensor],
         specs: Sequence[Spec],
@@ -323,12 +323,12 @@ class OwnerLane(Lane):
         return updates, numbers, raised
 
     @staticmethod
-    def _length(seat: Seat, specs: Sequence[Spec]) -> int:
+    def _length(seat: ParamEntry, specs: Sequence[Spec]) -> int:
         """How many numbers travel with an update."""
         record = seat.records[0]
         return 1 + sets(seat) * len(specs[record.group].committed) + len(record.counters)
 
-    def _tell(self, watch: Addresses, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def _tell(self, watch: PointerTable, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
         watch.params[:], watch.grads[:] = [t.data_ptr() for t in updates], [t.data_ptr() for t in grads]
         watch.param_types = watch.grad_types = (self.dtype,) * len(grads)
@@ -337,7 +337,7 @@ class OwnerLane(Lane):
     def _delivered(
         self,
         stage: list[int],
-        seats: list[Seat],
+        seats: list[ParamEntry],
         homes: list[Home],
         specs: Sequence[Spec],
         updates: Mapping[int, torch.Tensor],
@@ -388,17 +388,17 @@ class OwnerLane(Lane):
 
 
 # ---- seats ----------------------------------------------------------------------------------------------------------------
-def seat(lane: Lane, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> Seat:
+def seat(lane: Bucket, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home) -> ParamEntry:
     """A seat with the views of its state that a lane needs."""
-    owned = isinstance(lane, OwnerLane)
+    owned = isinstance(lane, OwnerBucket)
     split = (split_in(state) or WHOLE) if spec.matrix else WHOLE
     settle(state, spec)
-    made = Seat(param, state, name, group, split, spec.counters())
+    made = ParamEntry(param, state, name, group, split, spec.counters())
     if not owned:
         shapes = shapes_of(tuple(here(param).shape), split)
         whole = made.records[0].size
-        made.records = [Record(record.name, shape, group) for record, shape in zip(made.records, shapes, strict=True)]
-        if isinstance(lane, ReducedLane):
+        made.records = [TensorState(record.name, shape, group) for record, shape in zip(made.records, shapes, strict=True)]
+        if isinstance(lane, ReducedBucket):
             made.records[0].size = whole  # an empty shard is stepped, too
     held = not isinstance(home, Owned) or home.mine
     slots = kept_slots(spec, param, split, home)
@@ -431,9 +431,9 @@ def in_part(slots: Mapping[str, Slots], local: Mapping[str, Slots]) -> dict[str,
 
 
 def add(
-    lanes: dict[Any, Lane],
+    lanes: dict[Any, Bucket],
     key: tuple[torch.device, torch.dtype, bool],
-    make: type[Lane],
+    make: type[Bucket],
     engine: tuple[Engine, str],
     spec: Spec,
     param: torch.Tensor,
@@ -441,47 +441,47 @@ def add(
     group: int,
     state: Any,
     home: Home,
-) -> Lane:
+) -> Bucket:
     """Give a parameter a seat in the lane that suits its home, made if need be. Gives the lane."""
     device, dtype, maximize = key
     kind, what = kind_of(make, spec, home)
-    if kind is OwnerLane and commit_measures(spec):
+    if kind is OwnerBucket and commit_measures(spec):
         whose, instead = "decay='hyperball'", "use decay='decoupled' or 'cautious' there"
         if type(spec).commit is not Spec.commit:
             whose, instead = "its commit", "let `update` take it from p and u, and the commit from numbers"
         raise spec.refuse(f"{whose} needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); {instead}")
     place = (*key, kind, home.circle.name if isinstance(home, Owned) else None)
     if place not in lanes:
-        if kind is ReducedLane:
+        if kind is ReducedBucket:
             reducing: Any = Reducing(device, dtype)
             engine = reducing, "sums over ranks are taken by the torch engine"
         lanes[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
         lanes[place].spread = what
     lane = lanes[place]
     lane.seats.append(seat(lane, spec, param, name, group, state, home))
-    if isinstance(lane, OwnerLane):
+    if isinstance(lane, OwnerBucket):
         lane.homes.append(home)
         lane.shapes.append({record.shape for record in lane.seats[-1].records if record.size})
     return lane
 
 
-def kind_of(make: type[Lane], spec: Spec, home: Home) -> tuple[type[Lane], str]:
+def kind_of(make: type[Bucket], spec: Spec, home: Home) -> tuple[type[Bucket], str]:
     """The lane for a home, and what it does in words."""
     if isinstance(home, Owned):
-        return OwnerLane, f"each matrix on its owner, one of {home.circle.size} ranks"
+        return OwnerBucket, f"each matrix on its owner, one of {home.circle.size} ranks"
     if not home.layout.shards and not gathers(spec, home.layout.shape):
         return local(make), "replicated: every rank steps it"
     if spec.matrix:
-        return OwnerLane, "gathered whole: its placement is not one plain shard"
+        return OwnerBucket, "gathered whole: its placement is not one plain shard"
     measured = measures(spec, home.layout.shape)
-    return (ReducedLane, "on shards, sums all-reduced") if measured else (local(make), "on shards")
+    return (ReducedBucket, "on shards, sums all-reduced") if measured else (local(make), "on shards")
 
 
-def council(lanes: Sequence[Lane], watched: bool) -> Council | None:
+def council(lanes: Sequence[Bucket], watched: bool) -> Council | None:
     """The council of ranks whose lanes work together, or (`watched`) must decide together; None where each goes its own way."""
-    working = [lane for lane in lanes if isinstance(lane, (OwnerLane, ReducedLane))]
+    working = [lane for lane in lanes if isinstance(lane, (OwnerBucket, ReducedBucket))]
     deciding = [lane for lane in lanes if isinstance(lane, Local)] if watched else []
     together = splitting(each.param for lane in (*working, *deciding) for each in lane.seats)
-    owned = [home.circle for lane in working if isinstance(lane, OwnerLane) for home in lane.homes if isinstance(home, Owned)]
+    owned = [home.circle for lane in working if isinstance(lane, OwnerBucket) for home in lane.homes if isinstance(home, Owned)]
     together = Together([*together.circles, *owned])
     return Council(together, working, (*working, *deciding)[0].device) if together.circles else None
