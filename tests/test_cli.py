@@ -163,6 +163,62 @@ def test_help_fits_80_columns_and_no_option_is_cut(name, capsys, monkeypatch):
     assert not [line for line in said.splitlines() if line.startswith("│ --") and "…" in line]
 
 
+LONG = [
+    ("info", "lio"),
+    ("memory", "--optimizers", "adanw"),
+    ("parity", "--optimizers", "sopa"),
+    ("check", "lio"),
+    ("check",),
+    ("race", "--model", "nobody"),
+    ("bench", "--model", "none", "--optimizers", "adamw"),
+    ("inspect", "/nowhere/a folder of checkpoints that somebody moved away/checkpoint-000100.safetensors"),
+    ("convert", "a", "b"),
+    ("nobody",),
+    ("list", "--nothing"),
+]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+@pytest.mark.parametrize("argv", LONG, ids=lambda argv: argv[0])
+def test_errors_are_folded_between_words(argv, columns, capsys, monkeypatch):
+    """COLUMNS is the terminal's width; without a terminal an error is one line."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    line = refused(capsys, *argv)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(*argv) == 2
+    said = capsys.readouterr().err
+    assert said.split() == line.split()
+    assert all(len(each) <= columns or " " not in each.strip() for each in said.splitlines())
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
+def test_errors_are_folded_for_the_terminal_that_stderr_is(tmp_path):
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    argv = [sys.executable, "-m", "rlx_optim.cli", "info", "lio"]
+    with (tmp_path / "out").open("w") as out:
+        assert subprocess.run(argv, stdout=out, stderr=theirs, env=environment, check=False).returncode == 2
+    os.close(theirs)
+    said = os.read(ours, 10_000).decode().splitlines()
+    os.close(ours)
+    assert len(said) > 4
+    assert max(map(len, said)) <= 50
+    assert " ".join(said).split()[-1] == "'lion'?"
+
+
+def test_headings_are_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for argv in (("parity", "--optimizers", "sgd", "--engines", "cpu", "--peers", "none"), ("check", "--list")):
+        assert run(*argv) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 40
+
+
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"rlx-optim {rlx_optim.__version__}\n"
@@ -195,6 +251,16 @@ def test_the_program_is_the_command_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rlx-optim", "--version"])
     assert rlx_optim_cli.main() == 0
     assert capsys.readouterr().out == f"rlx-optim {rlx_optim.__version__}\n"
+
+
+def test_what_check_lacks_is_named_with_its_extra(capsys, monkeypatch):
+    from rlx_optim.cli import check
+
+    def absent(target):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(check, "found", absent)
+    assert 'torch is not installed: pip install "rlx-optim[torch]"' in refused(capsys, "check", "torch.optim:AdamW")
 
 
 # ---- stdout ---------------------------------------------------------------------------------------------------------------

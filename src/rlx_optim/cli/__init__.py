@@ -1,8 +1,8 @@
 """The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
 
 A command's file is imported when the command runs, and nothing heavy before. What the user did wrong is a `Problem`: one line on
-stderr. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused, or the output cannot be written; 130
-interrupted; 141 nobody reads on.
+stderr, folded for a terminal. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused, or the output cannot
+be written; 130 interrupted; 141 nobody reads on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 from ..threads import available, get_threads
 
@@ -161,17 +161,30 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: bar.update(task, description=name, advance=1)
 
 
-def width() -> int:
-    """Columns of the terminal; COLUMNS says otherwise, and 80 where there is none."""
+def width(stream: TextIO | None = None) -> int:
+    """Return the columns of the terminal behind a stream, stdout by default; COLUMNS overrides it, and 80 stands for none."""
+    columns = os.environ.get("COLUMNS", "")
+    if stream is not None and not (columns.isdecimal() and int(columns)):
+        with contextlib.suppress(OSError, ValueError):  # no terminal, no file
+            return os.get_terminal_size(stream.fileno()).columns or 80
     return shutil.get_terminal_size().columns
 
 
-def say(text: str) -> None:
+def say(text: str, stream: TextIO | None = None) -> None:
     """Print lines, folded where they are too long; what is folded stands under its line's own text."""
     for line in text.splitlines():
         margin = " " * (len(line) - len(line.lstrip()) + (4 if line.startswith(" ") else 2))
-        folded = textwrap.wrap(line, width(), subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
-        print("\n".join(folded))
+        folded = textwrap.wrap(line, width(stream), subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(folded), file=stream or sys.stdout)
+
+
+def complain(text: str) -> None:
+    """Print an error on stderr: folded for a terminal, or where COLUMNS is set; one line for a program that reads it."""
+    line = " ".join(f"rlx-optim: {text}".split())
+    if sys.stderr.isatty() or os.environ.get("COLUMNS"):
+        say(line, sys.stderr)
+    else:
+        print(line, file=sys.stderr)
 
 
 def size(count: float) -> str:
@@ -284,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as problem:
         if not isinstance(problem, BrokenPipeError):
             where = problem.filename or "the output cannot be written"
-            print(f"rlx-optim: {where}: {problem.strerror or problem}", file=sys.stderr)
+            complain(f"{where}: {problem.strerror or problem}")
         with contextlib.suppress(OSError):  # so that nothing is left to fail when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED if isinstance(problem, BrokenPipeError) else 2
@@ -295,14 +308,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     if app is None:
-        print('rlx-optim: the command line needs typer and rich: pip install "rlx-optim[cli]"', file=sys.stderr)
+        complain('the command line needs typer and rich: pip install "rlx-optim[cli]"')
         return 2
     usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, which typer has from click or brings itself
     try:
         return app(args=argv, prog_name="rlx-optim", standalone_mode=False) or 0
     except (Problem, usage_error) as error:
-        message = str(error) if isinstance(error, Problem) else error.format_message()
-        print(f"rlx-optim: {' '.join(message.split())}", file=sys.stderr)
+        complain(str(error) if isinstance(error, Problem) else error.format_message())
         return 2
     except typer.Abort:
         return INTERRUPTED

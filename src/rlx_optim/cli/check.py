@@ -31,7 +31,7 @@ from ..constructs import BROKE, CONSTRUCTS
 from ..named import list_optimizers
 from ..registry import aliases, spec_class
 from ..spec import Spec
-from . import Problem, check_place, one, progress, show_table, write_json
+from . import Problem, check_place, one, progress, say, show_table, write_json
 
 
 def target_of(name: str) -> Any:
@@ -40,6 +40,10 @@ def target_of(name: str) -> Any:
         return spec_class(one("optimizer", name, list_optimizers(), aliases()))
     try:
         return found(name)
+    except ModuleNotFoundError as problem:
+        extra = {"torch": "torch", "jax": "jax", "optax": "jax"}.get(problem.name or "")
+        install = f'{problem.name} is not installed: pip install "rlx-optim[{extra}]"'
+        raise Problem(f"{name}: {install if extra else problem}") from None
     except (ImportError, AttributeError, ValueError, SyntaxError) as problem:
         raise Problem(f"{name}: {problem}") from None
 
@@ -56,11 +60,11 @@ def language(as_json: bool) -> bool:
         names = [*BROKE, *(each.name for each in CONSTRUCTS if each.name not in BROKE)]
         table = [[name, *(_cell(told.get((name, engine))) for engine in engines)] for name in names]
         show_table(["construct", *engines], table, [name in BROKE for name in names])
-        print(
+        say(
             f"largest difference from the reference over the largest value; up to {BAR:g} is right. Bold: what broke engines once"
         )
-        print(*(f"{row.construct}, {row.engine}: {row.note}" for row in rows if not row.ok), sep="\n")
-        print(*(f"{name}: {why}" for name, (_, missing) in ENGINES.items() if (why := missing()) is not None), sep="\n")
+        say("\n".join(f"{row.construct}, {row.engine}: {row.note}" for row in rows if not row.ok))
+        say("\n".join(f"{name}: {why}" for name, (_, missing) in ENGINES.items() if (why := missing()) is not None))
     return all(row.ok for row in rows)
 
 
@@ -76,7 +80,7 @@ def list_all(as_json: bool) -> None:
         if (why := missing(kind)) is None:
             checks_of(kind)
         else:
-            print(f"{kind}: {why}", file=sys.stderr)
+            say(f"{kind}: {why}", sys.stderr)
     known = [*CHECKS.values(), *(Check(name, reason, ("rule",), check_rule) for name, reason in REASONS.items())]
     if as_json:
         return write_json(
@@ -87,7 +91,7 @@ def list_all(as_json: bool) -> None:
         )
     for c in known:
         marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
-        print(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
+        say(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
 
 
 def show(report: Report) -> None:
@@ -96,12 +100,12 @@ def show(report: Report) -> None:
     for each in report.results:
         word = {"passed": "ok", "failed": "WRONG", "error": "ERROR", "skipped": "skip"}[each.status]
         word = "taste" if each.taste and each.status in ("failed", "error") else word
-        print(f"  {word:5} {each.name:{wide}}  {each.shown[:40] if each.note else each.shown}".rstrip())
+        say(f"  {word:5} {each.name:{wide}}  {each.shown[:40] if each.note else each.shown}".rstrip())
         if each.note:
-            print(f"        {each.note}")
+            say(f"        {each.note}")
         if each.status in ("failed", "error"):
-            print(f"        why it matters: {each.reason}")
-    print(f"{report.target}: {summary(report)}")
+            say(f"        why it matters: {each.reason}")
+    say(f"{report.target}: {summary(report)}")
 
 
 def tabled(target: str, settings: dict[str, Any], rule: RuleReport) -> Report:
@@ -160,7 +164,7 @@ def command(
             raise Problem(str(problem)) from None
         if as_html is not None:
             as_html.write_text(page(tabled(target, settings, rule)), encoding="utf-8")
-        write_json(rule.as_dict()) if as_json else print(rule)
+        write_json(rule.as_dict()) if as_json else say(str(rule))
         raise typer.Exit(int(not rule.ok))
     claimed = one("optimizer", claimed, list_optimizers(), aliases()) if claimed else ""
     try:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint import CheckpointError
-from . import Problem, check_place, write_json
+from . import Problem, check_place, say, write_json
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -52,4 +52,4 @@ def command(
     if as_json:
         write_json({"file": str(target), "optimizers": rules, "parameters": count, "steps": snapshot.iteration})
     else:
-        print(f"{target}: {', '.join(rules)}, {count:,} parameters, {snapshot.iteration:,} steps")
+        say(f"{target}: {', '.join(rules)}, {count:,} parameters, {snapshot.iteration:,} steps")

@@ -103,7 +103,7 @@ def show(told: dict[str, Any]) -> None:
     section("State", "\n".join(f"- {slot}: {text}" for slot, text in told["state"].items()) or "- none")
     section("Conventions", told.get("conventions", ""))
     section("When, and what it costs", told.get("when", ""))
-    console.print(f"\n[bold]Names[/]\n{'   '.join(told['names'].values())}")
+    section("Names", "   ".join(told["names"].values()))
 
 
 def command(

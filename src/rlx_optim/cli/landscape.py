@@ -16,7 +16,7 @@ from ..engines import list_engines
 from ..named import list_optimizers
 from ..race import landscape
 from ..registry import aliases
-from . import NAMES, Problem, check_place, choose, machine, one, progress, show_table, write_json
+from . import NAMES, Problem, check_place, choose, machine, one, progress, say, show_table, write_json
 from .bench import digits
 
 
@@ -24,7 +24,7 @@ def show(found: dict[str, Any], names: list[str]) -> None:
     surfaces = found["surfaces"].values()
     ends = {name: [surface["paths"][name] for surface in surfaces] for name in names}
     rows = [[name, *(f"{digits(e['value'])} (lr {e['lr']:g})" for e in end)] for name, end in ends.items()]
-    print(f"value after {found['steps']} steps, with the best of {len(found['rates'])} learning rates")
+    say(f"value after {found['steps']} steps, with the best of {len(found['rates'])} learning rates")
     show_table(["optimizer", *(surface["title"] for surface in surfaces)], rows, [False] * len(rows))
 
 

@@ -203,4 +203,4 @@ def command(
     for name, entry in report.items() if offload else ():
         say(f"{name}: " + "; ".join(f"{place}: {described(entry[place])}" for place in ("device", "host")))
     if "sgd" in chosen and "momentum" not in settings:
-        print("SGD here has momentum=0.9; --set momentum=0 for none")
+        say("SGD here has momentum=0.9; --set momentum=0 for none")

@@ -19,7 +19,7 @@ import typer
 
 from ..named import list_optimizers
 from ..registry import aliases
-from . import NAMES, Problem, check_place, choose, machine, progress, show_table, write_json
+from . import NAMES, Problem, check_place, choose, machine, progress, say, show_table, write_json
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch
 from .peers import LIBRARIES, installed
 from .walks import BAR, ENGINES, MATRIX_BAR, STEPS, bar_of, distance, problem, settings_of, walk
@@ -85,12 +85,12 @@ def remarks(report: dict[str, Any]) -> list[str]:
 def show(report: dict[str, Any]) -> None:
     head, rows = cells(report)
     bad = {row["optimizer"] for row in report["rows"] if row["status"] in WRONG}
-    print(f"largest difference from the reference after {STEPS} steps, over the distance travelled")
+    say(f"largest difference from the reference after {STEPS} steps, over the distance travelled")
     show_table(head, rows, [row[0] in bad for row in rows])
-    print("\n".join(remarks(report)))
+    say("\n".join(remarks(report)))
     wrong = sum(row["status"] in WRONG for row in report["rows"])
     verdict = f"{wrong} of them wrong" if wrong else "all within their bars"
-    print(f"{len(report['rows'])} comparisons, {verdict} ({BAR:g}; matrix rules {MATRIX_BAR:g})")
+    say(f"{len(report['rows'])} comparisons, {verdict} ({BAR:g}; matrix rules {MATRIX_BAR:g})")
 
 
 def markdown(report: dict[str, Any]) -> str:

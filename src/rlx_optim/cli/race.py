@@ -22,7 +22,7 @@ from ..race import plan as planned
 from ..race import records, report
 from ..race.running import GRID, MODELS, Race, get_model, missing, run
 from ..registry import aliases
-from . import NAMES, Problem, choose, machine, one, show_table, size, write_json
+from . import NAMES, Problem, choose, machine, one, say, show_table, size, write_json
 from .bench import digits
 
 REPORT, RESULTS = "report.html", "results.json"
@@ -68,7 +68,7 @@ def show_grid(found: dict[str, Any]) -> None:
         return f"{trial['lr']:g}: {end}{' *' if trial['lr'] == taken else ''}"
 
     rows = [[name, *(cell(trial, e["lr"]) for trial in e["grid"])] for name, e in found["optimizers"].items()]
-    print("learning rate: final training loss (* the one taken)")
+    say("learning rate: final training loss (* the one taken)")
     show_table(["optimizer", *(f"× {factor:g}" for factor in GRID)], rows, [False] * len(rows))
 
 
@@ -200,5 +200,5 @@ def command(
     if race.interrupted:
         raise typer.Exit(code)
     if missed := race.missed():
-        print(f"below the goal of {raced.goal:.0%}: {', '.join(missed)}", file=sys.stderr)
+        say(f"below the goal of {raced.goal:.0%}: {', '.join(missed)}", sys.stderr)
     raise typer.Exit(int(bool(missed) and chosen == list_optimizers()))
