@@ -1,7 +1,7 @@
 """From tensor states to bundles to a step: what every front end shares.
 
-A front end keeps a `TensorState` per parameter and a list of specs, one per group. It checks its input, then bundles the states and
-runs the parts; what the arrays are (NumPy, torch) is between it and the engine.
+A front end keeps a `TensorState` per parameter and a list of specs, one per group. It checks its input, then bundles the states
+and runs the parts; what the arrays are (NumPy, torch) is between it and the engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A lane: the parameters that one engine steps together, and how their memory reaches it.
 
 `CpuBucket` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
-strides) goes through a scratch copy and is rounded once on the way back. `TritonBucket` does the same for the triton engine, which
-reads every floating type itself. `TorchBucket` hands tensors to the torch engine.
+strides) goes through a scratch copy and is rounded once on the way back. `TritonBucket` does the same for the triton engine,
+which reads every floating type itself. `TorchBucket` hands tensors to the torch engine.
 """
 
 from __future__ import annotations
