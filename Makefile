@@ -47,7 +47,7 @@ chromium:
 # on a machine with a GPU, from source, with whatever Python has torch and Triton there, in JOBS processes
 JOBS ?= 8
 test-gpu:
-	$(ALONE) PYTHONPATH=src $(PYTHON) tools/test_gpu.py --jobs $(JOBS) $(ARGS)
+	$(ALONE) PYTHONPATH=src $(PYTHON) lab/gpu_tests.py --jobs $(JOBS) $(ARGS)
 
 test-integrations: $(VENV)/.integrations
 	$(BIN)/python -m pytest tests/integrations "tests/test_docs.py" $(ARGS)
@@ -71,7 +71,7 @@ docs-serve: $(VENV)/.docs
 
 # the tables of README.md, from the committed results
 tables: $(VENV)/.run
-	$(BIN)/python tools/readme.py
+	$(BIN)/python -m lab.readme
 
 setup: $(VENV)/.dev
 

@@ -16,7 +16,7 @@ from rlx_optim.threads import get_threads
 
 pytest.importorskip("typer")
 cli = pytest.importorskip("rlx_optim.cli")
-from rlx_optim.cli import bench, measure, peers, results  # noqa: E402
+from lab import bench, measure, peers, results  # noqa: E402
 
 REPORT = {"model", "tensors", "parameters", "settings", "machine", "rows", "notes", "interrupted"}
 ROW = {
@@ -31,7 +31,7 @@ def test_the_jax_front_end(capsys, monkeypatch):
     """What it runs, here on the CPU; and where it cannot."""
     pytest.importorskip("jax")
     torch = pytest.importorskip("torch")
-    from rlx_optim.cli import cuda
+    from lab import cuda
 
     assert run("--front", "jax") == 2
     assert "--front jax is for --device cuda" in capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_every_optimizer_has_peers_and_bytes():
 
 def test_weights_in_bfloat16_are_measured_in_each_rounding():
     torch = pytest.importorskip("torch")
-    from rlx_optim.cli import cuda
+    from lab import cuda
 
     place = {"w": torch.ones(64, 128)}
     request = results.Request("m", {"w": (64, 128)}, ["adamw"], [], device="cuda", state_dtypes=("int8",), weights="bfloat16")
@@ -421,3 +421,10 @@ def test_the_module_runs(tmp_path):
     assert done.stderr.startswith("rlx-optim: unknown model 'x'")
     help = subprocess.run([sys.executable, "-m", "rlx_optim.cli"], capture_output=True, text=True, check=True)
     assert "bench" in help.stdout
+
+
+@pytest.mark.parametrize("dash", [(), ("-",)], ids=["flag", "dash"])
+def test_bench_prints_json(dash, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "COPIED", 1 << 16)
+    assert cli.main(["bench", "--model", "one:1k", "--peers", "none", "--rounds", "1", "--seconds", "1e-4", "--json", *dash]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "one:1k"

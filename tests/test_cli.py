@@ -1,4 +1,4 @@
-"""The command line: list, info, memory, parity, doctor, what all commands share, and how fast it starts."""
+"""The command line: list, info, memory, doctor, what all commands share, and how fast it starts."""
 
 import dataclasses
 import inspect
@@ -18,9 +18,10 @@ from rlx_optim.named import spec_class
 
 pytest.importorskip("typer")
 from rlx_optim import cli
-from rlx_optim.cli import counterparts, doctor, info, listing, memory, parity, walks
+from rlx_optim.cli import doctor, info, listing, memory, walks
 
 NAMES = rlx_optim.list_optimizers()
+ALL = cli.COMMANDS | cli.LAB
 
 
 def run(*argv):
@@ -54,13 +55,12 @@ def started(*argv, **environment):
 
 
 # ---- all commands -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_command_says_what_the_table_says(name):
-    command = __import__(f"rlx_optim.cli.{cli.FILES.get(name, name)}", fromlist=["x"]).command
-    assert inspect.getdoc(command).splitlines()[0] == cli.COMMANDS[name]
+    assert inspect.getdoc(cli.load_command(name).command).splitlines()[0] == ALL[name]
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_command_has_help_and_json(name, capsys):
     assert run(name, "--help") == 0
     said = capsys.readouterr().out
@@ -73,10 +73,10 @@ def test_help_lists_the_commands_and_imports_none_of_them():
     code = (
         "import sys, rlx_optim.cli as cli; cli.main(['--help']);"
         "print(sorted(m for m in sys.modules if m.startswith('rlx_optim.cli.') or m.partition('.')[0] in"
-        " {'numba', 'torch', 'jax', 'optax', 'scipy', 'matplotlib', 'pytorch_optimizer'}))"
+        " {'lab', 'numba', 'torch', 'jax', 'optax', 'scipy', 'matplotlib', 'pytorch_optimizer'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert all(name in done.stdout for name in ALL)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -93,7 +93,7 @@ def test_help_is_quick():
     loaded = set(done.stderr.split())
     assert "doctor" in done.stdout
     assert "rlx_optim.cli" in loaded
-    assert not loaded & {"numba", "scipy", "torch", "jax", "optax", "matplotlib", "rlx_optim.cli.bench", "rlx_optim.engines.cpu"}
+    assert not loaded & {"numba", "scipy", "torch", "jax", "optax", "matplotlib", "lab", "rlx_optim.engines.cpu"}
 
 
 def test_a_name_almost_right_is_suggested(capsys):
@@ -154,7 +154,7 @@ def test_inspect_of_a_file_of_torch(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", ALL)
 def test_help_fits_80_columns_and_no_option_is_cut(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(name, "--help") == 0
@@ -217,6 +217,23 @@ def test_headings_are_folded(capsys, monkeypatch):
         assert run(*argv) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize("name", cli.LAB)
+def test_a_command_of_the_lab_without_a_checkout(name, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "find_checkout", lambda: None)
+    assert f"{name} is in the repository's lab/, which is not part of the installed package" in refused(capsys, name)
+
+
+def test_an_installed_package_finds_the_lab_of_the_checkout_it_is_started_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "rlx_optim" / "cli" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.find_checkout() is None
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "__init__.py").write_text("")
+    assert cli.find_checkout() is None  # anybody's folder of that name
+    (tmp_path / "src" / "rlx_optim").mkdir(parents=True)
+    assert cli.find_checkout() == tmp_path
 
 
 def test_version(capsys):
@@ -476,77 +493,6 @@ def test_bad_options_of_memory(capsys):
     assert "lr must be" in refused(capsys, "memory", "--set", "lr=fast")
 
 
-# ---- parity ---------------------------------------------------------------------------------------------------------------
-def test_every_optimizer_has_a_peer_or_a_reason():
-    assert {peer.optimizer for peer in counterparts.PEERS} | set(counterparts.ALONE) == set(NAMES)
-    assert not {peer.optimizer for peer in counterparts.PEERS} & set(counterparts.ALONE)
-
-
-def test_parity_of_the_cpu_engine(capsys):
-    found = printed(capsys, "parity", "--engines", "cpu,cpu-float64", "--peers", "none")
-    assert len(found["rows"]) == 2 * len(NAMES)
-    assert {row["status"] for row in found["rows"]} == {"equal"}
-    assert all(row["error"] > 0 for row in found["rows"] if row["against"] == "cpu")  # float32 does show
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "engine", "library"),
-    [("adamw", "torch", "torch"), ("sophia", "torch", "pytorch_optimizer"), ("lion", "jax", "optax")],
-)
-def test_parity_of_other_engines_and_peers(optimizer, engine, library, capsys, tmp_path):
-    pytest.importorskip(engine)
-    pytest.importorskip(library)
-    out = tmp_path / "parity.md"
-    assert run("parity", "--optimizers", optimizer, "--engines", engine, "--peers", library, "--out", out) == 0
-    assert "all within their bars" in capsys.readouterr().out
-    assert f"| optimizer | {engine} | {parity.COLUMNS.get(library, library)} |" in out.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_parity_of_everything(tmp_path):
-    for library in ("torch", "jax", "optax", "pytorch_optimizer"):
-        pytest.importorskip(library)
-    out = tmp_path / "parity.json"
-    assert run("parity", "--out", out) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) >= 4 * len(NAMES) + len(counterparts.PEERS)
-
-
-def test_what_differs_is_noticed(capsys, monkeypatch):
-    """Another rule, a failing engine and a result that is not a number: each is told, and the exit code is 1."""
-    peer = next(peer for peer in counterparts.PEERS if (peer.optimizer, peer.library) == ("adamw", "torch"))
-    pytest.importorskip("torch")
-    other = dataclasses.replace(peer, ours={**peer.ours, "eps": 1e-3})
-    assert parity.peer_row(other)["status"] == "differs"
-    broken = dataclasses.replace(walks.ENGINES["cpu"], walk=lambda *_: 1 / 0)
-    monkeypatch.setitem(walks.ENGINES, "cpu", broken)
-    rows = printed(capsys, "parity", "--optimizers", "adamw", "--engines", "cpu", "--peers", "none", code=1)["rows"]
-    assert (rows[0]["status"], rows[0]["remark"]) == ("failed", "ZeroDivisionError: division by zero")
-    lost = dataclasses.replace(broken, walk=lambda name, settings, todo: {k: p * np.nan for k, p in todo.start.items()})
-    monkeypatch.setitem(walks.ENGINES, "cpu", lost)
-    assert run("parity", "--optimizers", "adamw", "--engines", "cpu", "--peers", "none") == 1
-    assert "1 of them wrong" in capsys.readouterr().out
-
-
-def test_distance():
-    start, want = {"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.array([2.0, 0.0]), "b": np.array([4.0])}
-    assert walks.distance({"a": np.array([2.0, 0.1]), "b": np.array([4.1])}, want, start) == pytest.approx(0.05)
-    assert walks.distance({"a": np.array([2.0, math.nan]), "b": np.array([4.0])}, want, start) == math.inf
-
-
-def test_bad_options_of_parity(capsys):
-    assert "nothing to compare" in refused(capsys, "parity", "--engines", "none", "--peers", "none")
-    assert "must end in .json or .md" in refused(capsys, "parity", "--out", "table.txt")
-
-
-def test_parity_of_engines_that_are_not_here(capsys, monkeypatch):
-    """Nothing compared is nothing shown to be equal."""
-    monkeypatch.setitem(walks.ENGINES, "triton", dataclasses.replace(walks.ENGINES["triton"], missing=lambda: "no GPU"))
-    assert "nothing to compare: triton: no GPU" in refused(capsys, "parity", "--engines", "triton", "--peers", "none")
-    assert "no peer has lion" in refused(capsys, "parity", "--optimizers", "lion", "--engines", "none", "--peers", "torch")
-
-
 # ---- convert --------------------------------------------------------------------------------------------------------------
 def adamw_file(path, **how):
     torch = pytest.importorskip("torch")
@@ -647,6 +593,12 @@ def test_the_doctor_minds_a_cache_that_others_can_write(few_engines, capsys, tmp
     assert f"others may write in {tmp_path} (mode 777); close it (chmod go-w)" in found["why"]
 
 
+def test_distance():
+    start, want = {"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.array([2.0, 0.0]), "b": np.array([4.0])}
+    assert walks.distance({"a": np.array([2.0, 0.1]), "b": np.array([4.1])}, want, start) == pytest.approx(0.05)
+    assert walks.distance({"a": np.array([2.0, math.nan]), "b": np.array([4.0])}, want, start) == math.inf
+
+
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(walks.importlib.util, "find_spec", lambda name: None)
     assert walks.ENGINES["torch"].missing() == 'torch is not installed (pip install "rlx-optim[torch]")'
@@ -691,12 +643,3 @@ def test_inspect_in_json(tmp_path, capsys):
     assert [entry["parameter"] for entry in found["state"]] == ["w"]
     assert printed(capsys, "inspect", one, one) == {"files": [str(one)] * 2, "equal": True, "differences": []}
     assert "lr is 0.1 and 0.2" in printed(capsys, "inspect", one, two, code=1)["differences"][0]
-
-
-@pytest.mark.parametrize("dash", [(), ("-",)], ids=["flag", "dash"])
-def test_bench_prints_json(dash, capsys, monkeypatch):
-    from rlx_optim.cli import measure
-
-    monkeypatch.setattr(measure, "COPIED", 1 << 16)
-    assert run("bench", "--model", "one:1k", "--peers", "none", "--rounds", 1, "--seconds", 0.0001, "--json", *dash) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "one:1k"

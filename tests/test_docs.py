@@ -4,21 +4,17 @@
 import importlib.util
 import linecache
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from lab import site_hook
 from rlx_optim import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import site_hook  # noqa: E402
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -4,19 +4,16 @@ import json
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 from test_race_plan import Valley, gone
 
+from lab.docsite import evidence, plots, precision, races
+from lab.races import plan, rates, records
 from rlx_optim import list_optimizers
-from rlx_optim.race import plan, rates, records
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-from docsite import evidence, plots, precision, races  # noqa: E402
 
 
 def forget():

@@ -4,21 +4,17 @@ import math
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import formula_lines
 
 import rlx_optim
+from lab.docsite import formulas
 from rlx_optim.engines import get_engine
 from rlx_optim.linalg import spectral_bound
 from rlx_optim.program import trace
 from rlx_optim.registry import spec_class
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-from docsite import formulas
 
 
 # ---- the formula language -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,10 @@ from helpers import NAMES, copies, distance, feed, make, problem
 from test_golden import FOLDER, MODIFIED, PROBLEM, kind_and_settings
 
 import rlx_optim
+from lab.docsite import modifiers as docsite
 from rlx_optim.named import spec_class
 from rlx_optim.program import trace
 from rlx_optim.spec import MODIFIERS, Spec, real
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-from docsite import modifiers as docsite
 
 WAYS = {"cautious": {"cautious": True}, "decay cautious": {"decay": "cautious"}, "hyperball": {"decay": "hyperball"}}
 #: the cells that are refused, and what is said

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 import rlx_optim
+from lab import landscape
+from lab.races import rates as lm_rates
+from lab.races.command import MODELS as LM_MODELS
 from rlx_optim import cli, race
 from rlx_optim.data import load_digits
-from rlx_optim.race import digits, landscape, rates, report, running
+from rlx_optim.race import digits, rates, report, running
 
 MLP, LOGREG = digits.MLP, digits.LOGREG
 quiet = lambda loss: None  # noqa: E731
@@ -118,7 +121,8 @@ def test_the_curvature_estimate_averages_to_the_gauss_newton_diagonal():
 # ---- runs -------------------------------------------------------------------------------------------------------------
 def test_the_table_has_every_model_and_every_optimizer():
     assert set(rates.SETTINGS) == set(running.MODELS)
-    for table in rates.SETTINGS.values():
+    assert set(lm_rates.SETTINGS) == {*running.MODELS, *LM_MODELS}
+    for table in lm_rates.SETTINGS.values():
         assert list(table) == rlx_optim.list_optimizers()
 
 
@@ -206,7 +210,7 @@ def test_spread():
 
 def test_a_page_is_whole_and_asks_for_nothing():
     hostile = {"names": [], "text": "</script><script>alert(1)</script>"}
-    page = report.page("report", "a < b & c", hostile)
+    page = report.page(report.PAGES / "report", "a < b & c", hostile)
     assert "<title>a &lt; b &amp; c</title>" in page
     assert "{{" not in page
     assert page.count("</script>") == 2  # the data and the program: nothing in the data can end its own
@@ -297,7 +301,7 @@ def test_the_module_runs(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 2
-    assert "did you mean 'digits-mlp'?" in done.stderr
+    assert "did you mean 'digits-mlp'?" in " ".join(done.stderr.split())
     assert not any(tmp_path.iterdir())
 
 
@@ -322,7 +326,7 @@ def test_a_folder_in_use_is_refused_before_training(tmp_path, capsys, monkeypatc
     [
         (["--optimizers", "adamw,moun"], ["'moun'", "did you mean 'muon'?", *rlx_optim.list_optimizers()]),
         (["--optimizers", ""], ["''"]),
-        (["--model", "digits"], ["'digits'", "did you mean 'digits-mlp'?", "char-gpt", "logreg"]),
+        (["--model", "digits"], ["'digits'", "did you mean 'digits-mlp'?", "logreg"]),
         (["--steps", "0"], ["--steps"]),
         (["--steps"], ["--steps"]),
         (["--seeds", "0"], ["--seeds"]),
@@ -337,9 +341,10 @@ def test_bad_arguments_are_refused_in_one_line(argv, words, tmp_path, capsys, mo
 
 
 def test_without_torch_char_gpt_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(running.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    assert 'pip install "rlx-optim[torch]"' in refused(capsys, monkeypatch, "--model", "char-gpt")
+    assert cli.main(["lm-race"]) == 2
+    assert 'pip install "rlx-optim[torch]"' in capsys.readouterr().err
 
 
 def test_an_interrupt_writes_what_was_done(tmp_path, capsys, monkeypatch):
@@ -422,12 +427,12 @@ def test_all_reach_the_goal(tmp_path):
 # ---- char-gpt -----------------------------------------------------------------------------------------------------------
 def test_the_transformer_learns(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from rlx_optim.race import char_gpt
+    from lab.races import char_gpt
 
     monkeypatch.setattr(char_gpt, "TESTED", 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small: a second thread only waits
-    code = main("--model", "char-gpt", "--optimizers", "adamw,sophia", "--steps", 12, "--out", tmp_path)
+    code = cli.main(["lm-race", "--optimizers", "adamw,sophia", "--steps", "12", "--out", str(tmp_path)])
     torch.set_num_threads(threads)
     assert code == 0
     for entry in written(tmp_path)["optimizers"].values():
@@ -440,7 +445,7 @@ def test_the_transformer_learns(tmp_path, monkeypatch):
 
 def test_the_transformer_cannot_look_ahead():
     torch = pytest.importorskip("torch")
-    from rlx_optim.race import char_gpt
+    from lab.races import char_gpt
 
     model = char_gpt.Transformer()
     x = torch.arange(char_gpt.CONTEXT)[None] % 96

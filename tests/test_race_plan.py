@@ -7,8 +7,9 @@ import math
 import pytest
 
 import rlx_optim
+from lab.races import command, leads, plan, rates, records
 from rlx_optim import cli
-from rlx_optim.race import Run, leads, plan, rates, records, running
+from rlx_optim.race import Run
 from rlx_optim.race.digits import MLP
 from rlx_optim.registry import spec_class
 
@@ -376,12 +377,18 @@ def test_reached_is_asked_of_equal_seeds():
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 def main(*argv):
-    return cli.main(["race", *map(str, argv)])
+    return cli.main(["lm-race", *map(str, argv)])
 
 
-def test_a_plan_from_the_command_line(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def on_digits(monkeypatch):
+    """The digits in place of a language model: nothing needs torch, and a run is short."""
+    monkeypatch.setattr(command, "get_model", lambda name: MLP)
+
+
+def test_a_plan_from_the_command_line(on_digits, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan, "COARSE", (1.0,))
-    short = ("--model", "digits-mlp", "--plan", "storage", "--optimizers", "lion", "--steps", 8)
+    short = ("--plan", "storage", "--optimizers", "lion", "--steps", 8)
     assert main(*short, "--minutes", 0, "--out", tmp_path / "none") == 0
     assert "0 runs made; more to do" in capsys.readouterr().out
     assert main(*short, "--out", tmp_path / "a") == 0
@@ -398,7 +405,7 @@ def test_a_plan_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert record["engine"]
 
 
-def test_the_report_of_a_plan(tmp_path, capsys):
+def test_the_report_of_a_plan(on_digits, tmp_path, capsys):
     assert main("--plan", "race", "--optimizers", "adamw", "--steps", 20, "--out", tmp_path) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     assert not found["interrupted"]
@@ -418,7 +425,7 @@ def test_the_report_of_a_plan(tmp_path, capsys):
         (["--device", "cuda"], ["'cuda'", "cpu"]),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(argv, words, tmp_path, capsys, monkeypatch):
+def test_bad_arguments_are_refused_in_one_line(argv, words, on_digits, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(*argv) == 2
     said = capsys.readouterr().err
@@ -443,7 +450,7 @@ def test_a_run_comes_back_from_its_record():
 @pytest.fixture
 def tiny(monkeypatch):
     torch = pytest.importorskip("torch")
-    from rlx_optim.race import gpt
+    from lab.races import gpt
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -456,7 +463,7 @@ def tiny(monkeypatch):
 
 def test_the_gpt_has_25_million_parameters_all_of_them_matrices():
     pytest.importorskip("torch")
-    from rlx_optim.race import gpt
+    from lab.races import gpt
 
     with __import__("torch").device("meta"):
         params = dict(gpt.Transformer(gpt.Shape()).named_parameters())
@@ -467,7 +474,7 @@ def test_the_gpt_has_25_million_parameters_all_of_them_matrices():
 
 def test_the_text_is_cut_between_files():
     pytest.importorskip("torch")
-    from rlx_optim.race import gpt
+    from lab.races import gpt
 
     text = gpt.corpus()
     parts = [text.test, text.validation, text.learned]
@@ -491,7 +498,7 @@ def test_the_gpt_cannot_look_ahead(tiny):
 
 def test_positions_matter_only_by_their_difference(tiny):
     torch = pytest.importorskip("torch")
-    from rlx_optim.race import gpt
+    from lab.races import gpt
 
     q, k = torch.randn(2, 16)
     cos, sin = tiny.model.cos, tiny.model.sin
@@ -544,7 +551,7 @@ def test_bfloat16_weights_are_a_model_of_their_own(tiny):
 
 def test_the_schedule_rises_stays_and_falls():
     pytest.importorskip("torch")
-    from rlx_optim.race import gpt
+    from lab.races import gpt
 
     shares = [gpt.share(t, 100) for t in range(100)]
     assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -568,7 +575,7 @@ def test_without_a_gpu_the_gpt_is_refused(tmp_path, capsys, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
-    running.get_model("gpt").device = "cuda"
+    command.get_model("gpt").device = "cuda"
     assert main("--model", "gpt", "--tune") == 2
     assert "--device cpu" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())

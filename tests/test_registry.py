@@ -481,9 +481,10 @@ def test_every_file_says_what_it_is(kind):
 def test_a_rule_that_needs_more_than_defaults_is_listed_and_measured():
     """Nothing fails where a table of benchmarks, peers or races has no row."""
     pytest.importorskip("rlx_optim.cli").app or pytest.skip("typer")
-    from rlx_optim.cli import listing, results, walks
-    from rlx_optim.race.rates import SETTINGS as RATES
-    from rlx_optim.race.rates import settings_of
+    from lab import results
+    from lab.races.rates import SETTINGS as RATES
+    from lab.races.rates import settings_of
+    from rlx_optim.cli import listing, walks
 
     bare = type("Bare", (SlowMix,), {"lr": rule.real(rule.REQUIRED), "__doc__": "A rule.", "summary": ""})
     register(bare)

@@ -9,15 +9,12 @@ import pytest
 from helpers import formula_lines
 
 import rlx_optim
+from lab import readme, site_hook
+from lab.docsite import arguments, bench, formulas, optimizers, plots
+from lab.docsite.text import prose
 from rlx_optim.named import spec_class
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import readme  # noqa: E402
-import site_hook  # noqa: E402
-from docsite import arguments, bench, formulas, optimizers, plots  # noqa: E402
-from docsite.text import prose  # noqa: E402
 
 NAMES = rlx_optim.list_optimizers()
 SECTIONS = ("Formulas", "Use it", "Hyperparameters", "State", "Conventions, and other libraries", "When, and what it costs")
@@ -152,7 +149,7 @@ def test_marks_of_pages_are_known():
 @pytest.mark.parametrize("file", readme.FILES, ids=lambda file: file.name)
 def test_tables_are_current(file):
     text = file.read_text()
-    assert readme.renewed(text) == text, "run python tools/readme.py"
+    assert readme.renewed(text) == text, "run python -m lab.readme"
 
 
 # ---- the index page -----------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from lab import landscape
 from rlx_optim import cli, race
 from rlx_optim.cli import machine
-from rlx_optim.race import digits, landscape, rates, report, running
+from rlx_optim.race import digits, rates, report, running
 
 pytestmark = pytest.mark.browser
 NAMES = ["sgd", "adamw", "adafactor", "muon"]

@@ -1,4 +1,5 @@
-"""The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS.
+"""The command line, `rlx-optim`. A command is a file of this folder with a function `command`, named in COMMANDS. Those of LAB
+are files of the repository's `lab/`, which is in a checkout and not in an installed package.
 
 A command's file is imported when the command runs, and nothing heavy before. What the user did wrong is a `Problem`: one line on
 stderr, folded for a terminal. Exit codes: 0 done; 1 done, and what was asked for does not hold; 2 refused, or the output cannot
@@ -34,19 +35,23 @@ except ImportError:  # the extra "cli" is not installed
 #: name -> the first line of its help, so that no command is imported to list them all
 COMMANDS = {
     "race": "Train one model with every optimizer and write a report that opens in a browser.",
-    "landscape": "Draw the optimizers' paths on Rosenbrock, Beale and Rastrigin as one page.",
     "list": "List the optimizers.",
     "info": "Explain one optimizer: idea, formulas, defaults, when to use it, what it costs.",
     "memory": "Count the bytes of state that an optimizer needs for a model.",
-    "parity": "Compare every optimizer on every installed engine with the reference, and with its peers.",
     "check": "Check any optimizer: a torch class, an optax factory, a rule on every engine here.",
     "doctor": "Say which engines are live and why others are not, and check them.",
-    "bench": "Time our steps and those of every installed peer, interleaved, beside a memory copy.",
     "inspect": "Show what is in a checkpoint and verify it, or say what differs between two.",
     "convert": "Turn an optimizer's state dict, as torch.save writes it, into a checkpoint, or a checkpoint into a state dict.",
     "plan": "Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks.",
 }
-FILES = {"list": "listing"}  # where a file of the command's name would hide a built-in of this package
+LAB = {
+    "bench": "Time our steps and those of every installed peer, interleaved, beside a memory copy.",
+    "parity": "Compare every optimizer on every installed engine with the reference, and with its peers.",
+    "landscape": "Draw the optimizers' paths on Rosenbrock, Beale and Rastrigin as one page.",
+    "lm-race": "Train a language model with every optimizer, in one go or by a plan that goes on where it stopped.",
+}
+#: where a file of the command's name would hide a built-in of this package, or cannot be
+FILES = {"list": "listing", "lm-race": "races.command"}
 NAMES = "Names, comma-separated, or all."  # of every command that takes several
 SAME = {"optimizer": "optimizers", "shapes": "model"}  # other names of options
 HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: SAME.get(word, word)}
@@ -196,6 +201,13 @@ def size(count: float) -> str:
     return f"{count:,.0f} TB" if count >= 100 else f"{count:#.3g} TB"
 
 
+def digits(value: float | None, unit: str = "") -> str:
+    """Three digits that count, or a dash."""
+    if value is None:
+        return "–"
+    return (f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")) + unit
+
+
 def show_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[bool], spare: Sequence[int] = (), texts: int = 2
 ) -> None:
@@ -229,6 +241,30 @@ def show_table(
         say(f"Left out at {console.width} columns: {', '.join(head[i] for i in spare[:count])}. --json has everything.")
 
 
+# ---- the repository's lab -----------------------------------------------------------------------------------------------
+def find_checkout() -> Path | None:
+    """The repository that this package is in, or else the one that the process was started in."""
+    for root in (Path(__file__).parents[3], Path.cwd()):
+        if (root / "lab" / "__init__.py").exists() and (root / "src" / "rlx_optim").is_dir():
+            return root
+    return None
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command."""
+    if name in COMMANDS:
+        return importlib.import_module(f".{FILES.get(name, name)}", __name__)
+    root = find_checkout()
+    if root is None:
+        raise Problem(
+            f"{name} is in the repository's lab/, which is not part of the installed package; run it in a checkout: "
+            "clone the repository that `pip show -v rlx-optim` names, then pip install --editable '.[all]' there"
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    return importlib.import_module(f"lab.{FILES.get(name, name)}")
+
+
 # ---- the program ------------------------------------------------------------------------------------------------------
 def _examples(text: str) -> str:
     """The lines of a command's docstring that call it, for the end of its help."""
@@ -254,16 +290,19 @@ def _application() -> Any:
 
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            for name, text in COMMANDS.items():
+            for name, text in (COMMANDS | (LAB if find_checkout() else {})).items():
                 self.add_command(typer.core.TyperCommand(name, help=text))
 
         def get_params(self, context: Any) -> list[Any]:
             return _bare(super().get_params(context))
 
         def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-            name, _, rest = super().resolve_command(context, arguments)
+            name: str | None = arguments[0]
+            rest = arguments[1:]
+            if name not in LAB:
+                name, _, rest = super().resolve_command(context, arguments)
             assert name is not None
-            module = importlib.import_module(f".{FILES.get(name, name)}", __name__)
+            module = load_command(name)
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             alone.command(name, cls=Bare, context_settings=HELP, epilog=_examples(module.__doc__ or ""))(module.command)
             return name, typer.main.get_command(alone), rest

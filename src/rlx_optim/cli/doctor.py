@@ -9,6 +9,7 @@ fails or gives another result, or if the cache cannot be written or is not safe.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ import typer
 from rich.markup import escape
 
 from ..engines import list_engines
-from . import machine, offload, say, show_table, size, write_json
+from . import machine, say, show_table, size, write_json
 from .walks import ENGINES, bar_of, distance, problem, settings_of, walk
 
 CHECKED = ("adamw", "lamb", "muon")  # an elementwise rule, one that reduces, one that multiplies matrices
@@ -59,6 +60,28 @@ def cache() -> dict[str, Any]:
     return {"status": status, "why": why, **told}
 
 
+def offloading() -> dict[str, Any]:
+    """Whether `offload="cpu"` works, and gives what parameters on the CPU give, bit for bit."""
+    if importlib.util.find_spec("torch") is None:
+        return {"status": "not here", "why": "torch is not installed"}
+    torch, front = importlib.import_module("torch"), importlib.import_module("rlx_optim.torch")
+    if not torch.cuda.is_available():
+        return {"status": "not here", "why": "torch sees no CUDA device; parameters on the CPU need none"}
+    start, grad = (torch.randn((64, 300), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    found = []
+    for device, settings in (("cuda", {"offload": "cpu"}), ("cpu", {})):
+        p = torch.nn.Parameter(start.to(device))
+        p.grad = grad.to(device)
+        opt = front.AdamW([("w", p)], **settings)
+        opt.step()
+        opt.step()
+        found.append((p.detach().cpu(), next(iter(opt.engine_report()))))
+    (above, why), (below, _) = found
+    if not torch.equal(above, below):
+        return {"status": "wrong", "why": f"AdamW is off by {float((above - below).abs().max()):.2g}"}
+    return {"status": "live", "why": why}
+
+
 def threading() -> str:
     """numba's threading layer. It starts with the first large step, so one is taken."""
     if (reason := ENGINES["cpu"].missing()) is not None:
@@ -83,7 +106,7 @@ def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
     engines = [check(engine) for engine in ENGINES]
-    kept, away = cache(), offload.check()
+    kept, away = cache(), offloading()
     known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
         "healthy": all(e["status"] in ("live", "not here") for e in engines)

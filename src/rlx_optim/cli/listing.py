@@ -14,10 +14,9 @@ import typer
 from ..named import create
 from ..program import measures
 from ..registry import documentation, known, spec_class
-from . import say, show_table, write_json
-from .bench import digits
+from . import digits, say, show_table, write_json
+from .costs import bytes_of, settings_of
 from .memory import slots_of
-from .results import bytes_of, settings_of
 
 MATRIX = (1024, 1024)  # what bytes of state are counted for
 

@@ -31,8 +31,8 @@ from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import bytes_of
 from . import NAMES, Problem, choose, one, say, show_table, size, write_json
-from .results import Shapes, parameters, settings_of
-from .shapes import KNOWN, shapes_of
+from .costs import settings_of
+from .shapes import KNOWN, Shapes, parameters, shapes_of
 
 ITEM = 4  # bytes of a float32
 ENGINES = ("auto", "cpu", "torch", "triton")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
 import numpy as np
 
 from . import unknown
-from .results import Shapes
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 def _block(prefix: str) -> Shapes:
@@ -74,3 +76,7 @@ def shapes_of(model: str) -> Shapes:
     if model not in MODELS:
         raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M), one:NxN"])
     return MODELS[model]()
+
+
+def parameters(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -160,7 +160,7 @@ def _annotation(kind: type[Spec], keyword: str, default: Any) -> str:
 
 
 def signature(kind: type[Spec]) -> inspect.Signature:
-    """What the factory takes and gives; `tools/stubs.py` writes the same."""
+    """What the factory takes and gives; `lab/stubs.py` writes the same."""
     defaults = {k: inspect.Parameter.empty if v is REQUIRED else v for k, (v, _) in keywords(kind).items()}
     rate = None if kind.fields["lr"].default is None else inspect.Parameter.empty
     either, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

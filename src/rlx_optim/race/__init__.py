@@ -3,9 +3,8 @@
     rlx-optim race
     rlx-optim race --model logreg --optimizers adamw,muon --seeds 5 --tune
 
-`digits`, `char_gpt` and `gpt` are what is trained, `rates` has the committed learning rates, `running` runs and tunes, `plan`
-does so in pieces that add up, `leads` has what they allow to be said, `report` and `pages/` make the page.
-Nothing here prints; the command line is `rlx_optim.cli.race`.
+`digits` is what is trained, `rates` has the committed learning rates, `running` runs and tunes, `report` and `pages/` make the
+page. Nothing here prints; the command line is `rlx_optim.cli.race`. The repository's `lab/races` has language models.
 """
 
 from __future__ import annotations
@@ -45,10 +44,12 @@ class Model(Protocol):
     goal: float | None  # the accuracy that everyone reaches in a full race
     steps: int
     seeds: int
-    engines: tuple[str, ...]
     devices: tuple[str, ...]
     device: str  # one of them
     halves: bool  # whether it has bfloat16 weights, where `weights` among the settings says so
+
+    @property
+    def engines(self) -> tuple[str, ...]: ...
 
     def describe(self) -> dict[str, Any]:
         """Parameters, batch, data: what a reader of the report should know."""

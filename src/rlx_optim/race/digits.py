@@ -59,7 +59,8 @@ class Digits:
     """Layers of (inputs, outputs) with tanh between them, trained on the digits."""
 
     metric, decides, seeds, steps = "accuracy", "train_loss", 3, 500
-    devices, device, halves = ("cpu",), "cpu", False
+    devices: tuple[str, ...] = ("cpu",)
+    device, halves = "cpu", False
 
     def __init__(self, name: str, title: str, layers: dict[str, tuple[int, int]], goal: float | None = None):
         self.name, self.title, self.layers, self.goal = name, title, layers, goal

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,20 +83,19 @@ def digits(value: float) -> float | None:
 
 
 # ---- pages --------------------------------------------------------------------------------------------------------------
-def page(name: str, title: str, data: dict[str, Any]) -> str:
-    """One of `pages/` with its style, its scripts and its data inside: it needs nothing else and no network."""
-    folder = files(__package__) / "pages"
+PAGES = Path(__file__).parent / "pages"
 
-    def read(file: str) -> str:
-        return (folder / file).read_text(encoding="utf-8")
+
+def page(file: Path, title: str, data: dict[str, Any]) -> str:
+    """A page with its style, its scripts and its data inside: it needs nothing else and no network. file: without its suffix."""
 
     held = {
         "title": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "style": read("style.css"),
-        "script": f"{read('plot.js')}\n{read(f'{name}.js')}",
+        "style": (PAGES / "style.css").read_text(encoding="utf-8"),
+        "script": f"{(PAGES / 'plot.js').read_text(encoding='utf-8')}\n{file.with_suffix('.js').read_text(encoding='utf-8')}",
         "data": json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/"),
     }
-    text = read(f"{name}.html")
+    text = file.with_suffix(".html").read_text(encoding="utf-8")
     for word, value in held.items():
         text = text.replace("{{" + word + "}}", value)
     return text
@@ -106,4 +105,4 @@ def html(found: dict[str, Any]) -> str:
     """The report of a race. Every optimizer keeps its colour, whoever else takes part."""
     place = {name: i for i, name in enumerate(list_optimizers())}
     data = {**found, "names": list(found["optimizers"]), "place": place}
-    return page("report", f"rlx-optim race: {found['model']['name']}", data)
+    return page(PAGES / "report", f"rlx-optim race: {found['model']['name']}", data)

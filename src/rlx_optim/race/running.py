@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import Model, Run, Settings
-from .rates import SETTINGS, settings_of
+from .digits import LOGREG, MLP
+from .rates import SETTINGS, Table, settings_of
 
-#: name -> "module:object", and the library it needs
-MODELS = {
-    "digits-mlp": ("digits:MLP", None),
-    "logreg": ("digits:LOGREG", None),
-    "char-gpt": ("char_gpt:GPT", "torch"),
-    "gpt": ("gpt:GPT", "torch"),
-}
+MODELS: dict[str, Model] = {model.name: model for model in (MLP, LOGREG)}
 GRID = (0.1, 0.3, 1.0, 3.0, 10.0)  # times the committed learning rate
 TUNING_SEED = 1_000_003  # none of a race's own
-
-
-def missing(model: str) -> str | None:
-    """The library that a model needs and that is not installed."""
-    library = MODELS[model][1]
-    return library if library is not None and importlib.util.find_spec(library) is None else None
-
-
-def get_model(name: str) -> Model:
-    module, _, attribute = MODELS[name][0].partition(":")
-    found: Model = getattr(importlib.import_module(f".{module}", __package__), attribute)
-    return found
 
 
 @dataclasses.dataclass
@@ -71,6 +52,7 @@ class Race:
     plan: str | None = None
     entries: list[Entry] = dataclasses.field(default_factory=list)
     interrupted: bool = False
+    settings: Table = dataclasses.field(default_factory=lambda: SETTINGS)  # the committed ones, by model
 
     @property
     def total(self) -> int:
@@ -82,7 +64,7 @@ class Race:
         goal = self.model.goal
         if goal is None or self.interrupted or self.steps < self.model.steps:
             return []
-        tuned = [entry for entry in self.entries if entry.optimizer in SETTINGS[self.model.name]]
+        tuned = [entry for entry in self.entries if entry.optimizer in self.settings[self.model.name]]
         return [e.optimizer for e in tuned if len(e.metric("accuracy")) < len(e.runs) or min(e.metric("accuracy")) < goal]
 
 
@@ -94,7 +76,7 @@ def run(race: Race, begin: Begin, tick: Tick) -> None:
     """Run everything; Ctrl-C ends it with the runs that are done. `begin` hears what runs, `tick` the loss of each step."""
     try:
         for name in race.optimizers:
-            entry = Entry(name, settings_of(race.model.name, name))
+            entry = Entry(name, settings_of(race.model.name, name, race.settings))
             if race.tune:
                 tune(race, entry, begin, tick)
             race.entries.append(entry)
