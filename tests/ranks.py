@@ -649,6 +649,36 @@ def refused(world):
     return out
 
 
+@scenario(2)
+def refused_while_laid_out(world):
+    """Rank 1 alone cannot lay out its parameters anew, as they were replaced, thawed or their state was damaged; then it can."""
+    out = {}
+    for name in ("Lamb", "Muon"):
+        for change in ("replaced", "thawed", "damaged"):
+            params = parameters(world.place)
+            params["odd"].requires_grad_(change != "thawed")
+            opt = make(name, params)
+            train(opt, params, 0, 1, world.place, lambda t, change=change: ("odd",) if change == "thawed" else ())
+            lr, state, key = opt.param_groups[0]["lr"], opt.state[params["b"]], list(opt.state[params["b"]])[-1]
+            right = state[key]
+            if change == "replaced":
+                params = {k: nn.Parameter(p.detach().clone()) for k, p in params.items()}
+                for group in opt.param_groups:
+                    group["params"] = [params[k] for k in group["param_names"]]
+            params["odd"].requires_grad_(True)
+            if world.rank == 1:
+                opt.param_groups[0]["lr"] = lr if change == "damaged" else -1.0
+                state[key] = torch.zeros(3) if change == "damaged" else right
+            before = wholes(params)
+            problem = failure(train, opt, params, 1, 2, world.place)
+            opt.param_groups[0]["lr"], still = lr, same_tensors(before, wholes(params))
+            if change == "damaged":
+                state[key] = right
+            train(opt, params, 1, 2, world.place)
+            out[name, change] = problem, still, {k: float(opt.state[p]["step"]) for k, p in params.items()}
+    return out
+
+
 def opt_report(world):
     """Rules that measure whole tensors run on the torch engine, and say so whatever was asked for."""
     params = parameters(world.place)

@@ -541,6 +541,19 @@ def test_refusals(results):
     assert "missing" in second["file"]
 
 
+def test_what_one_rank_cannot_lay_out_is_refused_on_all(results):
+    first, second = results[2]["refused_while_laid_out"]
+    for (name, change), (problem, still, steps) in first.items():
+        assert problem.startswith("Elsewhere: a ")
+        assert "on another rank, which says why" in problem
+        other, also, counts = second[name, change]
+        assert change == "damaged" or "lr must be" in other
+        assert "Elsewhere" not in other
+        assert still
+        assert also
+        assert steps == counts == {k: 1.0 if (k, change) == ("odd", "thawed") else 2.0 for k in steps}
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_clipping_by_the_norm_over_all_ranks(results, size):
     given = results[size]["clipped"][0]

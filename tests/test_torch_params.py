@@ -325,6 +325,22 @@ def test_other_shapes_start_with_zero_state():
     assert old not in opt.state
 
 
+def test_state_survives_a_refusal_while_its_parameter_is_replaced():
+    """A setting of another group is bad when state is asked to follow: nothing has been moved yet."""
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = ours.AdamW([{"params": [a]}, {"params": [b]}], lr=0.1)
+    for p in (a, b):
+        p.grad = torch.ones(3)
+    opt.step()
+    taken = nn.Parameter(b.detach().clone())
+    opt.param_groups[1]["params"] = [taken]
+    opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr must be"):
+        opt.state_dict()
+    opt.param_groups[0]["lr"] = 0.1
+    assert [float(state["step"]) for state in opt.state_dict()["state"].values()] == [1, 1]
+
+
 def test_parameters_that_change_places_keep_their_state():
     model = make_model()
     opt = ours.AdamW(model, lr=0.01)

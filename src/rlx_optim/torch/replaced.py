@@ -49,9 +49,11 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
     names = {param: (name, group) for i, group in enumerate(opt.param_groups) for name, param in named(group, i)}
     kept = {old: new for old, new in pairs.items() if new is not None and old.shape == new.shape}
     lost = [names[new][0] for old, new in pairs.items() if new is not None and old not in kept and has_stepped(opt, old)]
-    for param in kept.values():  # before anything changes
-        if not is_frozen(param):
-            opt._check_param(names[param][0], param, names[param][1])
+    with opt._agreed("a setting or a parameter was refused"):  # before anything changes, and before ranks exchange state
+        opt._current_specs()
+        for param in kept.values():
+            if not is_frozen(param):
+                opt._check_param(names[param][0], param, names[param][1])
     states = {new: (old, export(opt, old, *names[new])) for old, new in kept.items() if opt.state.get(old)}
     for old, new in pairs.items():
         opt.state.pop(old, None)

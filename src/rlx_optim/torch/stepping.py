@@ -128,7 +128,8 @@ class Stepper(Deciding):
         self._listed = list_params(self.param_groups)
         for index, group in enumerate(self.param_groups):
             if not all(self.state.get(param) or is_frozen(param) for param in group["params"]):
-                self._admit(list(named(group, index)), self._spec_of(group), group)
+                spec = (self._specs[index][1] if len(self._specs) > index else None) or self._spec_of(group)
+                self._admit(list(named(group, index)), spec, group)
 
     def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
         """Made with the first parameter that is spread over ranks; None without one."""
@@ -236,7 +237,12 @@ class Stepper(Deciding):
         if plainly and problem is None and self._once_more(specs):
             return
         self._again = None
-        ready = self._ready(only)
+        try:
+            ready = self._ready(only)
+        except Exception as raised:
+            if self._council is None:
+                raise
+            ready, problem = [], problem or raised  # the other ranks wait to hear of it
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
         if self.skip_above is not None and only is not None:
