@@ -34,8 +34,8 @@ class Target(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         from rlx_optim.check import found, subject_of
+        from rlx_optim.check.rules import RuleChecks
         from rlx_optim.check.table import chosen
-        from rlx_optim.checking import RuleChecks
         from rlx_optim.registry import spec_class
         from rlx_optim.spec import Spec
 

@@ -18,7 +18,7 @@ from helpers import TORCH as ALL
 from torch import nn
 
 import rlx_optim.torch as ours
-from rlx_optim.sharing import extent
+from rlx_optim.partition import extent
 
 REDUCING, MATRIX = (
     ("Lamb", "LARS", "StableAdamW", "Adafactor", "MARS", "Prodigy"),

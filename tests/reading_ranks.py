@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import SHAPES, counting, failure, parameters, plain, scenario, state_of, train, wholes
 
 import rlx_optim.torch as ours
-from rlx_optim import sharing
+from rlx_optim import partition
 from rlx_optim.rule import Slot, Spec, flag, integer, like, real
 
 STEPS = 5
@@ -206,11 +206,11 @@ def ended(kind, place=plain, dtype=torch.float32, shapes=None, steps=STEPS, **se
 @contextlib.contextmanager
 def stages(elements):
     """As if so many elements were enough for a stage."""
-    before, sharing.STAGE = sharing.STAGE, elements
+    before, partition.STAGE = partition.STAGE, elements
     try:
         yield
     finally:
-        sharing.STAGE = before
+        partition.STAGE = before
 
 
 HALVES = [(kind, how) for kind in ("CoupledMuon", "Averaging") for how in ("stochastic", "exact", "nearest")]

@@ -13,11 +13,11 @@ from helpers import TORCH as OURS
 from helpers import slowly
 
 from rlx_optim.check import check_optimizer, checks_of, subject_of
+from rlx_optim.check.engines import present
 from rlx_optim.check.page import page
+from rlx_optim.check.rules import REASONS, RuleChecks, check_rule
 from rlx_optim.check.table import Check, Skip, Wrong, ran
-from rlx_optim.checking import REASONS, RuleChecks, check_rule
 from rlx_optim.cli import main
-from rlx_optim.conformance import present
 from rlx_optim.registry import OURS as RULES
 from rlx_optim.registry import spec_class
 

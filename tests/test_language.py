@@ -14,14 +14,15 @@ import pytest
 from interpreter import in_the_interpreter
 
 import rlx_optim
-from rlx_optim import conformance, language, vocabulary
-from rlx_optim.checking import RuleChecks
-from rlx_optim.constructs import BROKE, CONSTRUCTS, Small
+from rlx_optim import language, ops
+from rlx_optim.check import engines as conformance
+from rlx_optim.check.constructs import BROKE, CONSTRUCTS, Small
+from rlx_optim.check.rules import RuleChecks
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
+from rlx_optim.ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
 from rlx_optim.spec import Slot, Spec, flag, like, real
-from rlx_optim.vocabulary import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 
 HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in conformance.present()]
 BY_NAME = {each.name: each for each in CONSTRUCTS}
@@ -64,7 +65,7 @@ def test_the_table_has_the_whole_language():
     kinds = {type(node) for node in nodes}
     assert set(language.OPERATORS + language.COMPARISONS) | {ast.USub, ast.BitAnd, ast.BitOr} <= kinds
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert set(vocabulary.RULE) <= called
+    assert set(ops.RULE) <= called
     used = set()
     for each in CONSTRUCTS:
         if not each.refused and not each.spec.matrix:
@@ -85,7 +86,7 @@ def broken(engine, name):
 WORDS = "minimum maximum clamp of NaN and ±inf"
 
 
-@pytest.mark.parametrize("word", sorted(vocabulary.RULE))
+@pytest.mark.parametrize("word", sorted(ops.RULE))
 def test_a_wrong_word_is_noticed_torch(word, monkeypatch):
     torch_ = pytest.importorskip("rlx_optim.engines.torch_")
     right = torch_.LISTS[word]
@@ -94,7 +95,7 @@ def test_a_wrong_word_is_noticed_torch(word, monkeypatch):
     assert any(broken("torch", each.name) for each in CONSTRUCTS if not each.refused)
 
 
-@pytest.mark.parametrize("word", sorted(vocabulary.RULE))
+@pytest.mark.parametrize("word", sorted(ops.RULE))
 def test_a_wrong_word_is_noticed_jax(word, monkeypatch):
     if "jax" not in HERE:
         pytest.skip("jax is not installed")
@@ -563,7 +564,7 @@ def test_all_tensors_one_by_one_are_stepped_when_the_iteration_ends():
 
 def test_all_tensors_in_optax():
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-    from rlx_optim.optax.places import Member
+    from rlx_optim.optax.leaves import Member
     from rlx_optim.optax.transform import Transform, transformation
 
     tx = transformation(Transform(Member(Gathering, Gathering(lr=1.0).values()), None))

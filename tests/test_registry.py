@@ -173,11 +173,11 @@ def test_what_is_no_rule_is_refused():
 
 
 def test_everything_a_rule_needs_is_in_one_module():
-    from rlx_optim import spec, vocabulary
+    from rlx_optim import ops, spec
 
     makers = {"real", "reals", "betas", "integer", "flag", "choice", "function", "like"}
     assert makers | {"Spec", "Slot", "REQUIRED", "Otherwise", "linalg", "register"} <= set(rule.__all__)
-    assert set(vocabulary.SCALARS) <= set(rule.__all__)
+    assert set(ops.SCALARS) <= set(rule.__all__)
     assert all(getattr(rule, name) is getattr(spec, name) for name in makers)
 
 

@@ -94,7 +94,7 @@ def test_the_reference_has_every_argument_of_every_front_end():
             section = text.partition(f"{{ #{name} }}")[2].partition("\n### ")[0]
             listed = re.findall(r"^\| `(\w+)` \| <code>[^\n|]+</code> \| [^\n]+ \| [^\n]{10,} \|$", section, re.MULTILINE)
             assert listed == [each.name for each in arguments.signatures(front_end)[name]]
-            fields = kind.optax.settings if beside is arguments.explain.OPTAX else kind.fields
+            fields = kind.optax.settings if beside is arguments.documentation.OPTAX else kind.fields
             assert set(fields) <= set(listed) | set(kind.optax.without), name
 
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import rlx_optim  # noqa: E402
-from rlx_optim import pieces  # noqa: E402
+from rlx_optim import splits  # noqa: E402
 from rlx_optim.checkpoint import CheckpointError  # noqa: E402
 from rlx_optim.torch import SOAP, AdamW, KronPSGD, Muon, NorMuon, Scion  # noqa: E402
 
@@ -153,10 +153,10 @@ def test_what_is_no_table_is_refused():
 
 
 def test_words():
-    assert pieces.described((20, 6), 2) == "2 of 10×6"
-    assert pieces.described((6, 20), (12, 8)) == "12+8 columns"
-    assert pieces.described((20, 6), (12, 8)) == "12+8 rows"
-    assert pieces.described((6, 20), (10, 10)) == "2 of 6×10"
+    assert splits.described((20, 6), 2) == "2 of 10×6"
+    assert splits.described((6, 20), (12, 8)) == "12+8 columns"
+    assert splits.described((20, 6), (12, 8)) == "12+8 rows"
+    assert splits.described((6, 20), (10, 10)) == "2 of 6×10"
 
 
 # ---- by a model's config -------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def llama(**config):
     return Model({**LLAMA, **config}, attn=Layer(**SPLIT), mlp=Layer(gate_proj=(24, 16), down_proj=(16, 24)))
 
 
-def splits(model, **settings):
+def splits_of(model, **settings):
     """How a model's parameters are split, by the last part of their names."""
     opt = Muon(model, **settings)
     return {name.removesuffix(".weight").split(".")[-1]: opt._pieces(name, p) for name, p in model.named_parameters()}
@@ -199,20 +199,20 @@ def splits(model, **settings):
 
 def test_llama_and_grouped_queries():
     """Separate matrices stay whole, unless heads are asked for: as many keys and values as there are groups."""
-    assert set(splits(llama()).values()) == {1}
-    assert splits(llama(), heads=True) == {"q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 1, "gate_proj": 1, "down_proj": 1}
+    assert set(splits_of(llama()).values()) == {1}
+    assert splits_of(llama(), heads=True) == {"q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 1, "gate_proj": 1, "down_proj": 1}
     qwen = Model({**LLAMA, "head_dim": 8}, attn=Layer(q_proj=(32, 16), k_proj=(16, 16), v_proj=(16, 16), o_proj=(16, 32)))
-    assert splits(qwen, heads=True) == {"q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 1}
+    assert splits_of(qwen, heads=True) == {"q_proj": 4, "k_proj": 2, "v_proj": 2, "o_proj": 1}
 
 
 def test_gpt2():
     """Conv1D keeps its matrices transposed: queries, keys and values are columns."""
     config = {"n_embd": 12, "n_head": 3, "n_layer": 1}
     model = Model(config, attn=Layer(c_attn=(12, 36), c_proj=(12, 12)), mlp=Layer(c_fc=(12, 48)))
-    assert splits(model) == {"c_attn": (12, 12, 12), "c_proj": 1, "c_fc": 1}
-    assert splits(model, heads=True)["c_attn"] == (4,) * 9
-    assert splits(model, split={})["c_attn"] == 1
-    assert splits(model, split={"*c_attn.weight": 2})["c_attn"] == 2
+    assert splits_of(model) == {"c_attn": (12, 12, 12), "c_proj": 1, "c_fc": 1}
+    assert splits_of(model, heads=True)["c_attn"] == (4,) * 9
+    assert splits_of(model, split={})["c_attn"] == 1
+    assert splits_of(model, split={"*c_attn.weight": 2})["c_attn"] == 2
     report = Muon(model).routing_report()
     (line,) = [line for line in report.splitlines() if "c_attn" in line]
     assert line.endswith("as 3 of 12×12 (queries, keys, values by the model's config)")
@@ -220,39 +220,39 @@ def test_gpt2():
 
 def test_fused_rows():
     phi = Model(LLAMA, attn=Layer(qkv_proj=(32, 16), o_proj=(16, 16)), mlp=Layer(gate_up_proj=(48, 16), down_proj=(16, 24)))
-    assert splits(phi) == {"qkv_proj": (16, 8, 8), "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
-    assert splits(phi, heads=True)["qkv_proj"] == 8
+    assert splits_of(phi) == {"qkv_proj": (16, 8, 8), "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
+    assert splits_of(phi, heads=True)["qkv_proj"] == 8
     neox = Model({"hidden_size": 16, "num_attention_heads": 4}, attn=Layer(query_key_value=(48, 16)))
-    assert splits(neox)["query_key_value"] == 1
-    assert splits(neox, heads=True)["query_key_value"] == 12
+    assert splits_of(neox)["query_key_value"] == 1
+    assert splits_of(neox, heads=True)["query_key_value"] == 12
     starcoder = Model({"n_embd": 16, "n_head": 4, "multi_query": True}, attn=Layer(c_attn=(24, 16)))
-    assert splits(starcoder)["c_attn"] == (16, 4, 4)
+    assert splits_of(starcoder)["c_attn"] == (16, 4, 4)
     deepseek = Model({**LLAMA, "num_key_value_heads": 4}, attn=Layer(q_b_proj=(40, 6), kv_b_proj=(24, 6)))
-    assert splits(deepseek, heads=True) == {"q_b_proj": 4, "kv_b_proj": 4}
+    assert splits_of(deepseek, heads=True) == {"q_b_proj": 4, "kv_b_proj": 4}
 
 
 def test_experts():
     """Of Mixtral and Qwen with their gates in rows, and those whose are columns."""
     mixtral = Model({**LLAMA, "num_local_experts": 3}, experts=Experts(gate_up_proj=(3, 48, 16), down_proj=(3, 16, 24)))
-    assert splits(mixtral) == {"gate_up_proj": 6, "down_proj": 3}
+    assert splits_of(mixtral) == {"gate_up_proj": 6, "down_proj": 3}
     qwen = Model(
         {**LLAMA, "num_experts": 3, "moe_intermediate_size": 5}, experts=Experts(gate_up_proj=(3, 10, 16), down_proj=(3, 16, 5))
     )
-    assert splits(qwen) == {"gate_up_proj": 6, "down_proj": 3}
+    assert splits_of(qwen) == {"gate_up_proj": 6, "down_proj": 3}
     oss = Model({**LLAMA, "num_local_experts": 3}, experts=Experts(gate_up_proj=(3, 16, 48), down_proj=(3, 24, 16)))
-    assert splits(oss) == {"gate_up_proj": 3, "down_proj": 3}
+    assert splits_of(oss) == {"gate_up_proj": 3, "down_proj": 3}
     report = Muon(mixtral).routing_report()
     assert "as 6 of 24×16 (experts, gate and up by the model's config)" in report
     assert "as 3 of 16×24 (experts by the model's config)" in report
 
 
 def test_a_config_that_says_nothing_of_it():
-    assert set(splits(Model({"hidden_size": 16}, attn=Layer(c_attn=(16, 48)))).values()) == {1}
-    assert set(splits(Model({**LLAMA, "num_attention_heads": "4"}, attn=Layer(c_attn=(16, 48)))).values()) == {1}
+    assert set(splits_of(Model({"hidden_size": 16}, attn=Layer(c_attn=(16, 48)))).values()) == {1}
+    assert set(splits_of(Model({**LLAMA, "num_attention_heads": "4"}, attn=Layer(c_attn=(16, 48)))).values()) == {1}
     other = Model(LLAMA, attn=Layer(c_attn=(7, 9), gate_up_proj=(14, 3)))
-    assert set(splits(other).values()) == {1}
+    assert set(splits_of(other).values()) == {1}
     nested = Model({"text_config": types.SimpleNamespace(**LLAMA)}, attn=Layer(qkv_proj=(32, 16)))
-    assert splits(nested)["qkv_proj"] == (16, 8, 8)
+    assert splits_of(nested)["qkv_proj"] == (16, 8, 8)
 
 
 def test_a_model_steps_as_its_matrices_would():

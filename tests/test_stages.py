@@ -1,4 +1,4 @@
-"""The exchange of owners goes in stages, beside what they compute: the same bits, the bytes that `sharing.traffic` says."""
+"""The exchange of owners goes in stages, beside what they compute: the same bits, the bytes that `partition.traffic` says."""
 
 import multiprocessing
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ranks import CUT, MATRIX, counting, make, parameters, plain, train, wholes
 from test_qk_clip import clipped
 
-from rlx_optim import sharing
+from rlx_optim import partition
+from rlx_optim.partition import traffic
 from rlx_optim.registry import spec_class
-from rlx_optim.sharing import traffic
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 WORLDS = (2, 4)
@@ -20,7 +20,7 @@ STEPS = 4
 
 def in_stages(world):
     """Matrix rules with as many stages as there are: on shards, and under DDP."""
-    sharing.STAGE, out = 1, {}
+    partition.STAGE, out = 1, {}
     for name in MATRIX:
         for place, settings in ((world.place, {}), (plain, {"process_group": dist.group.WORLD})):
             params = parameters(place, CUT)
@@ -62,7 +62,7 @@ def alone(name):
 @pytest.mark.parametrize("name", MATRIX)
 def test_an_exchange_in_stages_gives_the_same_bits(world, name, monkeypatch):
     size, results = world
-    monkeypatch.setattr(sharing, "STAGE", 1)
+    monkeypatch.setattr(partition, "STAGE", 1)
     params, specs = alone(name)
     for ddp in (False, True):
         wanted = traffic(specs, size, dim=None if ddp else 0)
@@ -90,9 +90,9 @@ def test_stages_share_out_each_owners_work():
     shapes = [(512, 512), (512, 2048)] * 24
     spec = spec_class("muon")()
     work = [spec.work(shape) for shape in shapes]
-    owners = sharing.share_out(work, [0] * 4)
-    stages = sharing.staged(work, owners, shapes, 4)
-    assert len(stages) == sharing.STAGES
+    owners = partition.share_out(work, [0] * 4)
+    stages = partition.staged(work, owners, shapes, 4)
+    assert len(stages) == partition.STAGES
     assert sorted(i for stage in stages for i in stage) == list(range(len(shapes)))
     for rank in range(4):
         loads = [sum(work[i] for i in stage if owners[i] == rank) for stage in stages]

@@ -1,4 +1,4 @@
-"""Every argument of every class and factory, by front end, from the stubs (neither torch nor JAX is needed) and `explain`."""
+"""Every argument of every class and factory, by front end, from the stubs and `documentation`, without torch and JAX."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rlx_optim import explain
+from rlx_optim import documentation
 from rlx_optim.registry import OURS
 from rlx_optim.spec import Spec
 
 from .text import prose, stacked, table
 
-PACKAGE = Path(explain.__file__).parent
+PACKAGE = Path(documentation.__file__).parent
 #: the stub, the module, what it has beside hyperparameters
 FRONT_ENDS = {
-    "NumPy": (PACKAGE / "named.pyi", "rlx_optim", explain.NAMED),
-    "PyTorch": (PACKAGE / "torch" / "__init__.pyi", "rlx_optim.torch", explain.TORCH),
-    "JAX": (PACKAGE / "optax" / "__init__.pyi", "rlx_optim.optax", explain.OPTAX),
+    "NumPy": (PACKAGE / "named.pyi", "rlx_optim", documentation.NAMED),
+    "PyTorch": (PACKAGE / "torch" / "__init__.pyi", "rlx_optim.torch", documentation.TORCH),
+    "JAX": (PACKAGE / "optax" / "__init__.pyi", "rlx_optim.optax", documentation.OPTAX),
 }
 
 
@@ -66,13 +66,13 @@ def signature(front_end: str, kind: type[Spec]) -> str:
 
 
 def default(argument: Argument, kind: type[Spec]) -> str:
-    given = explain.shown(kind.otherwise_default) if argument.default == "..." else str(argument.default)
+    given = documentation.shown(kind.otherwise_default) if argument.default == "..." else str(argument.default)
     return given.replace("e-0", "e-")
 
 
 def arguments(front_end: str, kind: type[Spec]) -> str:
     """A table: argument, type, default, meaning."""
-    said, rows = explain.meanings(kind, FRONT_ENDS[front_end][2]), []
+    said, rows = documentation.meanings(kind, FRONT_ENDS[front_end][2]), []
     for each in signatures(front_end)[name_in(front_end, kind)]:
         given = "required" if each.default is None else f"`{default(each, kind)}`"
         meaning = prose(said[each.name], kind.fields).replace(">=", "≥").replace("<=", "≤").replace("<", "&lt;")

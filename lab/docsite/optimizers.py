@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlx_optim import explain
+from rlx_optim import documentation
 from rlx_optim.cli.info import described
 from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
@@ -65,7 +65,7 @@ def hyperparameters(name: str, told: dict[str, Any], formulas: str) -> str:
 
 
 def state(name: str) -> str:
-    kind, meaning = spec_class(name), explain.state(spec_class(name))
+    kind, meaning = spec_class(name), documentation.state(spec_class(name))
     given = {"lr": 0.1} if kind.fields["lr"].default is REQUIRED else {}
     spec = kind(**given)
 

@@ -10,7 +10,7 @@ Importing this package imports no engine, no numba, no torch and no jax.
 from typing import TYPE_CHECKING, Any
 
 from . import named, registry, schedules
-from .checking import check_rule
+from .check.rules import check_rule
 from .checkpoint import CheckpointError, load, load_latest
 from .engines import list_engines
 from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm

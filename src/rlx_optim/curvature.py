@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from . import admission
+from . import validation
 from .optimizer import NamedOptimizer
 from .spec import Shape
 from .stepping import TensorState, observe
@@ -19,8 +19,8 @@ class CurvatureOptimizer(NamedOptimizer):
 
     def update_hessian(self, name: str, estimate: np.ndarray, shape: Any = None) -> None:
         """Average an estimate into the curvature of one parameter; the next step uses it. Legal before the first step."""
-        admission.check_array(self._owner, name, "Hessian estimate", estimate)
-        wanted = admission.logical_shape(self._owner, name, estimate, shape)
+        validation.check_array(self._owner, name, "Hessian estimate", estimate)
+        wanted = validation.logical_shape(self._owner, name, estimate, shape)
         known = self._records.get(name)
         if known is not None and wanted == (known.size,):
             wanted = known.shape  # flat, like a flat parameter

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from . import random, stats, storage, vocabulary
+from . import ops, random, stats, storage
 from .algebra import Algebra
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Unsent, Values, reduced_axis, subtract, trace
@@ -289,7 +289,7 @@ class ArrayEngine(Algebra):
     @property
     def words(self) -> dict[str, Any]:
         ours = ("rsqrt", "abs", "clamp")
-        return {word: getattr(vocabulary if word in ours else self.xp, word) for word in vocabulary.RULE}
+        return {word: getattr(ops if word in ours else self.xp, word) for word in ops.RULE}
 
     def bound(self, rule: Rule) -> Rule:
         """A rule in the words of this engine, made once."""

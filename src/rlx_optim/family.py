@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from . import admission
+from . import validation
 from .engine import Engine
 from .engines import get_engine
 from .guard import Guard
@@ -125,8 +125,8 @@ class Member:
         return stamp
 
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
-        shape = admission.check_pair(self._owner, name, param, grad, shape)
-        admission.check_overlap(self._owner, [name], [param], [grad])
+        shape = validation.check_pair(self._owner, name, param, grad, shape)
+        validation.check_overlap(self._owner, [name], [param], [grad])
         member, record, why = self._lookup(name, shape)
         if record.stepped == member._iteration or name in self._waiting:
             raise ValueError(
@@ -178,7 +178,7 @@ class Member:
             return True
         if self.nonfinite == "raise":
             bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
-            raise ValueError(f"{self._owner}: gradient of {admission.listed(bad)} is not finite; nothing was stepped")
+            raise ValueError(f"{self._owner}: gradient of {validation.listed(bad)} is not finite; nothing was stepped")
         self._skipped += 1
         return False
 

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from . import vocabulary
+from . import ops
 
 Rule = Callable[..., Any]
 
@@ -81,7 +81,7 @@ HINTS: dict[type, str] = {
     ast.While: "a rule is about one coordinate; what needs several goes into `update`",
     ast.BoolOp: "write & and | between comparisons in parentheses, inside where",
     ast.Subscript: "a rule is about one coordinate; what needs several goes into `update`",
-    ast.Attribute: "call the vocabulary by its bare name: " + ", ".join(vocabulary.RULE),
+    ast.Attribute: "call the vocabulary by its bare name: " + ", ".join(ops.RULE),
     ast.AugAssign: "write x = x + y",
     ast.Compare: "comparisons stand inside where(…)",
 }
@@ -136,7 +136,7 @@ class _Reader:
         return names
 
     def check_name(self, node: Any, name: str) -> None:
-        if name.startswith("_") or name in vocabulary.SCALARS:
+        if name.startswith("_") or name in ops.SCALARS:
             raise self.refused(node, f"{name!r} cannot be the name of a value")
 
     def returned(self, statement: ast.stmt) -> tuple[str, ...]:
@@ -197,10 +197,10 @@ class _Reader:
 
     def call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else None
-        if name not in vocabulary.RULE:
-            raise self.refused(node, f"the vocabulary is {', '.join(vocabulary.RULE)}")
-        if len(node.args) != vocabulary.RULE[name] or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
-            raise self.refused(node, f"{name} takes {vocabulary.RULE[name]} arguments")
+        if name not in ops.RULE:
+            raise self.refused(node, f"the vocabulary is {', '.join(ops.RULE)}")
+        if len(node.args) != ops.RULE[name] or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
+            raise self.refused(node, f"{name} takes {ops.RULE[name]} arguments")
         first, *rest = node.args
         if name == "where":
             self.condition(first)

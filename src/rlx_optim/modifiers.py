@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .vocabulary import maximum, sign, sqrt, where
+from .ops import maximum, sign, sqrt, where
 
 LEAST = 1e-10  # a norm that is divided by
 

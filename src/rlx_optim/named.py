@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from . import explain, registry
+from . import documentation, registry
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
 from .registry import spec_class as spec_class
@@ -27,7 +27,7 @@ def _signature(kind: type[Spec]) -> inspect.Signature:
     fields = [parameter(n, f.default, _annotation(f), keyword if n in MODIFIERS else either) for n, f in kind.fields.items()]
     defaults = {"otherwise": kind.otherwise_default} if kind.matrix or kind.otherwise_default else {}
     defaults |= {"groups": None, "engine": "auto", "precision": "float32", "nonfinite": "propagate", "skip_above": None}
-    return inspect.Signature([*fields, *(parameter(n, d, explain.NAMED[n][0]) for n, d in defaults.items())])
+    return inspect.Signature([*fields, *(parameter(n, d, documentation.NAMED[n][0]) for n, d in defaults.items())])
 
 
 def _annotation(field: Field) -> str:
@@ -57,13 +57,13 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
         if fallback is None and not kind.matrix and "otherwise" in kwargs:
             raise TypeError(f"{title}: takes every tensor itself and has no otherwise")
         if not kwargs.keys() <= signature.parameters.keys():
-            raise explain.unknown(title, kwargs, list(signature.parameters))
+            raise documentation.unknown(title, kwargs, list(signature.parameters))
         if fallback is not None and kwargs.setdefault("otherwise", _DEFAULT) is _DEFAULT:
             kwargs["otherwise"] = create(fallback.name, **fallback.settings)
         base.__init__(self, **given, **kwargs)
 
     return type(title, (base,), {
-        "__init__": __init__, "__doc__": explain.documented(kind, signature, explain.NAMED), "__module__": __name__,
+        "__init__": __init__, "__doc__": documentation.documented(kind, signature, documentation.NAMED), "__module__": __name__,
         "__signature__": signature, "spec": kind,
     })  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from . import admission
+from . import validation
 from .engine import Engine
 from .engines import check_engine
 from .family import Item, Member, Plan
@@ -105,7 +105,7 @@ class NamedOptimizer(Member):
             if use.otherwise is not None or use._used:
                 raise ValueError(f"{what} must be an optimizer that hands nothing on, with otherwise=None, got {use!r}")
             if group.overrides:
-                raise ValueError(f"{what} is an optimizer, which has its own {admission.listed(group.overrides)}; say it there")
+                raise ValueError(f"{what} is an optimizer, which has its own {validation.listed(group.overrides)}; say it there")
             if use is not self.otherwise and use not in found:
                 use._join(self)
                 found.append(use)
@@ -180,7 +180,7 @@ class NamedOptimizer(Member):
         for member in self._family():
             if name in member._records:
                 return member, member._records[name]
-        known = admission.listed(n for member in self._family() for n in member._records) or "none yet"
+        known = validation.listed(n for member in self._family() for n in member._records) or "none yet"
         raise KeyError(f"{self._owner}: no state for {name!r}; stepped so far: {known}")
 
     def state(self, name: str) -> dict[str, np.ndarray]:
@@ -271,7 +271,7 @@ class NamedOptimizer(Member):
             return
         if self.skip_above is not None:
             raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all tensors; give them to step_all together")
-        scale = admission.check_scale(self._owner, grad_scale)
+        scale = validation.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
         if not gathers(spec, item.record.shape):
@@ -290,14 +290,14 @@ class NamedOptimizer(Member):
         """Update every parameter in one pass and end the iteration. Any refusal leaves every tensor untouched.
 
         loss: what skip_above looks at beside the norm of the gradients."""
-        scale = admission.check_scale(self._owner, grad_scale)
+        scale = validation.check_scale(self._owner, grad_scale)
         given = None if loss is None else np.float64(loss)
         plan = None if self._waiting or self._asked else self._plan
         if plan is None or not self._repeat(plan, params, grads, scale, given):
-            admission.check_names(self._owner, params, grads)
+            validation.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             self._refuse_waiting("step_all")
-            admission.check_overlap(
+            validation.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
             self._plan = self._commit(items, scale, given)
@@ -324,7 +324,7 @@ class NamedOptimizer(Member):
         """Close the iteration: schedules move on, and every parameter may be stepped again."""
         if self._waiting:
             items, self._waiting = list(self._waiting.values()), {}
-            admission.check_overlap(
+            validation.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
             self._commit(items, 1.0)
@@ -334,7 +334,7 @@ class NamedOptimizer(Member):
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
             self._tell(
-                "groups", f"group pattern {admission.listed(unmatched)} matched no parameter in the first iteration{owned}"
+                "groups", f"group pattern {validation.listed(unmatched)} matched no parameter in the first iteration{owned}"
             )
         self._numbers.clear()
         for other in (self.otherwise, *self._used):
@@ -343,7 +343,7 @@ class NamedOptimizer(Member):
 
     def _refuse_waiting(self, what: str) -> None:
         if self._waiting:
-            waiting = admission.listed(self._waiting)
+            waiting = validation.listed(self._waiting)
             raise ValueError(
                 f"{self._owner}: {waiting} of this iteration waits for the others; call end_iteration() before {what}"
             )

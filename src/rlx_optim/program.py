@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import stats, vocabulary
+from . import ops, stats
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, checked, signature, signature_of_numbers
 from .spec import Shape, Slot, Spec
 
@@ -486,7 +486,7 @@ def _computed_again(
 def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: Mapping[int, str]) -> Rule:
     """Rules one after the other as one, with a text of its own: compilers start from that. Every value gets a name of its own."""
     known: dict[int, str] = {}
-    taken: set[str] = set(vocabulary.SCALARS)
+    taken: set[str] = set(ops.SCALARS)
 
     def fresh(name: str) -> str:
         found = next(each for each in itertools.chain([name], (f"{name}{k}" for k in itertools.count(2))) if each not in taken)
@@ -517,7 +517,7 @@ def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: 
     text = f"def {title}({', '.join(known[n] for n in takes)}):\n" + "\n".join(lines) + f"\n    return {', '.join(results)}\n"
     file = f"<rlx_optim {title} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"__name__": calls[0][0].__module__} | {word: getattr(vocabulary, word) for word in vocabulary.RULE}
+    scope: dict[str, Any] = {"__name__": calls[0][0].__module__} | {word: getattr(ops, word) for word in ops.RULE}
     exec(compile(text, file, "exec"), scope)
     made: Rule = scope[title]
     return made

@@ -56,7 +56,7 @@ FILES = {
 TAKEN = {
     "optimizer", "namedoptimizer", "ruleoptimizer", "curvatureoptimizer", "rulestate", "checkpointerror", "create", "load_state",
     "save_state", "averaged", "routing_report", "skip_above", "guard", "checkpoint", "estimates", "factories", "foreign",
-    "graphed", "inside", "places", "transform",
+    "graphed", "leaves", "nested", "transform",
 }  # fmt: skip
 _KINDS: dict[str, type[Spec]] = {}
 _asked = False  # whether installed packages were

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .admission import listed
 from .spec import Shape, Spec
+from .validation import listed
 
 OWN, OTHERWISE = "own", "otherwise"
 #: parts that torch's wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone

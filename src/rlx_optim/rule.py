@@ -12,6 +12,7 @@ A rule is a function of one coordinate in the words of the vocabulary; a Spec ha
 """
 
 from . import linalg
+from .ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 from .registry import register
 from .spec import (
     REQUIRED,
@@ -31,7 +32,6 @@ from .spec import (
     real,
     reals,
 )
-from .vocabulary import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 
 __all__ = [
     "REQUIRED",

@@ -16,10 +16,10 @@ import numpy as np
 from .. import random, storage
 from ..guard import checked, refusal
 from ..optimizer import NONFINITE
-from ..pieces import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from ..registry import spec_class
 from ..rounding import LOW
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
+from ..splits import WHOLE, Split, exact, part, shapes_of, slots_of, stored
 from .format import CODES, CheckpointError, Tensor, tensor
 from .reader import whole
 

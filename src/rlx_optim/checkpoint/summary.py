@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..pieces import described
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import sized
 from ..spec import Spec
+from ..splits import described
 from ..storage import HALF, POSITIVE, SIGNED
 from .format import Tensor
 from .snapshot import Member, Parameter, Snapshot, Values

@@ -22,12 +22,12 @@ from typing import Annotated, Any
 import typer
 
 from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
+from ..check.constructs import BROKE, CONSTRUCTS
+from ..check.engines import BAR, ENGINES, conformance, present
 from ..check.page import page, summary
+from ..check.rules import REASONS, check_rule
+from ..check.rules import Report as RuleReport
 from ..check.table import Check, Report, Result
-from ..checking import REASONS, check_rule
-from ..checking import Report as RuleReport
-from ..conformance import BAR, ENGINES, conformance, present
-from ..constructs import BROKE, CONSTRUCTS
 from ..named import list_optimizers
 from ..registry import aliases, spec_class
 from ..spec import Spec

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..explain import state, words
+from ..documentation import state, words
 from ..named import list_optimizers
 from ..registry import aliases, documentation, spec_class
 from ..spec import REQUIRED

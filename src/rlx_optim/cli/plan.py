@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 from ..named import list_optimizers
+from ..partition import extent, traffic
 from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
-from ..sharing import extent, traffic
 from ..spec import Shape, Spec
 from ..storage import FORMATS, bytes_of
 from . import NAMES, Problem, choose, say, show_table, size, unknown

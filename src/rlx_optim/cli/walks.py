@@ -109,7 +109,7 @@ def torch_(name: str, settings: Settings, todo: Problem, engine: str = "torch", 
 def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
     from ..optax.estimates import with_estimates
-    from ..optax.places import Member
+    from ..optax.leaves import Member
     from ..optax.transform import Transform, transformation
 
     kind, fallback = spec_class(name), spec_class(name).otherwise_default

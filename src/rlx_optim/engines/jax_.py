@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .. import vocabulary
+from .. import ops
 from ..engine import ArrayEngine, Several
 from ..linalg import Coefficients, finite, gram, of_each_step
 
@@ -51,7 +51,7 @@ WORDS: dict[str, Any] = {
 }
 
 
-vocabulary.LIBRARIES |= dict.fromkeys(("jax", "jaxlib"), WORDS)
+ops.LIBRARIES |= dict.fromkeys(("jax", "jaxlib"), WORDS)
 
 
 # One matrix at a time: batched QR inside a jitted step hung on a 2-core CPU (jaxlib 0.10.2, cause not isolated). Jitted here, as

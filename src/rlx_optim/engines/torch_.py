@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import linalg, storage, vocabulary
+from .. import linalg, ops, storage
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule, signature
 from ..program import Each, Pass, Program, Values
@@ -143,7 +143,7 @@ def _number(name: str) -> Callable[[Any], Any]:
     def apply(x: Any) -> Any:
         if isinstance(x, Many):
             return Many(getattr(torch, f"_foreach_{name}")(x.each))
-        return _numbers(getattr(vocabulary, name))(x) if isinstance(x, Numbers) else getattr(vocabulary, name)(x)
+        return _numbers(getattr(ops, name))(x) if isinstance(x, Numbers) else getattr(ops, name)(x)
 
     return apply
 
@@ -161,7 +161,7 @@ def _bound(name: str) -> Callable[[Any, Any], Any]:
         many, other = (a, b) if isinstance(a, Many) else (b, a)
         if isinstance(many, Many):
             return many._with("clamp_max" if name == "minimum" else "clamp_min", other)
-        function = getattr(vocabulary, name)
+        function = getattr(ops, name)
         return _numbers(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
 
     return bound
@@ -171,7 +171,7 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     lists = [value for value in (condition, yes, no) if isinstance(value, Many)]
     if not lists:
         sides = (condition, yes, no)
-        return _numbers(vocabulary.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
+        return _numbers(ops.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
     n = len(lists[0].each)
     rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
     like = next(value for value in (yes, no, condition) if isinstance(value, Many))
@@ -208,7 +208,7 @@ def _extreme(name: str) -> Callable[[Any, Any], Any]:
     def extreme(a: Any, b: Any) -> Any:
         tensor, other = (a, b) if torch.is_tensor(a) else (b, a)
         if not torch.is_tensor(tensor):
-            return getattr(vocabulary, f"{name}imum")(a, b)
+            return getattr(ops, f"{name}imum")(a, b)
         if torch.is_tensor(other):
             return getattr(torch, f"{name}imum")(tensor, other.to(tensor.dtype))
         return tensor.clamp(**{"max" if name == "min" else "min": other})  # a number stays on the host
@@ -220,13 +220,13 @@ def _either(name: str) -> Callable[[Any], Any]:
     """A function of tensors and of numbers."""
 
     def function(x: Any) -> Any:
-        return getattr(torch, name)(x) if torch.is_tensor(x) else getattr(vocabulary, name)(x)
+        return getattr(torch, name)(x) if torch.is_tensor(x) else getattr(ops, name)(x)
 
     return function
 
 
 def _signs(x: Any) -> Any:
-    return torch.where(x.isnan(), x, x.sign()) if torch.is_tensor(x) else vocabulary.sign(x)
+    return torch.where(x.isnan(), x, x.sign()) if torch.is_tensor(x) else ops.sign(x)
 
 
 STACKS: dict[str, Callable[..., Any]] = {
@@ -243,7 +243,7 @@ STACKS: dict[str, Callable[..., Any]] = {
 
 def _less_power(beta: Any, t: Any) -> Any:
     if not torch.is_tensor(beta) and not torch.is_tensor(t):
-        return vocabulary.less_power(beta, t)
+        return ops.less_power(beta, t)
     return 1.0 if not torch.is_tensor(beta) and beta == 0 else -torch.expm1(t * NUMBERS["log"](beta))
 
 
@@ -259,7 +259,7 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
 NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power}
-vocabulary.LIBRARIES["torch"] = NUMBERS
+ops.LIBRARIES["torch"] = NUMBERS
 
 
 @functools.cache
@@ -503,5 +503,5 @@ def _inside(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[
     return [view.mT if tall else view for view, (tall, _) in zip(views, sides, strict=True)]
 
 
-assert set(LISTS) == set(STACKS) == set(vocabulary.RULE)
-assert set(NUMBERS) == set(vocabulary.SCALARS)
+assert set(LISTS) == set(STACKS) == set(ops.RULE)
+assert set(NUMBERS) == set(ops.SCALARS)

@@ -11,16 +11,16 @@ Keyword names and defaults follow optax where optax has the optimizer. The rules
 
 from typing import Any
 
-from .. import explain, registry
+from .. import documentation, registry
 
 try:
     from .checkpoint import load_state, save_state
     from .factories import create, known, made, name_of
     from .guard import skip_above
-    from .inside import routing_report
+    from .nested import routing_report
     from .transform import RuleState, averaged
 except ModuleNotFoundError as problem:
-    raise explain.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
+    raise documentation.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
 
 
 __all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state", "skip_above"]

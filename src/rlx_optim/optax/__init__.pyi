@@ -9,7 +9,7 @@ from ..optimizer import NamedOptimizer
 from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create
-from .inside import routing_report as routing_report
+from .nested import routing_report as routing_report
 from .guard import skip_above as skip_above
 from .transform import RuleState as RuleState
 from .transform import averaged as averaged

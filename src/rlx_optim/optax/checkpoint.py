@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..admission import listed
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.optimizers import refuse_evaluation
@@ -22,9 +21,10 @@ from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
 from ..spec import Slot, Spec
 from ..storage import parts
-from . import places
-from .inside import Part, part_of
-from .places import Place
+from ..validation import listed
+from . import leaves
+from .leaves import Place
+from .nested import Part, part_of
 from .transform import RuleState, Transform, arithmetic, encoded, factors_of, mirrors
 
 Tree = Any
@@ -118,7 +118,7 @@ def host(array: Any) -> np.ndarray:
     return found.view(np.uint16) if array.dtype == jnp.bfloat16 else found
 
 
-def settings(member: places.Member, count: int) -> Spec:
+def settings(member: leaves.Member, count: int) -> Spec:
     """The values in force at a count, as plain numbers."""
     spec = member.spec(jnp.asarray(count, jnp.int32))
     return member.kind(**{name: _plain(value) for name, value in spec.values().items()})
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 
-def _member(member: places.Member, now: places.Member, where: list[Place], count: int) -> Member:
+def _member(member: leaves.Member, now: leaves.Member, where: list[Place], count: int) -> Member:
     values = settings(now, count).values()
     callables = [name for name, value in now.values.items() if callable(value)]
     groups = []

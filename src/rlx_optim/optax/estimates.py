@@ -12,7 +12,7 @@ from .. import random
 from ..engines.jax_ import engine_in
 from ..program import trace
 from ..spec import integer
-from .places import is_traced
+from .leaves import is_traced
 from .transform import NO_PARAMS, RuleState, Transform, arithmetic, decoded, encoded, parts_of, recast
 
 INTERVAL, SEED = integer(10, 1), integer(0, 0)

@@ -12,12 +12,12 @@ from typing import Any
 
 import optax
 
-from .. import explain, registry
+from .. import documentation, registry
 from ..named import create as create_named
 from ..optimizer import NamedOptimizer
 from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
-from .places import Member, is_static
+from .leaves import Member, is_static
 from .transform import Transform, transformation
 
 POSITIONAL = ("b1", "b2", "eps")  # where they come first, as in optax; the rest by keyword alone
@@ -146,7 +146,7 @@ def _annotation(kind: type[Spec], keyword: str, default: Any) -> str:
     foreign = Foreign("lr") if keyword == "learning_rate" else keywords(kind)[keyword][1]
     field = None if foreign is None else kind.fields[foreign.field]
     if foreign is None or field is None:
-        found = explain.OPTAX.get(keyword, ("jax.typing.ArrayLike", ""))[0]
+        found = documentation.OPTAX.get(keyword, ("jax.typing.ArrayLike", ""))[0]
     elif foreign.read is not same:
         found = "jax.typing.ArrayLike"
     elif field.annotation.startswith("float"):
@@ -176,7 +176,7 @@ def signature(kind: type[Spec]) -> inspect.Signature:
 
 
 def _bound(kind: type[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    bound = explain.bound(name_of(kind), signature(kind), args, kwargs)
+    bound = documentation.bound(name_of(kind), signature(kind), args, kwargs)
     bound.apply_defaults()
     return bound.arguments
 
@@ -195,7 +195,7 @@ def made(kind: type[Spec]) -> Any:
     function: Any = make
     function.__name__ = function.__qualname__ = name_of(kind)
     function.__module__, function.__signature__ = __package__, signature(kind)
-    function.__doc__ = explain.documented(kind, signature(kind), explain.OPTAX)
+    function.__doc__ = documentation.documented(kind, signature(kind), documentation.OPTAX)
     return function
 
 

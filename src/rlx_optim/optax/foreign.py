@@ -20,7 +20,7 @@ from ..checkpoint.format import CheckpointError
 from ..registry import known
 from ..spec import Shape
 from .checkpoint import opened, transform_of
-from .places import Place
+from .leaves import Place
 from .transform import RuleState, Transform, arithmetic, decoded, encoded
 
 Tree = Any

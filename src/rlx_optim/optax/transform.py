@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from .. import registry
-from ..admission import listed
 from ..engine import Several
 from ..engines.jax_ import Asked, Pile, answered, engine_in, precision
 from ..program import Program, Values, trace
@@ -25,7 +24,8 @@ from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import PARTS, Coded, decode, encode, parts
-from .places import Member, Place, admitted, converted, named_leaves, stepped
+from ..validation import listed
+from .leaves import Member, Place, admitted, converted, named_leaves, stepped
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"

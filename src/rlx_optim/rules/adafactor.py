@@ -40,8 +40,8 @@ import math
 import operator
 
 from ..modifiers import by_count
+from ..ops import maximum, minimum, rsqrt, sqrt
 from ..spec import Foreign, Optax, Slot, Spec, Torch, choice, flag, like, real, reals
-from ..vocabulary import maximum, minimum, rsqrt, sqrt
 
 HUGE = 3e38  # below float32's largest: keeps 0 · (1/√0) at 0 where eps[0] is 0
 

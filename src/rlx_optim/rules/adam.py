@@ -22,8 +22,8 @@ When, and what it costs. Where an existing recipe says Adam; with weight decay p
 8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter (36).
 """
 
+from ..ops import less_power, maximum, sqrt
 from ..spec import Optax, Spec, Torch, betas, flag, like, real
-from ..vocabulary import less_power, maximum, sqrt
 
 
 def adam(p, g, m, v, decay, beta1, alpha1, beta2, alpha2, root, eps):

@@ -20,8 +20,8 @@ When, and what it costs. The default choice for transformers. 8 bytes of state a
 28 bytes of traffic a parameter (36).
 """
 
+from ..ops import less_power, maximum, sqrt
 from ..spec import Optax, Spec, Torch, betas, flag, like, real
-from ..vocabulary import less_power, maximum, sqrt
 
 
 def adamw(g, m, v, beta1, alpha1, beta2, alpha2, root, eps):

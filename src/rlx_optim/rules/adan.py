@@ -27,8 +27,8 @@ When, and what it costs. In place of AdamW with a larger lr, on vision transform
 
 import dataclasses
 
+from ..ops import less_power, minimum, sqrt, where
 from ..spec import Spec, Torch, flag, like, real, reals
-from ..vocabulary import less_power, minimum, sqrt, where
 
 
 def measure(g):

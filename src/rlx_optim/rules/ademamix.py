@@ -24,8 +24,8 @@ When, and what it costs. Long runs, where old gradients pay; give both warm-ups 
 parameter, 36 bytes of traffic a parameter.
 """
 
+from ..ops import less_power, log, minimum, sqrt, where
 from ..spec import Optax, Spec, Torch, like, real, reals
-from ..vocabulary import less_power, log, minimum, sqrt, where
 
 
 def ademamix(g, m, slow, v, first, share, beta1, alpha1, beta2, alpha2, beta3, alpha3, root, eps):

@@ -30,8 +30,8 @@ When, and what it costs. In place of AdamW where training is unstable or b2 is h
 
 import math
 
+from ..ops import clamp, exp, log, maximum, minimum, sqrt, where
 from ..spec import Foreign, Optax, Spec, Torch, betas, flag, like, real
-from ..vocabulary import clamp, exp, log, maximum, minimum, sqrt, where
 
 
 def adopt(p, g, m, v, decay, ceiling, beta1, alpha1, beta2, alpha2, eps):

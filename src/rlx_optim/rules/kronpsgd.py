@@ -36,8 +36,8 @@ a triangular solve and two Gram matrices.
 import math
 
 from .. import linalg
+from ..ops import exp, less_power
 from ..spec import KEY, Foreign, Optax, Slot, Spec, Torch, choice, flag, function, integer, like, real
-from ..vocabulary import exp, less_power
 
 
 def average(m, g, beta, alpha, share):

@@ -26,8 +26,8 @@ measures (p, g, m, v read, m, v written: 24 bytes), the second recomputes u from
 
 import math
 
+from ..ops import less_power, minimum, sqrt, where
 from ..spec import Optax, Spec, betas, flag, like, real
-from ..vocabulary import less_power, minimum, sqrt, where
 
 
 def measure(p, g, m, v, first, decay, beta1, alpha1, beta2, alpha2, root, eps):

@@ -22,8 +22,8 @@ When, and what it costs. In place of AdamW where b1 is large beside b2, or gradi
 28 bytes of traffic a parameter.
 """
 
+from ..ops import less_power, sqrt, where
 from ..spec import Spec, betas, choice, like, real
-from ..vocabulary import less_power, sqrt, where
 
 
 def laprop(g, m, v, beta1, gain, beta2, alpha2, root, eps):

@@ -29,8 +29,8 @@ a parameter. Two passes: the first measures (p, g read: 8 bytes), the second ste
 trust_coefficient=None, which measures nothing).
 """
 
+from ..ops import where
 from ..spec import Optax, Spec, Torch, choice, flag, like, real
-from ..vocabulary import where
 
 
 def measure(p, g, decay):

@@ -18,8 +18,8 @@ AdamW. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
 from ..modifiers import by_count
+from ..ops import sign
 from ..spec import Optax, Spec, betas, like, real
-from ..vocabulary import sign
 
 
 def lion(g, m, beta1, alpha1, beta2, alpha2):

@@ -25,8 +25,8 @@ When, and what it costs. Language models, as a drop-in for AdamW with a larger l
 (p, g, prev, m, v read, p, prev, m, v written: 36 bytes): 44 bytes of traffic a parameter (36) and no scratch.
 """
 
+from ..ops import less_power, minimum, sign, sqrt
 from ..spec import Otherwise, Spec, betas, choice, like, real
-from ..vocabulary import less_power, minimum, sign, sqrt
 
 
 def measure(g, prev, gain):

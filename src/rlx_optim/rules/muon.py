@@ -38,8 +38,8 @@ from typing import Any
 
 from ..coefficients import KELLER, SCHEMES, STEPS, steps_of
 from ..modifiers import by_share
+from ..ops import sign, where
 from ..spec import Foreign, Optax, Otherwise, Spec, Torch, choice, flag, integer, like, real, triples
-from ..vocabulary import sign, where
 
 
 def nesterov(g, m, beta, alpha):

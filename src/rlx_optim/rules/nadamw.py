@@ -23,8 +23,8 @@ When, and what it costs. Often a little ahead of AdamW at the same cost (it won 
 8 bytes of state a parameter, 28 bytes of traffic a parameter.
 """
 
+from ..ops import less_power, sqrt
 from ..spec import Optax, Spec, Torch, betas, choice, like, real
-from ..vocabulary import less_power, sqrt
 
 
 def nadamw(g, m, v, from_m, from_g, beta1, alpha1, beta2, alpha2, root, eps):

@@ -33,8 +33,8 @@ read: 56 bytes of traffic a parameter.
 
 import math
 
+from ..ops import less_power, maximum, minimum, sqrt, where
 from ..spec import Foreign, Optax, Slot, Spec, betas, flag, like, real
-from ..vocabulary import less_power, maximum, minimum, sqrt, where
 
 
 def shared(d, d_max, gained, starts):

@@ -19,8 +19,8 @@ Conventions.
 When, and what it costs. Where AdamW is unstable at long averages. 8 bytes of state a parameter, 28 of traffic.
 """
 
+from ..ops import less_power, sqrt
 from ..spec import Optax, Spec, betas, like, real, reals
-from ..vocabulary import less_power, sqrt
 
 
 def qhadamw(g, m, v, from_g, from_m, from_gg, from_v, beta1, alpha1, beta2, alpha2, eps):

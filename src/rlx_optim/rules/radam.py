@@ -23,8 +23,8 @@ Conventions.
 When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of state a parameter, 28 of traffic.
 """
 
+from ..ops import less_power, log, sqrt, where
 from ..spec import Optax, Spec, Torch, betas, choice, flag, like, real
-from ..vocabulary import less_power, log, sqrt, where
 
 
 def radam(p, g, m, v, decay, rectified, beta1, alpha1, beta2, alpha2, root, eps):

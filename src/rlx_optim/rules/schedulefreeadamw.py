@@ -28,8 +28,8 @@ AdamW with a schedule, with warm-up. Evaluate and save the model at x: `opt.eval
 state a parameter and 28 bytes of traffic, as AdamW.
 """
 
+from ..ops import less_power, sqrt
 from ..spec import betas, integer, like, real
-from ..vocabulary import less_power, sqrt
 from .schedulefreesgd import Averaged, paced
 
 

@@ -27,8 +27,8 @@ schedule. Evaluate and save the model at x: `opt.eval()` before and `opt.train()
 taken anew there. 4 bytes of state a parameter, 20 bytes of traffic a parameter.
 """
 
+from ..ops import maximum, minimum, where
 from ..spec import Spec, integer, like, real
-from ..vocabulary import maximum, minimum, where
 
 
 def decayed(p, g, decay):

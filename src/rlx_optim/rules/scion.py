@@ -34,8 +34,8 @@ import math
 from typing import Any
 
 from ..coefficients import KELLER, SCHEMES, STEPS, steps_of
+from ..ops import sign
 from ..spec import Spec, Torch, choice, flag, integer, like, real, triples
-from ..vocabulary import sign
 
 EPS = 1e-7  # joins the norm that Newton–Schulz begins with
 

@@ -35,8 +35,8 @@ import functools
 import math
 
 from .. import linalg
+from ..ops import less_power, maximum, sqrt, where
 from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
-from ..vocabulary import less_power, maximum, sqrt, where
 
 
 def taken(g):

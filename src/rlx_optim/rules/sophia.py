@@ -25,8 +25,8 @@ state a parameter, 24 of traffic a parameter, and the estimate.
 
 import math
 
+from ..ops import clamp, maximum
 from ..spec import Foreign, Optax, Spec, betas, like, real
-from ..vocabulary import clamp, maximum
 
 
 def sophia(g, m, h, beta1, alpha1, gamma, clip, eps):

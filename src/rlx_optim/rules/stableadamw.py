@@ -23,8 +23,8 @@ passes: the first averages and measures (g, m, v read, m, v written: 20 bytes), 
 36 bytes of traffic a parameter.
 """
 
+from ..ops import less_power, maximum, sqrt
 from ..spec import Spec, betas, choice, like, real
-from ..vocabulary import less_power, maximum, sqrt
 
 
 def average(g, m, v, beta1, alpha1, beta2, alpha2, eps):

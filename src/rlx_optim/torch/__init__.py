@@ -13,7 +13,7 @@ import functools
 import inspect
 from typing import Any
 
-from .. import explain, registry
+from .. import documentation, registry
 from ..named import create as create_named
 from ..spec import MODIFIERS, REQUIRED, Spec
 
@@ -24,7 +24,7 @@ try:
     from .graphed import Graphed
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
-    raise explain.lacking(problem, __name__, "torch", ("torch",)) from None
+    raise documentation.lacking(problem, __name__, "torch", ("torch",)) from None
 
 __all__ = ["Graphed", "RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
 
@@ -36,7 +36,7 @@ COMMON = {
 
 def _signature(kind: type[Spec]) -> inspect.Signature:
     def parameter(name: str, default: Any, how: Any) -> inspect.Parameter:
-        annotation = explain.TORCH[name][0] if name in explain.TORCH else kind.fields[name].annotation
+        annotation = documentation.TORCH[name][0] if name in documentation.TORCH else kind.fields[name].annotation
         annotation = {"lr": f"{annotation} | torch.Tensor", **kind.torch.annotations}.get(name, annotation)
         given = inspect.Parameter.empty if default is REQUIRED else default
         return inspect.Parameter(name, how, default=given, annotation=annotation)
@@ -60,7 +60,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     signature = _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(explain.bound(kind.title, signature, (self, *args), kwargs).arguments)
+        given = dict(documentation.bound(kind.title, signature, (self, *args), kwargs).arguments)
         self, params = given.pop("self"), given.pop("params")
         if kind.otherwise_default is not None and "otherwise" not in given:
             settings = {**kind.otherwise_default.settings, **{k: given[k] for k in given.keys() & {"rounding"}}}
@@ -73,7 +73,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     base = CurvatureOptimizer if kind.observes else RuleOptimizer
     space = {
         "__init__": __init__,
-        "__doc__": explain.documented(kind, signature, explain.TORCH),
+        "__doc__": documentation.documented(kind, signature, documentation.TORCH),
         "__module__": __name__,
         "spec": kind,
         "rule": kind.name,

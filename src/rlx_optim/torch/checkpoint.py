@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..admission import listed
 from ..checkpoint.files import opened
 from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
-from ..pieces import WHOLE, Split, number, part, shapes_of
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
+from ..splits import WHOLE, Split, number, part, shapes_of
 from ..storage import PARTS, Words
+from ..validation import listed
 from . import halves
 from .damaged import COUNTABLE, closed, told
 from .lanes import ARITHMETIC

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..admission import listed
 from ..guard import Guard
+from ..validation import listed
 from .clip import grad_norm, measured
 from .evaluating import Evaluating, named
 from .graphs import not_finite

@@ -14,8 +14,8 @@ try:  # whether frames are being compiled
 except ImportError:
     compiler = None  # type: ignore[assignment]
 
-from ..pieces import Split
 from ..spec import TRAINED, Spec
+from ..splits import Split
 from .halves import local
 from .names import outside
 from .state import piece_shape

@@ -20,11 +20,11 @@ import torch
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
-from ..pieces import WHOLE, inner_shape
 from ..registry import OURS, known, spec_class
 from ..rounding import EXACT, LOW
 from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
+from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN, wrapped
 from .damaged import number_in
 from .layouts import Layout

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import pieces
+from .. import splits
 from ..engine import Engine
-from ..pieces import WHOLE, Split
 from ..rounding import Half
 from ..spec import Spec
+from ..splits import WHOLE, Split
 from ..stepping import Part, TensorState, bundle_up, observe, run_part
 from . import halves
 from .headers import described
@@ -44,15 +44,15 @@ class ParamEntry:
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
-        self.columns = pieces.columnwise(tuple(param.shape), split)
+        self.columns = splits.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
         self.turned = False  # it is maximized in a lane that minimizes: its gradients come with the other sign
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
         self.hold()
-        shapes = pieces.shapes_of(tuple(param.shape), split)
-        self.records = [TensorState(each, shape, group) for each, shape in zip(pieces.names_in(name, split), shapes, strict=True)]
+        shapes = splits.shapes_of(tuple(param.shape), split)
+        self.records = [TensorState(each, shape, group) for each, shape in zip(splits.names_in(name, split), shapes, strict=True)]
 
     def hold(self) -> None:
         """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..pieces import WHOLE, Split
 from ..routing import original
 from ..spec import Shape
+from ..splits import WHOLE, Split
 from .routing import owner
 
 #: what configs call it: the first that is there

@@ -27,10 +27,10 @@ import torch
 from .. import buckets
 from ..buckets import SLOTS, aligned
 from ..engine import Engine
-from ..pieces import WHOLE
 from ..program import gathers, measures
 from ..rounding import LOW
 from ..spec import Spec
+from ..splits import WHOLE
 from ..stepping import TensorState, observe
 from ..storage import Coded
 from . import halves

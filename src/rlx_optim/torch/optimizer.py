@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from .. import guard
-from ..admission import listed
 from ..optimizer import NONFINITE, NamedOptimizer
-from ..pieces import WHOLE, Split, checked, described, shapes_of
 from ..registry import known
 from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
+from ..splits import WHOLE, Split, checked, described, shapes_of
+from ..validation import listed
 from .damaged import check_outline, refused
 from .engines import check_engine
 from .evaluating import eager, named
@@ -91,7 +91,7 @@ class RuleOptimizer(Stepper):
         process_group: Any = None,
         beside: Mapping[str, Any] | None = None,
     ):
-        """beside: settings of a group, not of the rule. The others: `rlx_optim.explain.TORCH`."""
+        """beside: settings of a group, not of the rule. The others: `rlx_optim.documentation.TORCH`."""
         if nonfinite not in NONFINITE:
             raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
         check_engine(engine)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..admission import listed
+from ..validation import listed
 from .evaluating import named
 from .halves import is_spread
 from .state import HOST, is_frozen, shapes_in_state, split_in, taken_over, whole

@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import random, storage
-from ..pieces import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
 from ..routing import bare
 from ..spec import KEY, Shape, Slot, Spec
+from ..splits import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
 from . import halves
 from .damaged import check_tensor, closed, number_in, refused
 from .lanes import ARITHMETIC

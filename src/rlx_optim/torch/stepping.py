@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..buckets import on_the_device
-from ..pieces import WHOLE, Split, part, slots_of
 from ..program import trace
 from ..routing import bare
 from ..spec import Spec
+from ..splits import WHOLE, Split, part, slots_of
 from ..stats import Row, Stats, summed_up
 from ..stepping import TensorState, check_together, rows
 from ..storage import PARTS, Coded

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .. import storage
-from ..admission import listed
 from ..registry import OURS
 from ..spec import MODIFIERS, Foreign, Shape, Spec
+from ..validation import listed
 from .damaged import closed, number_in, refused, told
 from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Layout, Only
 

@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from ... import vocabulary
+from ... import ops
 from ...language import Reduction, Rule, checked
 from ...rounding import EXACT, NEAREST, STOCHASTIC
 from ...storage import BLOCK, HALF, PARTS, POSITIVE, SIGNED, TINY, TOP
@@ -184,7 +184,7 @@ def source(rule: Rule, layout: Layout) -> str:
     placed, by_row = layout.placed, layout.by_row
     width = len(arrays) + len(placed) + len(layout.scaled) + layout.lows
     size = 4 if layout.element == "float32" else 8
-    words = {word for word in vocabulary.RULE if word in rule.__code__.co_names} | {"maximum"}
+    words = {word for word in ops.RULE if word in rule.__code__.co_names} | {"maximum"}
     words |= CODED if any(layout.coded) else set()
     words |= HALVED if layout.half else set()
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...language import Rule
-from ...vocabulary import RULE
+from ...ops import RULE
 
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 TYPES |= {torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...sharing import extent
+from ...partition import extent
 from ...spec import Shape
 from .layout import Circle
 

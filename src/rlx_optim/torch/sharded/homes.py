@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...pieces import WHOLE, Split, exact, number, shapes_of
+from ...partition import share_out
 from ...program import measures
-from ...sharing import share_out
 from ...spec import Shape, Slot, Spec
+from ...splits import WHOLE, Split, exact, number, shapes_of
 from ...storage import PARTS
 from ..state import Slots, fresh, piece_shape, shape_in_state
 from .exchange import Item, spread

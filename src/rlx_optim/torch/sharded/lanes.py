@@ -18,12 +18,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine, Mixing
-from ...pieces import WHOLE, Split, shapes_of, slots_of
-from ...pieces import part as part_of
+from ...partition import staged
 from ...program import NotSent, commit_measures, gathers, measures
 from ...reading import reads_p
-from ...sharing import staged
 from ...spec import Shape, Slot, Spec
+from ...splits import WHOLE, Split, shapes_of, slots_of
+from ...splits import part as part_of
 from ...stepping import Part as Bundled
 from ...stepping import TensorState, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...sharing import extent
+from ...partition import extent
 from ...spec import Shape
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from .factories import put_over, sketched, written
-from .places import Member
+from .leaves import Member
 from .transform import RuleState, Transform, begun
 
 Tree = Any

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from ..engine import Engine
+from ..engines import get_engine, no_compiler
+from ..language import LanguageError
+from ..program import trace
+from ..spec import Shape, Spec
+from ..stepping import TensorState, bundle_up, run_part
 from .constructs import CONSTRUCTS, Construct
-from .engine import Engine
-from .engines import get_engine, no_compiler
-from .language import LanguageError
-from .program import trace
-from .spec import Shape, Spec
-from .stepping import TensorState, bundle_up, run_part
 
 Arrays = dict[str, list[np.ndarray]]
 

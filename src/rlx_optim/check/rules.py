@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from .conformance import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
-from .curvature import CurvatureOptimizer
-from .language import LanguageError
-from .optimizer import NamedOptimizer
-from .program import Program, commit_measures, trace
-from .spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
+from ..curvature import CurvatureOptimizer
+from ..language import LanguageError
+from ..optimizer import NamedOptimizer
+from ..program import Program, commit_measures, trace
+from ..spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
+from .engines import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
 SMALL: tuple[Shape, ...] = ((5, 4), (3, 6), (7,))
@@ -395,8 +395,8 @@ class RuleChecks:
 
     def over_ranks(self) -> tuple[bool, float | None, str]:
         """Two processes, beside one."""
-        from .check.rule_ranks import over_ranks
-        from .check.table import Skip
+        from .rule_ranks import over_ranks
+        from .table import Skip
 
         if self.rule.matrix and commit_measures(self.rule(**self.settings)):
             return True, None, "its commit measures p or u, which is refused where matrices are spread over ranks"
@@ -589,6 +589,6 @@ def _options(annotation: str) -> list[str]:
 
 def _kernels() -> int:
     """How many kernels the cpu engine has compiled."""
-    from .engines.cpu.kernels import compiled
+    from ..engines.cpu.kernels import compiled
 
     return compiled.cache_info().currsize
