@@ -564,10 +564,10 @@ def test_all_tensors_one_by_one_are_stepped_when_the_iteration_ends():
 
 def test_all_tensors_in_optax():
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-    from rlx_optim.optax.leaves import Member
+    from rlx_optim.optax.leaves import ScheduledRule
     from rlx_optim.optax.transform import Transform, transformation
 
-    tx = transformation(Transform(Member(Gathering, Gathering(lr=1.0).values()), None))
+    tx = transformation(Transform(ScheduledRule(Gathering, Gathering(lr=1.0).values()), None))
     params, grads = arrays((3, 2), (5,)), arrays((3, 2), (5,))
     params = {k: jax.numpy.asarray(p) for k, p in params.items()}
     updates, _ = tx.update(grads, tx.init(params), params)

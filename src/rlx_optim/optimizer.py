@@ -27,7 +27,7 @@ from .family import Item, Member, Plan
 from .guard import Guard, checked
 from .program import gathers
 from .routing import OTHERWISE, OWN, report
-from .settings import Group, Settings
+from .settings import GroupOverrides, Settings
 from .spec import Spec
 from .stats import Stats, summed_up
 from .stepping import TensorState, run_part
@@ -91,7 +91,7 @@ class NamedOptimizer(Member):
         self._converted = ""
         self._seen = {} if any(member.spec.evaluated for member in self._family()) else None
 
-    def _joined(self, groups: Sequence[Group]) -> tuple[NamedOptimizer, ...]:
+    def _joined(self, groups: Sequence[GroupOverrides]) -> tuple[NamedOptimizer, ...]:
         """The optimizers that groups use, beside `otherwise`."""
         found: list[NamedOptimizer] = []
         for group in groups:

@@ -15,7 +15,7 @@ def is_schedule(field: Field, value: Any) -> bool:
     return callable(value) and field.annotation != "Callable[..., Any] | None"
 
 
-class Group:
+class GroupOverrides:
     """Overrides for the names that match a glob pattern, or one of several, as written by the user."""
 
     def __init__(self, owner: str, fields: Mapping[str, Field], given: Any):
@@ -50,7 +50,7 @@ class Settings:
         self.given = {name: self._clean(name, given.get(name, field.default)) for name, field in kind.fields.items()}
         if isinstance(groups, Mapping):
             raise TypeError(f"{self.owner}: groups must be a list of dicts, got one dict; write groups=[{dict(groups)!r}]")
-        self.groups = [Group(self.owner, kind.fields, group) for group in groups or ()]
+        self.groups = [GroupOverrides(self.owner, kind.fields, group) for group in groups or ()]
         self._evaluated: tuple[Any, list[Spec]] = (None, [])
         self.structures: tuple[Any, ...] = ()
         self.version = 0  # moves when a structural field does
@@ -105,7 +105,7 @@ class Settings:
             called[id(value)] = value(iteration)
         return called[id(value)]
 
-    def group_for(self, name: str) -> Group | None:
+    def group_for(self, name: str) -> GroupOverrides | None:
         """The first group whose pattern matches."""
         return next((group for group in self.groups if group.matches(name)), None)
 

@@ -590,7 +590,7 @@ def spread_five(g, total, average, length, rms, top):
     return u, r1, r2, r3, r4, r5
 
 
-class Reducing(Small):
+class Reductions(Small):
     keeps = "r1 r2 r3 r4 r5"
     scope = ""
 
@@ -600,7 +600,7 @@ class Reducing(Small):
 
 
 for _scope, _words in {"": "of a tensor", "row_": "of each row", "column_": "of each column", "all_": "of all tensors"}.items():
-    _made = type(f"Reducing{_scope.title().strip('_')}", (Reducing,), {"scope": _scope, "__module__": __name__})
+    _made = type(f"Reductions{_scope.title().strip('_')}", (Reductions,), {"scope": _scope, "__module__": __name__})
     CONSTRUCTS.append(Construct(f"sum mean norm rms max {_words}", _made, least={"row_": 1, "column_": 2}.get(_scope, 0)))
 
 
@@ -622,7 +622,7 @@ def by_pace(m, pace, total):
 
 
 @construct("a number kept for each tensor, read by a rule before and after it is given anew")
-class Kept(Small):
+class NumberPerTensor(Small):
     scope = ""
 
     def slots(self, shape):
@@ -635,12 +635,12 @@ class Kept(Small):
 
 
 @construct("a number kept for each tensor, the same for all")
-class KeptForAll(Kept):
+class NumberForAll(NumberPerTensor):
     scope = "all_"
 
 
 @construct("numbers that become one for all tensors")
-class Together(Kept):
+class SharedNumber(NumberPerTensor):
     def update(self, E, x):
         x = E.each(renewed, E.map(gradual, x, size="rms"), pace="all_max", total="all_mean")
         return E.map(by_pace, x)
@@ -670,7 +670,7 @@ class Extremes(Small):
 
 
 @construct("reductions of NaN and inf", special=True)
-class SpecialReductions(Reducing):
+class SpecialReductions(Reductions):
     pass
 
 
@@ -728,7 +728,7 @@ class Lines(Small):
 
 
 @construct("rows and columns: slots, and reductions of rows", least=2)
-class Rows(Lines):
+class RowReductions(Lines):
     def update(self, E, x):
         x = E.map(lines, x, by_row="row_mean", by_column="column_max")
         x = E.map(keep_rows, x, total="row_sum", most="row_max")

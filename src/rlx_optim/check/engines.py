@@ -195,7 +195,7 @@ def expected(construct: Construct, shapes: tuple[Shape, ...], apart: bool) -> Ar
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ConstructResult:
     """What an engine made of a construct. note: where it is furthest off, or what it raised."""
 
     construct: str
@@ -205,14 +205,14 @@ class Row:
     note: str
 
 
-def row(construct: Construct, engine: str) -> Row:
+def row(construct: Construct, engine: str) -> ConstructResult:
     worst, note = 0.0, ""
     if construct.refused:
         try:
             trace(construct.spec(), construct.spec().slots((4, 3)))
         except LanguageError as problem:
-            return Row(construct.name, engine, True, math.nan, str(problem).partition(": ")[2])
-        return Row(construct.name, engine, False, math.inf, "a program was made of it")
+            return ConstructResult(construct.name, engine, True, math.nan, str(problem).partition(": ")[2])
+        return ConstructResult(construct.name, engine, False, math.inf, "a program was made of it")
     try:
         for apart in (False, True):
             who = speaker(engine)
@@ -221,11 +221,11 @@ def row(construct: Construct, engine: str) -> Row:
                 if (seen := gap(got[name], want[name])) > worst:
                     worst, note = seen, f"{name}, {'numbers that differ' if apart else 'shared numbers'}"
     except Exception as problem:  # whatever an engine raises is what it made of the construct
-        return Row(construct.name, engine, False, math.inf, f"{type(problem).__name__}: {str(problem).strip()[:300]}")
-    return Row(construct.name, engine, worst <= BAR, worst, note)
+        return ConstructResult(construct.name, engine, False, math.inf, f"{type(problem).__name__}: {str(problem).strip()[:300]}")
+    return ConstructResult(construct.name, engine, worst <= BAR, worst, note)
 
 
-def conformance(engines: Sequence[str] | None = None) -> list[Row]:
+def conformance(engines: Sequence[str] | None = None) -> list[ConstructResult]:
     """Every construct on these engines, or on all that are here."""
     chosen = [engine for engine in (present() if engines is None else engines) if engine != "reference"]
     return [row(construct, engine) for construct in CONSTRUCTS for engine in chosen if runs(construct, engine)]

@@ -92,7 +92,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class RuleReport:
     """What `check_rule` found; `str` is a table."""
 
     rule: str
@@ -121,12 +121,14 @@ class Report:
         return {"rule": self.rule, "ok": self.ok, "rows": rows}
 
 
-def check_rule(rule: type[Spec], *, engines: Sequence[str] | None = None, only: Sequence[str] = (), **settings: Any) -> Report:
+def check_rule(
+    rule: type[Spec], *, engines: Sequence[str] | None = None, only: Sequence[str] = (), **settings: Any
+) -> RuleReport:
     """Step a rule on every engine that is here, against the reference: over shapes, over groups that differ, resumed, with bad
     gradients, with every hyperparameter changed and scheduled. only: names of checks, or patterns like schedule*; the first,
     language, is always one of them. settings: where they are not the defaults."""
     asked = RuleChecks(rule, settings, engines)
-    return Report(rule.__name__, tuple(asked.findings(only)))
+    return RuleReport(rule.__name__, tuple(asked.findings(only)))
 
 
 class RuleChecks:

@@ -25,8 +25,7 @@ from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
 from ..check.constructs import BROKE, CONSTRUCTS
 from ..check.engines import BAR, ENGINES, conformance, present
 from ..check.page import page, summary
-from ..check.rules import REASONS, check_rule
-from ..check.rules import Report as RuleReport
+from ..check.rules import REASONS, RuleReport, check_rule
 from ..check.table import Check, Report, Result
 from ..named import list_optimizers
 from ..registry import aliases, spec_class

@@ -109,12 +109,12 @@ def torch_(name: str, settings: Settings, todo: Problem, engine: str = "torch", 
 def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
     from ..optax.estimates import with_estimates
-    from ..optax.leaves import Member
+    from ..optax.leaves import ScheduledRule
     from ..optax.transform import Transform, transformation
 
     kind, fallback = spec_class(name), spec_class(name).otherwise_default
-    other = None if fallback is None else Member(spec_class(fallback.name), fallback.settings)
-    rule = Transform(Member(kind, kind(**settings).values()), other)
+    other = None if fallback is None else ScheduledRule(spec_class(fallback.name), fallback.settings)
+    rule = Transform(ScheduledRule(kind, kind(**settings).values()), other)
     tx: Any = transformation(rule, with_estimates(rule, EVERY, 0)) if kind.observes else transformation(rule)
     extra: Any = {"obj_fn": lambda p: sum((h * p[k] * p[k]).sum() / 2 for k, h in todo.hessian.items())} if kind.observes else {}
 

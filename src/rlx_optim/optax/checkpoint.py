@@ -23,8 +23,8 @@ from ..spec import Slot, Spec
 from ..storage import parts
 from ..validation import listed
 from . import leaves
-from .leaves import Place
-from .nested import Part, part_of
+from .leaves import LeafEntry
+from .nested import NestedTransform, part_of
 from .transform import RuleState, Transform, arithmetic, encoded, factors_of, mirrors
 
 Tree = Any
@@ -73,7 +73,7 @@ def transform_of(tx: Any) -> Transform:
 def opened(tx: Any, state: Any) -> tuple[Transform, int]:
     """What is behind a transformation of ours, and how many steps its state has taken."""
     transform = transform_of(tx)
-    ours = _checked(transform, Part(transform, None, None).state_in(state))
+    ours = _checked(transform, NestedTransform(transform, None, None).state_in(state))
     return transform, int(ours.count)
 
 
@@ -118,7 +118,7 @@ def host(array: Any) -> np.ndarray:
     return found.view(np.uint16) if array.dtype == jnp.bfloat16 else found
 
 
-def settings(member: leaves.Member, count: int) -> Spec:
+def settings(member: leaves.ScheduledRule, count: int) -> Spec:
     """The values in force at a count, as plain numbers."""
     spec = member.spec(jnp.asarray(count, jnp.int32))
     return member.kind(**{name: _plain(value) for name, value in spec.values().items()})
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 
-def _member(member: leaves.Member, now: leaves.Member, where: list[Place], count: int) -> Member:
+def _member(member: leaves.ScheduledRule, now: leaves.ScheduledRule, where: list[LeafEntry], count: int) -> Member:
     values = settings(now, count).values()
     callables = [name for name, value in now.values.items() if callable(value)]
     groups = []
@@ -141,7 +141,7 @@ def _member(member: leaves.Member, now: leaves.Member, where: list[Place], count
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
-def _restored(part: Part, snapshot: Snapshot) -> RuleState:
+def _restored(part: NestedTransform, snapshot: Snapshot) -> RuleState:
     transform = part.transform
     leaves, tree, where = transform.laid_out(part.params)
     names = {place.name for place in where}
@@ -171,7 +171,7 @@ def _restored(part: Part, snapshot: Snapshot) -> RuleState:
     return RuleState(jnp.asarray(count, jnp.int32), mirrored, found, counters)
 
 
-def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> None:
+def _check_fit(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) -> None:
     rule, here, name = snapshot.members[p.member].optimizer, place.member.rule, place.name
     if rule != here:
         titles = spec_class(rule).title, spec_class(here).title
@@ -193,7 +193,7 @@ def _check_fit(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> Non
             raise CheckpointError(f"{slot} of {name!r} is {p.tensors[slot].dtype}; float32 is kept here and would lose bits")
 
 
-def _arrays(snapshot: Snapshot, p: Parameter, place: Place, leaf: Any) -> dict[str, Any]:
+def _arrays(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) -> dict[str, Any]:
     """The state of a leaf: codes of the same format as they are, others decoded and encoded."""
     out: dict[str, Any] = {}
     there = p.kept(p.used(snapshot.spec(p)))
@@ -214,7 +214,7 @@ def beside(leaf: Any, slot: Slot, array: np.ndarray) -> jax.Array:
     return jax.device_put(array, leaf.sharding) if known and mirrors(slot, array.shape, leaf) else jnp.asarray(array)
 
 
-def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> dict[str, Any]:
+def _counters(transform: Transform, snapshot: Snapshot, where: list[LeafEntry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for member in transform.members:
         mine = [snapshot.parameters[place.name] for place in where if place.member is member]
@@ -226,7 +226,7 @@ def _counters(transform: Transform, snapshot: Snapshot, where: list[Place]) -> d
     return found
 
 
-def _compare(transform: Transform, snapshot: Snapshot, where: list[Place], count: int, injected: Collection[str]) -> None:
+def _compare(transform: Transform, snapshot: Snapshot, where: list[LeafEntry], count: int, injected: Collection[str]) -> None:
     """Warn where the transformation goes on with other settings than the file's; those that are injected are taken from it."""
     told: dict[tuple[str, str], str] = {}
     for place in where:

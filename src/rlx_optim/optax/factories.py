@@ -17,7 +17,7 @@ from ..named import create as create_named
 from ..optimizer import NamedOptimizer
 from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
-from .leaves import Member, is_static
+from .leaves import ScheduledRule, is_static
 from .transform import Transform, transformation
 
 POSITIONAL = ("b1", "b2", "eps")  # where they come first, as in optax; the rest by keyword alone
@@ -105,7 +105,7 @@ def put_over(kind: type[Spec], values: Mapping[str, Any], given: Mapping[str, An
     return {name: fields.get(name, value) for name, value in values.items()}
 
 
-def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Member | None:
+def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> ScheduledRule | None:
     """beside: further settings of the default one."""
     rule, default = kind.name, kind.otherwise_default
     if choice == "default" and default is not None:
@@ -114,7 +114,7 @@ def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Member | 
         case None:
             return None
         case NamedOptimizer():
-            member = Member(choice.spec, choice.hyperparameters())
+            member = ScheduledRule(choice.spec, choice.hyperparameters())
             settings = choice._settings
             scheduled = any(callable(value) and not choice.spec.fields[name].callable for name, value in settings.given.items())
             alone = not scheduled and not settings.groups and choice.otherwise is None
@@ -133,7 +133,7 @@ def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Member | 
 
 
 def _build(kind: type[Spec], given: dict[str, Any]) -> Transform:
-    own = Member(kind, _values(kind, given))
+    own = ScheduledRule(kind, _values(kind, given))
     other = _other(kind, given.get("otherwise"), "otherwise", rounding=own.values["rounding"])
     route = given.get("route")
     if isinstance(route, Mapping):

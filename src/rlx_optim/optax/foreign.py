@@ -20,7 +20,7 @@ from ..checkpoint.format import CheckpointError
 from ..registry import known
 from ..spec import Shape
 from .checkpoint import opened, transform_of
-from .leaves import Place
+from .leaves import LeafEntry
 from .transform import RuleState, Transform, arithmetic, decoded, encoded
 
 Tree = Any
@@ -64,7 +64,7 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
     return RuleState(jnp.asarray(steps, jnp.int32), mirrored, fresh.factors, counters)
 
 
-def _theirs(place: Place, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
+def _theirs(place: LeafEntry, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
     """What optax keeps for one leaf, by our names."""
     kind = place.member.kind
     if not kind.optax.state:
@@ -76,7 +76,7 @@ def _theirs(place: Place, found: Mapping[str, Any], tree: Any, i: int) -> dict[s
     }  # fmt: skip
 
 
-def _slot(name: str, place: Place, theirs: Mapping[str, Any]) -> np.ndarray:
+def _slot(name: str, place: LeafEntry, theirs: Mapping[str, Any]) -> np.ndarray:
     shape = place.shape
     if name in ("row", "col") and np.shape(theirs.get("v", ())) == shape:  # a small matrix, which optax does not factor
         return np.asarray(np.mean(np.asarray(theirs["v"]), -1 if name == "row" else -2, np.float64))
@@ -131,7 +131,7 @@ def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> 
     return part._replace(**new)
 
 
-def _entry(field: str, names: Mapping[str, str], place: Place, ours: Mapping[str, Any], old: Any) -> Any:
+def _entry(field: str, names: Mapping[str, str], place: LeafEntry, ours: Mapping[str, Any], old: Any) -> Any:
     slot = next((slot for slot, its in names.items() if its == field), None)
     shape, title = np.shape(old), place.member.kind.title
     if slot in ("row", "col") and slot in place.slots and shape != (1,) and _swapped(place.name, place.shape):

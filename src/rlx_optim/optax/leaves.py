@@ -19,7 +19,7 @@ ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, numbers.Numbe
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class ScheduledRule:
     """One rule of a transformation, with values that may be schedules (of the step count) or traced numbers."""
 
     kind: type[Spec]
@@ -80,11 +80,11 @@ def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LeafEntry:
     """One leaf: its path as a name, the rule that takes it and why, how many leading axes count tensors, whether it decays."""
 
     name: str
-    member: Member
+    member: ScheduledRule
     why: str
     axes: int
     shape: Shape

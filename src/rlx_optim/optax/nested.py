@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from .factories import put_over, sketched, written
-from .leaves import Member
+from .leaves import ScheduledRule
 from .transform import RuleState, Transform, begun
 
 Tree = Any
@@ -21,7 +21,7 @@ TAKES = "tx must be made by rlx_optim.optax, as adamw(1e-3) is, or hold one such
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class NestedTransform:
     """What is ours, the parameters that it sees, and a fresh state of all that is around it (None where nothing is)."""
 
     transform: Transform
@@ -69,7 +69,7 @@ class Part:
             warnings.warn(f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} {begin} anew", stacklevel=3)
         return made
 
-    def member(self, member: Member, state: Any) -> Member:
+    def member(self, member: ScheduledRule, state: Any) -> ScheduledRule:
         """A member with the settings in force: those that are injected stand in the state."""
         given = hyperparams(state)
         if member is not self.transform.own or not given:
@@ -99,11 +99,11 @@ def nodes(state: Any, wanted: Callable[[Any], bool]) -> list[Any]:
     return [each for each in jax.tree.leaves(state, is_leaf=wanted) if wanted(each)]
 
 
-def part_of(tx: Any, params: Tree) -> Part:
+def part_of(tx: Any, params: Tree) -> NestedTransform:
     """Our part of a transformation: found by making a state, since whoever holds it asks it for one."""
     match tx:
         case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as transform)):
-            return Part(transform, params, None)
+            return NestedTransform(transform, params, None)
     if not callable(getattr(tx, "init", None)):
         raise TypeError(f"{TAKES}; got {tx!r:.200}")
     with begun() as found:
@@ -111,7 +111,7 @@ def part_of(tx: Any, params: Tree) -> Part:
     if len(found) != 1:
         many = f"has {len(found)} of them; save each with its own tx and state" if found else f"is {tx!r:.200}"
         raise TypeError(f"{TAKES}; this one {many}")
-    return Part(*found[0], whole)
+    return NestedTransform(*found[0], whole)
 
 
 def routing_report(tx: str | optax.GradientTransformation, params: Any, **keywords: Any) -> str:

@@ -25,7 +25,7 @@ from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import PARTS, Coded, decode, encode, parts
 from ..validation import listed
-from .leaves import Member, Place, admitted, converted, named_leaves, stepped
+from .leaves import LeafEntry, ScheduledRule, admitted, converted, named_leaves, stepped
 
 Tree = Any
 NO_PARAMS = "{}: update needs the params too: tx.update(grads, state, params)"
@@ -59,7 +59,7 @@ def begun() -> Iterator[list[tuple[Transform, Tree]]]:
         _begun.reset(token)
 
 
-def lines_up(member: Member) -> dict[str, bool]:
+def lines_up(member: ScheduledRule) -> dict[str, bool]:
     """Whether a slot always lines up with the parameter; the others are factors."""
     found: dict[str, bool] = {}
     for shape in taken(member, PROBES):
@@ -68,12 +68,12 @@ def lines_up(member: Member) -> dict[str, bool]:
     return found
 
 
-def taken(member: Member, shapes: Iterable[Shape]) -> list[Shape]:
+def taken(member: ScheduledRule, shapes: Iterable[Shape]) -> list[Shape]:
     """Those that a rule takes."""
     return [shape for shape in shapes if not member.steady.takes(shape)]
 
 
-def parts_of(member: Member, names: list[str]) -> list[str]:
+def parts_of(member: ScheduledRule, names: list[str]) -> list[str]:
     """Names of the arrays that these slots are kept in."""
     shapes = taken(member, LARGE)
     found = [(name, slot.storage) for shape in shapes for name, slot in member.steady.stored_slots(shape).items()]
@@ -87,7 +87,7 @@ def arithmetic(leaf: Any) -> Any:
 class Transform:
     """init and update for one rule, its `otherwise` and those that `route` sends leaves to."""
 
-    def __init__(self, own: Member, other: Member | None, mask: Any = None, route: Any = None, stacked: Any = None):
+    def __init__(self, own: ScheduledRule, other: ScheduledRule | None, mask: Any = None, route: Any = None, stacked: Any = None):
         self.owner = own.kind.title
         self.choice = Choice(own.steady, own)
         self.router = Router(self.owner, None if other is None else Choice(other.steady, other), route, self._admitted)
@@ -101,7 +101,7 @@ class Transform:
         self.own, self.mask = own, mask
         self.stacked = {p: AXES.validated(self.owner, f"stacked[{p!r}]", n) for p, n in (stacked or {}).items()}
         routed = route.values() if isinstance(route, Mapping) else ()
-        members = [own, *([] if other is None else [other]), *(each for each in routed if isinstance(each, Member))]
+        members = [own, *([] if other is None else [other]), *(each for each in routed if isinstance(each, ScheduledRule))]
         self.members = list({id(member): member for member in members}.values())
         aligned = [(member, lines_up(member)) for member in self.members]
         names = (name for member, slots in aligned for name in parts_of(member, [name for name in slots if slots[name]]))
@@ -110,17 +110,17 @@ class Transform:
 
     # ---- which leaf goes where -----------------------------------------------------------------------------------------
     def _admitted(self, given: Any) -> Choice:
-        if not isinstance(given, Member):  # the state has its rules from the beginning
+        if not isinstance(given, ScheduledRule):  # the state has its rules from the beginning
             raise TypeError(f"{self.owner}: a dict routes to optimizers, a function says True, False or None; got {given!r}")
         return Choice(given.steady, given)
 
-    def counters(self, member: Member) -> str:
+    def counters(self, member: ScheduledRule) -> str:
         """What the names of a rule's counters begin with; a number keeps apart those who share the rule."""
         alike = [each for each in self.members if each.rule == member.rule]
         place = next(i for i, each in enumerate(alike) if each is member)
         return f"{member.rule}{place or ''}."
 
-    def laid_out(self, params: Tree) -> tuple[list[Any], Any, list[Place]]:
+    def laid_out(self, params: Tree) -> tuple[list[Any], Any, list[LeafEntry]]:
         """The leaves as arrays, their tree, and a place for each."""
         found = list(named_leaves(params))
         tree: Any = jax.tree.structure(params)
@@ -155,7 +155,7 @@ class Transform:
                 )
         return [0 if pattern is None else self.stacked[pattern] for pattern in found]
 
-    def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> Place:
+    def _place(self, name: str, leaf: Any, axes: int, decays: bool) -> LeafEntry:
         shape = tuple(leaf.shape)
         choice, why = self.router.decide(self.choice, name, shape[axes:], leaf)
         steady = choice.rule.steady
@@ -168,7 +168,7 @@ class Transform:
             raise steady.refuse(
                 f'{name!r} is float64, and so is its state; route it to a rule with state_dtype="float32", or make it float32'
             )
-        return Place(name, choice.rule, why, 0 if choice is self.router.otherwise else axes, shape, decays)
+        return LeafEntry(name, choice.rule, why, 0 if choice is self.router.otherwise else axes, shape, decays)
 
     def routing_report(self, params: Tree) -> str:
         """A table: parameter, shape, rule, why."""
@@ -299,7 +299,7 @@ def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest") if kind.branches and precision() is None else contextlib.nullcontext()
 
 
-def _refuse_zeros(place: Place, leaf: Any) -> None:
+def _refuse_zeros(place: LeafEntry, leaf: Any) -> None:
     """What is to keep its norm must have one; where it can be seen: not while `init` is traced."""
     if (
         place.member.steady.decay == "hyperball"
@@ -312,10 +312,10 @@ def _refuse_zeros(place: Place, leaf: Any) -> None:
 
 
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------
-Leaf = tuple[Place, dict[str, Any]]  # p, g and the slots by name
+Leaf = tuple[LeafEntry, dict[str, Any]]  # p, g and the slots by name
 
 
-def decoded(place: Place, given: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, Any]:
+def decoded(place: LeafEntry, given: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, Any]:
     """The slots of a leaf, decoded where they are kept in fewer bits."""
     E, kept = engine_in(jnp.float32), {n: slot.storage for n, slot in place.slots.items() if only is None or n in only}
     for name, slot in place.slots.items():
@@ -331,7 +331,7 @@ def decoded(place: Place, given: Mapping[str, Any], only: Collection[str] | None
     }
 
 
-def encoded(place: Place, values: Mapping[str, Any], t: Any) -> dict[str, Any]:
+def encoded(place: LeafEntry, values: Mapping[str, Any], t: Any) -> dict[str, Any]:
     """What the slots of a leaf are kept in, encoded where that is fewer bits; a tensor of a stack by itself."""
     E = engine_in(jnp.float32)
     out: dict[str, Any] = {}
@@ -390,7 +390,7 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     return x.followed(committed) if isinstance(x, Asked) else committed(x)
 
 
-def added(p: Any, change: Any, place: Place, t: Any) -> Any:
+def added(p: Any, change: Any, place: LeafEntry, t: Any) -> Any:
     """What is to be added to a leaf, in its own type, for a change that is to be taken from it. Stochastic rounding is done here:
     p plus this is the number that it came to, as long as their difference can be said in that type."""
     kind = str(p.dtype)
@@ -400,7 +400,7 @@ def added(p: Any, change: Any, place: Place, t: Any) -> Any:
     return (rounded(engine_in(jnp.float32), wide - change, kind, t, key) - wide).astype(p.dtype)
 
 
-def gathers(place: Place) -> bool:
+def gathers(place: LeafEntry) -> bool:
     """Whether what steps this leaf must see all others with it."""
     spec = place.member.steady
     if spec.matrix:
@@ -415,7 +415,7 @@ def numbers_of(spec: Spec, t: Any, counters: Mapping[str, Any], dtype: Any) -> d
     return {name: float(value) if isinstance(value, np.floating) else converted(value, dtype) for name, value in found.items()}
 
 
-def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dict[str, Any]:
+def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[LeafEntry]) -> dict[str, Any]:
     """One number per tensor, where those with decay and those without differ."""
     decays = jnp.asarray([place.decays for place in places for _ in place.names])
     return {
@@ -424,7 +424,7 @@ def columns(kinds: Mapping[bool, Mapping[str, Any]], places: list[Place]) -> dic
     }
 
 
-def returned(x: Values, places: list[Place]) -> Iterator[dict[str, Any]]:
+def returned(x: Values, places: list[LeafEntry]) -> Iterator[dict[str, Any]]:
     """The change of p and the slots of each leaf, in the shapes that they came with."""
     first = 0
     for place in places:
@@ -440,7 +440,7 @@ def gathered(value: Any, first: int, last: int) -> Any:
     return value[first] if last - first == 1 else jnp.stack(value[first:last])
 
 
-def start(slot: Slot, place: Place, leaf: Any) -> Any:
+def start(slot: Slot, place: LeafEntry, leaf: Any) -> Any:
     shape, dtype = (*place.stack, *slot.shape), arithmetic(leaf)
     if slot.eye:
         return jnp.broadcast_to(jnp.eye(slot.shape[0], dtype=dtype) * slot.fill, shape)
