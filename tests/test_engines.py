@@ -15,7 +15,6 @@ from helpers import ELEMENTWISE, MATRIX, NAMES, REDUCING, SHAPES, copies, distan
 import rlx_optim
 from rlx_optim import engines
 from rlx_optim.engine import ArrayEngine, Engine
-from rlx_optim.engines.cpu import watch
 
 #: structural settings that pick another rule, beside the defaults
 VARIANTS = [
@@ -332,11 +331,6 @@ def test_the_gram_form_equals_plain_newton_schulz(shape, kind, steps):
     floor = np.linalg.norm(plain - want)  # what float32 does to the plain form; it grows with the steps
     assert np.linalg.norm(got - want) < 4 * floor + 2e-5 * np.linalg.norm(want)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want) or steps > 5
-
-
-def test_headers_are_trusted_here():
-    """The quick path is live on this interpreter; if this fails, every step is checked the slow way."""
-    assert watch.trusted()
 
 
 def test_shapes_of_the_problem_cover_what_we_promise():

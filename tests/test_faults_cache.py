@@ -68,7 +68,7 @@ def filled(tmp_path_factory):
 def test_all_that_is_compiled_is_kept_in_one_folder(filled):
     folder, path = filled
     names = {file.name.partition("-")[0] for file in caches(folder)}
-    assert {"watch._admit", "parallel._alone", "parallel._spread", "norms._kernel", "triangular._substitute"} <= names
+    assert {"parallel._alone", "parallel._spread", "norms._kernel", "triangular._substitute"} <= names
     assert any(name.startswith("rlx_plain") for name in names)
     assert not caches(path)
 
@@ -89,7 +89,7 @@ def test_a_read_only_installation_without_a_home(tmp_path):
 def one_less(filled, suffix):
     """The filled cache, and in it the files of a kernel and of the watch, which are to fail."""
     folder, path = filled
-    return folder, path, [f for f in folder.rglob(f"*{suffix}") if f.name.startswith(("rlx_sgd", "watch"))]
+    return folder, path, [f for f in folder.rglob(f"*{suffix}") if f.name.startswith(("rlx_sgd", "parallel"))]
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc", ".py"])

@@ -40,44 +40,62 @@ def test_the_call_after_a_refused_one_takes_its_own_gradients(engine, how):
     assert (params["a"][0], params["b"][0]) == (-101, -2)
 
 
-def test_an_interrupt_within_the_quick_check_leaves_no_stale_address():
-    """Between the compiled check and what Python makes of it a KeyboardInterrupt may come."""
+@pytest.mark.parametrize("where", ["rlx_optim.validation.locate", "rlx_optim.family.run_part"])
+def test_an_interrupt_leaves_no_stale_address(where, monkeypatch):
+    """A KeyboardInterrupt may come before the gradients of a call are known, and when they are."""
     opt, params, grads = rlx_optim.SGD(lr=1.0, engine="cpu"), full(0), full(1)
     opt.step_all(params, grads)
-    watch, good = opt._plan.watch, full(100)
-    check = watch.check
+    good = full(100)
 
     def interrupted(*arguments):
-        check(*arguments)
         raise KeyboardInterrupt
 
-    watch.check = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        opt.step_all(params, good)
-    watch.check = check
+    with monkeypatch.context() as patch:
+        patch.setattr(where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.step_all(params, good)
     opt.step_all(params, good)
     assert params["a"][0] == -101
 
 
-def test_a_plan_that_failed_half_way_is_not_followed_again(monkeypatch):
+def test_a_step_that_failed_half_way_is_not_taken_again(monkeypatch):
     """The tensors that were stepped before the failure are not stepped again in the same iteration."""
     opt = rlx_optim.Muon(lr=0.1, otherwise=rlx_optim.SGD(lr=1.0), engine="cpu")
     params, grads = {"w": np.eye(4, dtype=F), "b": np.zeros(3, F)}, {"w": np.eye(4, dtype=F), "b": np.ones(3, F)}
     opt.step_all(params, grads)
-    real = type(opt)._run
+    real = rlx_optim.family.run_part
 
-    def failing(self, part, *rest):
-        if part.owner is opt.otherwise:
+    def failing(part, *rest):
+        if part.records[0].name == "b":
             raise MemoryError
-        real(self, part, *rest)
+        real(part, *rest)
 
-    for member in (rlx_optim.SGD, rlx_optim.Muon):
-        monkeypatch.setattr(member, "_run", failing)
-    with pytest.raises(MemoryError):
-        opt.step_all(params, grads)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("rlx_optim.family.run_part", failing)
+        with pytest.raises(MemoryError):
+            opt.step_all(params, grads)
     with pytest.raises(ValueError, match="'w' was already stepped in iteration 1"):
         opt.step_all(params, grads)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor", "prodigy", "muon", "soap"])
+def test_names_that_come_and_go_are_stepped_as_one_by_one(name, engine):
+    """Any choice of names, in any order, in one call; beside a twin that takes them one after the other."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (4, 6), "b": (6,), "c": (3, 4), "d": (20, 10), "e": (1,)}
+    sides = [({k: rng.standard_normal(s).astype(F) for k, s in shapes.items()}) for _ in range(1)]
+    sides.append({k: p.copy() for k, p in sides[0].items()})
+    opts = [rlx_optim.create(name, lr=1e-2, engine=engine) for _ in sides]
+    for _ in range(12):
+        names = list(rng.permutation(list(shapes))[: rng.integers(1, 6)])
+        grads = {k: rng.standard_normal(shapes[k]).astype(F) for k in names}
+        opts[0].step_all({k: sides[0][k] for k in names}, grads)
+        for k in names:
+            opts[1].step(k, sides[1][k], grads[k])
+        opts[1].end_iteration()
+    for k in shapes:
+        np.testing.assert_allclose(sides[0][k], sides[1][k], rtol=0, atol=2e-6)
 
 
 # ---- otherwise ------------------------------------------------------------------------------------------------------------
@@ -325,11 +343,10 @@ def test_one_optimizer_steps_one_type(engine):
 
 
 def test_float64_repeats_quickly_and_refuses_what_moved():
-    """The short way for repeated steps knows the type: an array of the other type, or a gradient inside a parameter, is seen."""
+    """A step of known names sees an array of the other type, or a gradient inside a parameter."""
     room, opt = np.ones(20), rlx_optim.AdamW(engine="cpu")
     p, g = room[:8], np.full(8, 0.5)
     opt.step_all({"w": p}, {"w": g})
-    assert opt._plan.watch is None or opt._plan.watch.admit([p], [g])
     with pytest.raises(ValueError, match="overlap in memory"):
         opt.step_all({"w": p}, {"w": room[7:15]})
     with pytest.raises(TypeError, match="gradient of 'w' must be float64"):

@@ -66,7 +66,9 @@ class Bundle:
     program: what is to be done; None for matrix rules, whose spec is asked.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
     t: the step count of this step, of a captured one on the device; only of matrix bundles is it the same for all.
-    watch, index: what the engine's `watch` gave for the call's arrays, and which of them are this bundle's.
+    watch, index: the front end's table of addresses (`pointers.PointerTable`), if it has one, and which of its rows are this
+    bundle's.
+    rows: which tensors this step is of, None for all; others than all are for engines that take rows.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
     asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
@@ -86,6 +88,7 @@ class Bundle:
     t: Any = 0
     watch: Any = None
     index: Any = None
+    rows: Any = None
     plan: Any = None
     runner: Callable[[Mapping[str, Any], float], Any] | None = None
     asked: bool = False
@@ -137,13 +140,6 @@ class Bundle:
         return all(len(kinds) == 1 for kinds in coded.values())
 
 
-class Watch(Protocol):
-    """Remembers arrays that passed every check."""
-
-    def admit(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> bool:
-        """True only if these arrays would certainly pass too."""
-
-
 @runtime_checkable
 class Engine(Protocol):
     """A place to run: `run` steps one bundle, the rest is service."""
@@ -156,9 +152,6 @@ class Engine(Protocol):
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Of a matrix rule it
         gives the values at the end, by name, its counters among them; move=False leaves the direction u where p would be."""
-
-    def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
-        """A quick check that later arrays are as good as these, which have been checked; None: check anew each time."""
 
     def stack(self, shape: Shape) -> int:
         """How many tensors of this shape a matrix rule should be given at once."""
@@ -176,6 +169,14 @@ class Mixing(Protocol):
 
     def mixes(self, shape: Shape) -> bool:
         """Whether it should be given such a one together with others."""
+
+
+@runtime_checkable
+class TakingRows(Protocol):
+    """An engine that steps some tensors of a bundle and leaves the others alone."""
+
+    def takes_rows(self, bundle: Bundle) -> bool:
+        """Whether it does so for this bundle, whose arrays it knows by address."""
 
 
 class Several(list[Any]):
@@ -272,9 +273,6 @@ class ArrayEngine(Algebra):
             return x.set(p=x.u)
         whole = mover(spec, x)
         return self.map(subtract, spec.commit(self, x)) if whole is None else self.map(whole, x)
-
-    def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> Watch | None:
-        return None
 
     def stack(self, shape: Shape) -> int:
         return 1

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -19,21 +21,25 @@ from . import validation
 from .engine import Engine
 from .engines import get_engine
 from .guard import Guard
+from .pointers import PointerTable
+from .program import gathers
 from .routing import Choice, decide
 from .settings import Settings
 from .spec import Shape, Spec
 from .stats import Row
-from .stepping import Part, TensorState, bundle_up, rows, run_part
+from .stepping import Grouping, Part, StepPart, TensorState, check_axes, make_part, run_part
+from .stepping import rows as describe_steps
+
+log = logging.getLogger("rlx_optim")
 
 
-class Plan:
-    """The bundles of one set of names, good while the same names come together and nothing else moved them."""
+class Alone(NamedTuple):
+    """One tensor, to be stepped by itself. shape: of the arrays, which may be flat; version: of the settings."""
 
-    __slots__ = ("empty", "names", "parts", "stamp", "watch")
-
-    def __init__(self, names: list[str], parts: list[Part], empty: list[TensorState], watch: Any):
-        self.names, self.parts, self.empty, self.watch = names, parts, empty, watch
-        self.stamp = -1
+    part: Part
+    pointers: PointerTable
+    version: int
+    shape: Shape
 
 
 @dataclasses.dataclass
@@ -65,7 +71,7 @@ class Member:
     _numbers: dict[Any, dict[str, Any]]
     _iteration: int
     _skipped: int
-    _clock: int
+    _grouping: Grouping | None  # of the records, as long as these are the same
     _seen: dict[str, Any] | None  # the arrays stepped last, where there is another point to evaluate at
     _asked: bool  # whether the steps of this iteration are to say what they do
     _rows: list[Row]  # what they did
@@ -113,17 +119,6 @@ class Member:
         yield from self._used
 
     # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
-    def _stamp(self) -> int:
-        """Rises whenever a plan may be stale. Evaluates this iteration's schedules, which checks their values."""
-        if self.otherwise is None and not self._used:  # nearly always
-            self._specs()
-            return self._clock + self._settings.version
-        stamp = 0
-        for member in self._family():
-            member._specs()
-            stamp += member._clock + member._settings.version
-        return stamp
-
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
         shape = validation.check_pair(self._owner, name, param, grad, shape)
         validation.check_overlap(self._owner, [name], [param], [grad])
@@ -183,15 +178,15 @@ class Member:
         return False
 
     # ---- doing ----------------------------------------------------------------------------------------------------
-    def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> Plan | None:
-        """Step checked items. Gives the plan by which the same items can be stepped again."""
+    def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> None:
+        """Step checked items."""
         for member in self._family():
             member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
         self._settle(names, params)
         if not self._passes(names, grads) or self._left_out(grads, scale, loss):
-            return None
+            return
         for item in items:
             spec = item.member._specs()[item.record.group]
             if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
@@ -199,49 +194,81 @@ class Member:
         for item in items:
             item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
+            item.record.version = item.member._settings.version
             item.member._records[item.record.name] = item.record
             item.member._why[item.record.name] = item.why
             item.member._advise(item.record)
-        watch = self._engine.watch(params, grads)
-        parts = self._parts(items, watch)
-        plan = Plan(names, parts, [item.record for item in items if not item.record.size], watch)
-        if len(items) == 1 and parts and (parts[0].bundle.program is None or parts[0].bundle.program.gathers is None):
-            items[0].record.part = parts[0]
-            parts[0].flat = params[0].shape != items[0].record.shape
-        self._clock += 1  # first: should the step fail half-way, no earlier plan is good
-        self._execute(plan, params, grads, scale)
-        if self._asked:
-            self._rows += rows(parts, {item.record: item.record.name for item in items})
-            items[0].record.part = None
-            return None  # the next step says nothing
-        plan.stamp = self._stamp()
-        return plan
+        places = validation.locate(params), validation.locate(grads)
+        self._step_records([(item.member, item.record) for item in items], params, grads, places, scale)
 
-    def _execute(self, plan: Plan, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
-        for part in plan.parts:
-            index = part.bundle.index
-            part.owner._run(part, [params[i] for i in index], [grads[i] for i in index], scale)
-        for record in plan.empty:  # nothing to compute, but the step counts
-            record.t += 1
-            record.stepped = self._iteration
-        if self._seen is not None:
-            self._seen |= zip(plan.names, map(weakref.ref, params), strict=True)
-
-    def _parts(self, items: list[Item], watch: Any) -> list[Part]:
-        parts = []
+    def _step_records(
+        self, taken: Sequence[tuple[Member, TensorState]], params: Sequence[np.ndarray], grads: Sequence[np.ndarray],
+        places: tuple[Sequence[int], Sequence[int]], scale: float,
+    ) -> None:  # fmt: skip
+        """Step records of the family. places: where parameters and gradients begin."""
         for member in self._family():
-            mine = ((place, item.record) for place, item in enumerate(items) if item.member is member)
-            for part in bundle_up(mine, member._specs(), self._engine, watch, self._asked):
-                part.owner, part.version = member, member._settings.version
-                parts.append(part)
-        return parts
+            chosen = [i for i, (owner, _) in enumerate(taken) if owner is member]
+            if chosen:
+                sides: tuple[Any, ...] = tuple([side[i] for i in chosen] for side in (params, grads, *places))
+                member._step_own([taken[i][1] for i in chosen], sides, scale)
+        if self._seen is not None:
+            self._seen |= zip([record.name for _, record in taken], map(weakref.ref, params), strict=True)
 
-    def _run(self, part: Part, params: Sequence[np.ndarray], grads: Sequence[np.ndarray], scale: float) -> None:
-        run_part(part, self._engine, self._specs(), self._numbers, params, grads, scale)
-        iteration = self._iteration
-        for cohort in part.cohorts:
-            for record in cohort:
-                record.stepped = iteration
+    def _step_own(self, records: Sequence[TensorState], sides: tuple[Any, ...], scale: float) -> None:
+        """Step this member's records. sides: parameters, gradients, and where each of both begins."""
+        params, grads, at, grads_at = sides
+        specs, first = self._specs(), records[0]
+        if len(records) == 1 and first.size and not gathers(specs[first.group], first.shape):
+            return self._step_alone(first, params[0], grads[0], at[0], grads_at[0], scale)
+        grouping = self._group()
+        if len(records) == len(grouping.records) and all(map(operator.is_, records, grouping.records)):
+            chosen: tuple[int, ...] = tuple(range(len(records)))
+        else:
+            row_of = {id(record): row for row, record in enumerate(grouping.records)}
+            chosen = tuple(row_of[id(record)] for record in records)
+        grouping.pointers.set(np.array(chosen), at, grads_at)
+        parts = grouping.find(chosen, specs, self._settings.structures, self._asked)
+        rows = dict(zip(chosen, range(len(chosen)), strict=True))
+        for part, some, where in parts:
+            ps, gs = ([side[rows[row]] for row in where] for side in (params, grads))
+            run_part(part, self._engine, specs, self._numbers, ps, gs, scale, some)
+            for row in where:  # at once: should another part fail, this one is not stepped again
+                grouping.records[row].stepped = self._iteration
+        for record in records:
+            if not record.size:  # nothing to compute, but the step counts
+                record.t, record.stepped = record.t + 1, self._iteration
+        if log.isEnabledFor(logging.DEBUG):
+            how = f"{self._engine.name} in {len(parts)} parts"
+            log.debug("%s: %d of %d tensors by %s", self._owner, len(records), len(grouping.records), how)
+        if self._asked:
+            self._rows += describe_steps(parts, {record: record.name for record in records})
+
+    def _step_alone(self, record: TensorState, param: np.ndarray, grad: np.ndarray, at: int, grad_at: int, scale: float) -> None:
+        """Step one record, whose rule does not reduce over all tensors."""
+        alone = self._alone(record, param)
+        alone.pointers.set_one(at, grad_at)
+        run_part(alone.part, self._engine, self._specs(), self._numbers, (param,), (grad,), scale)
+        record.stepped = self._iteration
+        if self._asked:
+            self._rows += describe_steps([StepPart(alone.part, None, (0,))], {record: record.name})
+
+    def _alone(self, record: TensorState, param: np.ndarray) -> Alone:
+        """The part of one tensor."""
+        found: Alone | None = record.alone
+        version = self._settings.version
+        if found is None or found.version != version or found.part.bundle.asked != self._asked or found.shape != param.shape:
+            pointers, specs = PointerTable(1), self._specs()
+            check_axes([record], specs[record.group])
+            part = make_part([(0, record)], specs, pointers, self._asked)
+            found = record.alone = Alone(part, pointers, version, param.shape)
+        return found
+
+    def _group(self) -> Grouping:
+        """Who finds which records are stepped together."""
+        found, records = self._grouping, self._records.values()
+        if found is None or len(found.records) != len(records) or not all(map(operator.is_, found.records, records)):
+            found = self._grouping = Grouping(self._engine, list(records), PointerTable(len(records)))
+        return found
 
     def _specs(self) -> list[Spec]:
         """The spec of each group, this iteration."""

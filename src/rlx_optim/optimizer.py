@@ -23,14 +23,14 @@ import numpy as np
 from . import validation
 from .engine import Engine
 from .engines import check_engine
-from .family import Item, Member, Plan
+from .family import Item, Member
 from .guard import Guard, checked
 from .program import gathers
 from .routing import OTHERWISE, OWN, report
 from .settings import GroupOverrides, Settings
 from .spec import Spec
 from .stats import Stats, summed_up
-from .stepping import TensorState, run_part
+from .stepping import TensorState
 from .storage import parts_of
 
 NONFINITE = ("propagate", "raise", "skip")
@@ -83,8 +83,7 @@ class NamedOptimizer(Member):
         self._records: dict[str, TensorState] = {}
         self._why: dict[str, str] = {}
         self._asked, self._rows = False, []
-        self._clock = 0  # moves with every step that a plan did not take
-        self._plan: Plan | None = None
+        self._grouping = None
         self._numbers: dict[Any, dict[str, Any]] = {}
         self._told: set[str] = set()
         self._waiting: dict[str, Item] = {}  # for those that sum over all tensors
@@ -245,29 +244,7 @@ class NamedOptimizer(Member):
         A rule that sums over all tensors of an optimizer (Prodigy) cannot move one before it has seen the others: its parameters
         are kept with a copy of their gradients, and updated by `end_iteration`.
         """
-        member, record = self, self._records.get(name)
-        if record is None and (self.otherwise is not None or self._used):
-            member, record = next(((m, m._records[name]) for m in self._family() if name in m._records), (self, None))
-        if (
-            record is not None
-            and (part := record.part) is not None
-            and record.stepped != member._iteration
-            and (shape == record.shape or (shape is None and not part.flat))
-            and type(grad_scale) is float
-            and -1e300 < grad_scale < 1e300
-            and self.nonfinite == "propagate"
-            and not self._asked
-            and self.skip_above is None
-            and (watch := part.bundle.watch) is not None
-            and watch.admit((param,), (grad,))
-            and (specs := member._specs())
-            and part.version == member._settings.version
-        ):
-            run_part(part, self._engine, specs, member._numbers, (param,), (grad,), grad_scale)
-            record.stepped = member._iteration
-            self.__dict__["_clock"] += 1  # not through __setattr__, which is for hyperparameters
-            if self._seen is not None:
-                self._seen[name] = weakref.ref(param)
+        if self.nonfinite == "propagate" and self.skip_above is None and self._step_known(name, param, grad, shape, grad_scale):
             return
         if self.skip_above is not None:
             raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all tensors; give them to step_all together")
@@ -277,7 +254,39 @@ class NamedOptimizer(Member):
         if not gathers(spec, item.record.shape):
             self._commit([item], scale)
         elif self._passes([name], [grad]):
-            self._waiting[name] = dataclasses.replace(item, grad=grad * np.asarray(scale, grad.dtype))
+            self._waiting[name] = dataclasses.replace(item, grad=np.asarray(grad * np.asarray(scale, grad.dtype)))
+
+    def _step_known(self, name: Any, param: Any, grad: Any, shape: Any, scale: Any) -> bool:
+        """Step a tensor that has been stepped before, if this call certainly passes every check; False, and nothing done, where
+        it must be looked at closer."""
+        member = self if not isinstance(name, str) or name in self._records else self._member_of(name)
+        record = member._records.get(name) if isinstance(name, str) else None
+        if record is None or record.alone is None or record.stepped == member._iteration or type(scale) is not float:
+            return False
+        if member._specs() and record.version != member._settings.version:  # a schedule's bad value is refused here
+            return False
+        usual = record.shape == record.alone.shape
+        if shape != record.shape and not (shape is None and usual):
+            return False
+        where = validation.locate_sound_pair(param, grad, record.alone.shape, self._engine_choice[2])
+        if where is None or not -1e300 < scale < 1e300:
+            return False
+        member._step_alone(record, param, grad, *where, scale)
+        if self._seen is not None:
+            self._seen[name] = weakref.ref(param)
+        return True
+
+    def _member_of(self, name: str) -> Member:
+        """Who steps what has this name."""
+        return next((member for member in self._family() if name in member._records), self)
+
+    def _known(self, names: Sequence[Any]) -> list[tuple[Member, TensorState]] | None:
+        """Who steps these names, and their records; None where one is new."""
+        if self.otherwise is None and not self._used:
+            found = [(self, record) for record in map(self._records.get, names)]
+            return None if any(record is None for _, record in found) else found  # type: ignore[return-value]
+        every = {name: (member, record) for member in self._family() for name, record in member._records.items()}
+        return [every[name] for name in names] if every.keys() >= {*names} else None
 
     def step_all(
         self,
@@ -292,32 +301,34 @@ class NamedOptimizer(Member):
         loss: what skip_above looks at beside the norm of the gradients."""
         scale = validation.check_scale(self._owner, grad_scale)
         given = None if loss is None else np.float64(loss)
-        plan = None if self._waiting or self._asked else self._plan
-        if plan is None or not self._repeat(plan, params, grads, scale, given):
+        if self._waiting or not self._step_all_known(params, grads, scale, given):
             validation.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             self._refuse_waiting("step_all")
             validation.check_overlap(
                 self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
             )
-            self._plan = self._commit(items, scale, given)
+            self._commit(items, scale, given)
         self.end_iteration()
 
-    def _repeat(self, plan: Plan, params: Any, grads: Any, scale: float, loss: float | None) -> bool:
-        """Step by the plan of an earlier call if this call is certainly like it."""
-        stamp = self._stamp()
-        if plan.stamp != stamp or plan.watch is None or not len(params) == len(grads) == len(plan.names):
+    def _step_all_known(self, params: Any, grads: Any, scale: float, loss: float | None) -> bool:
+        """Step tensors that have been stepped before, if this call certainly passes every check."""
+        if not (isinstance(params, Mapping) and isinstance(grads, Mapping) and len(params) == len(grads)):
             return False
-        try:
-            ps, gs = [params[name] for name in plan.names], [grads[name] for name in plan.names]
-        except (KeyError, TypeError, IndexError):
-            return False  # the full check says which
-        if not plan.watch.admit(ps, gs):
+        names = list(params)
+        taken = self._known(names) if names and grads.keys() == params.keys() else None
+        if taken is None or any(record.stepped == member._iteration for member, record in taken):
             return False
-        if self._passes(plan.names, gs) and (self.skip_above is None or not self._left_out(gs, scale, loss)):
-            plan.stamp = -1  # should the step fail half-way, the plan is not good
-            self._execute(plan, ps, gs, scale)
-            plan.stamp = stamp
+        for member in self._family():
+            member._specs()  # a schedule's bad value is refused here
+        if any(record.version != member._settings.version for member, record in taken):
+            return False
+        ps, gs = list(params.values()), [grads[name] for name in names]
+        where = validation.locate_sound(ps, gs, [record.shape for _, record in taken], self._engine_choice[2])
+        if where is None:
+            return False
+        if self._passes(names, gs) and (self.skip_above is None or not self._left_out(gs, scale, loss)):
+            self._step_records(taken, ps, gs, where, scale)
         return True
 
     def end_iteration(self) -> None:
@@ -374,14 +385,14 @@ class NamedOptimizer(Member):
         return self._converted
 
     # ---- copies -----------------------------------------------------------------------------------------------------
-    _passing: ClassVar[tuple[str, ...]] = ("_plan", "_numbers", "_seen", "_asked", "_rows")  # made anew
+    _passing: ClassVar[tuple[str, ...]] = ("_grouping", "_numbers", "_seen", "_asked", "_rows")  # made anew
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_waiting("a copy")
         return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_belongs", *self._passing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _belongs=False, _plan=None, _numbers={}, _asked=False, _rows=[])
+        self.__dict__.update(state, _belongs=False, _grouping=None, _numbers={}, _asked=False, _rows=[])
         if self.otherwise is not None:
             self.otherwise._belongs = True  # a copy of it alone is free
         for used in self._used:

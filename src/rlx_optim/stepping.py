@@ -7,13 +7,15 @@ and runs the parts; what the arrays are (NumPy, torch) is between it and the eng
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .engine import Bundle, Engine, Mixing
+from .engine import Bundle, Engine, Mixing, TakingRows
 from .program import Program, trace
+from .recent import Recent
 from .rounding import Half
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
@@ -24,32 +26,34 @@ class TensorState:
     """What is kept for one parameter."""
 
     __slots__ = (
+        "alone",
         "counters",
         "estimating",
         "group",
         "half",
         "kind",
         "name",
-        "part",
         "shape",
         "size",
         "slots",
         "state",
         "stepped",
         "t",
+        "version",
     )
 
     def __init__(self, name: str, shape: Shape, group: int):
         self.name, self.shape, self.group = name, shape, group
         self.size = math.prod(shape)
         self.t = 0
+        self.version = -1  # of a front end's settings: what its state was made for
         self.stepped = -1  # the iteration of its last step
         self.counters: dict[str, float] = {}
         self.slots: dict[str, Slot] = {}
         self.state: dict[str, Any] = {}
         self.half: Half | None = None  # of 16 bits, and not rounded to nearest
         self.kind = ""  # its type of 16 bits, where engines step such apart from others
-        self.part: Part | None = None  # this tensor alone
+        self.alone: Any = None  # what a front end keeps to step this tensor by itself
         self.estimating: Bundle | None = None  # what takes estimates of its curvature
 
     def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
@@ -67,28 +71,23 @@ class TensorState:
         return (self.group, self.t, *self.counters.values()) if self.counters else (self.group, self.t)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name not in ("part", "estimating")}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in ("alone", "estimating", "version")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self.part = self.estimating = None
+        self.alone, self.estimating, self.version = None, None, -1
 
 
 class Part:
-    """One bundle and, in it, the cohorts whose numbers are taken once."""
+    """One bundle, and what its last step did."""
 
-    __slots__ = ("bundle", "cohorts", "counted", "flat", "index", "owner", "records", "told", "version")
+    __slots__ = ("bundle", "counted", "records", "told")
 
-    def __init__(self, bundle: Bundle, records: list[TensorState], cohorts: list[list[TensorState]]):
-        self.bundle, self.records, self.cohorts = bundle, records, cohorts
-        place = {id(record): i for i, record in enumerate(records)}
-        self.index = [np.array([place[id(record)] for record in cohort]) for cohort in cohorts]
-        self.owner: Any = None  # the front end's own
-        self.version = 0
+    def __init__(self, bundle: Bundle, records: list[TensorState]):
+        self.bundle, self.records = bundle, records
         self.told: Mapping[str, Any] = {}  # what its last step did, where that was asked
         self.counted = False  # whether its last step moved a counter
-        self.flat = False  # the caller's arrays are, and say their shape beside them
 
     def tell(self, found: Mapping[str, Any]) -> None:
         """Keep what a step did, of what it gave, where that was asked."""
@@ -96,26 +95,112 @@ class Part:
             self.told = {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def bundle_up(
-    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
-) -> list[Part]:
-    """Bundle (place in the call, record) pairs: an elementwise rule takes all that share a structure, a matrix rule stacks of one
-    shape and count, or of many shapes where it and the engine can. Empty tensors are left out. asked: their steps say what they
-    did (`Part.told`)."""
-    alike: dict[Any, list[tuple[int, TensorState]]] = {}
+class StepPart(NamedTuple):
+    """A part of one step. rows: which tensors of the part's bundle step, None for all; places: where their arrays are among those
+    of the step."""
+
+    part: Part
+    rows: np.ndarray | None
+    places: Sequence[int]
+
+    @property
+    def records(self) -> list[TensorState]:
+        """Those that step."""
+        records = self.part.records
+        return records if self.rows is None else [records[row] for row in self.rows]
+
+
+class Grouping:
+    """Finds which tensors of an engine are stepped together, for any choice of them.
+
+    A tensor that sits a step out makes the lists of that step shorter. Plans are kept for the choices met last, and parts for the
+    stacks met last, so that tensors which come and go cost a look-up; an engine that takes rows has one bundle for all choices.
+    """
+
+    CHOICES = 16  # times all records: how many a grouping remembers
+
+    def __init__(self, engine: Engine, records: list[TensorState], pointers: Any = None):
+        self.engine, self.records, self.pointers = engine, records, pointers
+        most = self.CHOICES * (len(records) + 1)
+        self.plans, self.parts = Recent(most), Recent(most)
+
+    def find(
+        self, chosen: tuple[int, ...], specs: Sequence[Spec], structures: tuple[Any, ...], asked: bool = False
+    ) -> list[StepPart]:
+        """The parts of a step of these records, which are given by their places. structures: what `likeness` gives of each spec.
+        asked: whether the step says what it does."""
+        key = self.key(chosen, specs, structures, asked)
+        found: list[StepPart] = self.plans.find(key, lambda: self._plan(chosen, specs, structures, asked), len(chosen))
+        return found
+
+    def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], structures: tuple[Any, ...], asked: bool) -> Any:
+        """What a plan is known by. Stacks of a matrix rule share their numbers, so it says who has stepped equally often."""
+        seen: dict[Any, int] = {}
+        matrix = any(spec.matrix for spec in specs)
+        counts = tuple(seen.setdefault(self.records[i].cohort(), len(seen)) for i in chosen) if matrix else ()
+        return chosen, structures, asked, counts
+
+    def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], structures: Any, asked: bool) -> list[StepPart]:
+        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, asked)
+        found = []
+        for key, places in alike.items():
+            spec = specs[self.records[places[0]].group]
+            check_axes([self.records[i] for i in places], spec)
+            limit = self.engine.stack(self.records[places[0]].shape) if spec.matrix else len(places)
+            for lo in range(0, len(places), limit):
+                found.append(self._part(key, tuple(places[lo : lo + limit]), specs, structures, asked))
+        if len(found) > 1:
+            check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part, *_ in found])
+        return found
+
+    def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], structures: Any, asked: bool) -> StepPart:
+        def make(places: Sequence[int]) -> Part:
+            return make_part([(i, self.records[i]) for i in places], specs, self.pointers, asked)
+
+        if isinstance(self.engine, TakingRows) and not specs[self.records[places[0]].group].matrix and self.pointers is not None:
+            part = self.parts.find((key, structures, asked), lambda: make(self._everyone(key, specs, asked)), len(self.records))
+            if self.engine.takes_rows(part.bundle):
+                everyone: list[int] = part.bundle.index
+                places = tuple(sorted(places))  # as chunks are, and what is reduced over each tensor
+                rows = None if len(everyone) == len(places) else np.searchsorted(everyone, places)
+                return StepPart(part, rows, places)
+        part = self.parts.find((places, structures, asked), lambda: make(places), len(places))
+        return StepPart(part, None, places)
+
+    def _everyone(self, key: Any, specs: Sequence[Spec], asked: bool) -> list[int]:
+        """The places of all records that step together with those of a key."""
+        return group_alike(enumerate(self.records), specs, self.engine, asked)[key]
+
+
+def group_alike(
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, asked: bool
+) -> dict[Any, list[int]]:
+    """The places of records that may be in one bundle: an elementwise rule takes all that share a structure, a matrix rule stacks
+    of one shape and count, or of many shapes where it and the engine can. Empty tensors are left out."""
+    alike: dict[Any, list[int]] = {}
     for place, record in records:
         if record.size:
             spec = specs[record.group]
             mixed = spec.ragged() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
             mixed = mixed and spec.state_dtype == "float32"
             key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else spec.likeness()
-            alike.setdefault((_slots(spec, record), key), []).append((place, record))
+            alike.setdefault((_slots(spec, record), key), []).append(place)
+    return alike
+
+
+def bundle_up(
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
+) -> list[Part]:
+    """Bundle (place in the call, record) pairs, for one step or a few. asked: their steps say what they did (`Part.told`)."""
+    pairs = dict(records)
     parts = []
-    for members in alike.values():
-        first = members[0][1]
-        limit = engine.stack(first.shape) if specs[first.group].matrix else len(members)
-        for lo in range(0, len(members), limit):
-            parts.append(_part(members[lo : lo + limit], specs[first.group], watch, asked))
+    for places in group_alike(pairs.items(), specs, engine, asked).values():
+        first = pairs[places[0]]
+        spec = specs[first.group]
+        check_axes([pairs[i] for i in places], spec)
+        limit = engine.stack(first.shape) if spec.matrix else len(places)
+        for lo in range(0, len(places), limit):
+            parts.append(make_part([(i, pairs[i]) for i in places[lo : lo + limit]], specs, watch, asked))
     if len(parts) > 1:
         check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
@@ -129,6 +214,12 @@ def _slots(spec: Spec, record: TensorState) -> Any:
     return ("" if spec.matrix else record.kind, *((name, slot.storage) for name, slot in record.slots.items()))
 
 
+def check_axes(records: Sequence[TensorState], spec: Spec) -> None:
+    """Refuse tensors that have not the axes which an elementwise rule reduces."""
+    if not spec.matrix:
+        trace(spec, records[0].slots).check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
+
+
 def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]) -> None:
     """Refuse to step apart what is reduced over all tensors of an optimizer."""
     kinds: dict[type[Spec], str] = {}
@@ -140,20 +231,16 @@ def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]
             )
 
 
-def _part(members: list[tuple[int, TensorState]], spec: Spec, watch: Any, asked: bool) -> Part:
-    records = [record for _, record in members]
-    cohorts: dict[Any, list[TensorState]] = {}
-    for record in records:
-        cohorts.setdefault(record.cohort(), []).append(record)
-    slots = records[0].slots
+def make_part(members: Sequence[tuple[int, TensorState]], specs: Sequence[Spec], watch: Any, asked: bool) -> Part:
+    """A part of these (place, record) pairs."""
+    places, records = [place for place, _ in members], [record for _, record in members]
+    spec, slots = specs[records[0].group], records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
     program = None if spec.matrix else trace(spec, slots, "told" if asked else "step")
-    if program is not None:
-        program.check(type(spec).__name__, [r.name for r in records], [r.shape for r in records])
-    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=[place for place, _ in members], asked=asked)
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=places, asked=asked)
     bundle.halves = [r.half for r in records] if any(r.half for r in records) else ()
-    return Part(bundle, records, list(cohorts.values()))
+    return Part(bundle, records)
 
 
 def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
@@ -166,27 +253,44 @@ def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]])
     return found
 
 
+STEPPED = operator.attrgetter("group", "t")
+
+
+def find_cohorts(records: Sequence[TensorState]) -> list[list[int]]:
+    """The places of records that share every number of a step."""
+    keys = list(map(TensorState.cohort if records[0].counters else STEPPED, records))
+    if keys.count(keys[0]) == len(keys):  # nearly always
+        return [list(range(len(keys)))]
+    found: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return list(found.values())
+
+
 def run_part(
-    part: Part, engine: Engine, specs: Sequence[Spec], numbers: dict[Any, dict[str, Any]], params: Any, grads: Any, scale: float
-) -> None:
-    """Step the parameters of one part, and count the step."""
-    bundle, cohorts = part.bundle, part.cohorts
-    first = cohorts[0][0]
-    spec = bundle.spec = specs[first.group]
-    now = scalars(first, spec, numbers)
+    part: Part, engine: Engine, specs: Sequence[Spec], numbers: dict[Any, dict[str, Any]], params: Any, grads: Any, scale: float,
+    rows: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Step the tensors of one part, and count the step. rows: which of them; None: all."""
+    bundle = part.bundle
+    records = part.records if rows is None else [part.records[row] for row in rows]
+    cohorts = find_cohorts(records)
+    firsts = [records[places[0]] for places in cohorts]
+    bundle.spec, bundle.rows = specs[firsts[0].group], rows
+    each = [scalars(first, specs[first.group], numbers) for first in firsts]
     if bundle.halves:
-        now = {**now, "_tick": first.t + 1}
-    if bundle.runner is not None and bundle.watch is not None and len(cohorts) == 1:  # the watch knows where the arrays are
-        part.tell(bundle.runner(now, scale))
-        part.counted = count(cohorts[0], now)
-        return
-    each = [now, *[scalars(cohort[0], specs[cohort[0].group], numbers) for cohort in cohorts[1:]]]
-    if bundle.halves:
-        each = [{**now, "_tick": cohort[0].t + 1} for now, cohort in zip(each, cohorts, strict=True)]
-    bundle.t = first.t + 1
-    counts = run_bundle(bundle, engine, now if len(each) == 1 else _columns(part, each), scale, p=params, g=grads)
-    part.tell(counts)
-    moved = [count(cohort, counts if spec.matrix else now) for cohort, now in zip(cohorts, each, strict=True)]
+        each = [{**now, "_tick": first.t + 1} for now, first in zip(each, firsts, strict=True)]
+    bundle.t = firsts[0].t + 1
+    now = each[0] if len(each) == 1 else _columns(cohorts, each, len(records))
+    if bundle.runner is not None and bundle.watch is not None:  # which knows where the arrays are
+        found = bundle.runner(now, scale)
+    else:
+        found = run_bundle(bundle, engine, now, scale, p=params, g=grads)
+    part.tell(found)
+    moved = [
+        count([records[i] for i in places] if len(cohorts) > 1 else records, found if bundle.spec.matrix else its)
+        for places, its in zip(cohorts, each, strict=True)
+    ]
     part.counted = any(moved)
 
 
@@ -213,9 +317,13 @@ def observe(record: TensorState, spec: Spec, engine: Engine, estimate: Any) -> N
     record.counters["estimates"] += 1
 
 
-def rows(parts: Iterable[Part], names: Mapping[TensorState, str]) -> list[Row]:
+def rows(parts: Iterable[StepPart], names: Mapping[TensorState, str]) -> list[Row]:
     """What the last step of these parts did, tensor by tensor."""
-    return [row for part in parts for row in rows_of(part.told, [names[r] for r in part.records], [r.size for r in part.records])]
+    found = []
+    for step in parts:
+        records = step.records
+        found += rows_of(step.part.told, [names[r] for r in records], [r.size for r in records])
+    return found
 
 
 def count(records: Sequence[TensorState], now: Mapping[str, Any]) -> bool:
@@ -230,14 +338,14 @@ def count(records: Sequence[TensorState], now: Mapping[str, Any]) -> bool:
     return bool(changed)
 
 
-def _columns(part: Part, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One number per tensor of the bundle, where its cohorts differ."""
+def _columns(cohorts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
+    """One number for each of n tensors, where cohorts differ."""
     columns = {}
     for key, value in each[0].items():
         if value is None or all(numbers[key] == value for numbers in each):
             columns[key] = value
         else:
-            column = columns[key] = np.empty(len(part.records))
-            for where, numbers in zip(part.index, each, strict=True):
-                column[where] = numbers[key]
+            column = columns[key] = np.empty(n)
+            for places, numbers in zip(cohorts, each, strict=True):
+                column[places] = numbers[key]
     return columns

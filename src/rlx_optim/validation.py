@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from .pointers import address
 from .spec import Shape
 
+#: flags of an array: C-contiguous and aligned; and writable
+READABLE, WRITABLE = 0x0001 | 0x0100, 0x0001 | 0x0100 | 0x0400
+VIEW: Any = ctypes.c_char.from_buffer
+DTYPE, SHAPE, FLAGS, NBYTES = map(operator.attrgetter, ("dtype", "shape", "flags.num", "nbytes"))
 TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 OTHERS = {"torch": "torch", "jax": "optax", "jaxlib": "optax"}  # whose arrays have a front end of their own
 
@@ -45,6 +52,51 @@ def logical_shape(owner: str, name: str, param: np.ndarray, shape: Any) -> Shape
     if any(n < 0 for n in wanted) or math.prod(wanted) != param.size:
         raise ValueError(f"{owner}: shape {wanted} of {name!r} does not multiply to its {param.size} elements")
     return wanted
+
+
+def locate(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where arrays begin in memory."""
+    try:
+        return list(map(ctypes.addressof, map(VIEW, arrays)))
+    except (TypeError, ValueError):  # one is read-only, or empty
+        return list(map(address, arrays))
+
+
+def locate_sound(
+    params: Sequence[Any], grads: Sequence[Any], shapes: Sequence[Shape], dtype: str
+) -> tuple[list[int], list[int]] | None:
+    """Where parameters and gradients begin that pass every check below; None where one may not: those say which."""
+    both = [*params, *grads]
+    if set(map(type, both)) != {np.ndarray} or set(map(DTYPE, both)) != {np.dtype(dtype)}:
+        return None
+    if list(map(SHAPE, params)) != shapes or list(map(SHAPE, grads)) != shapes:
+        return None
+    if not all(flags & WRITABLE == WRITABLE for flags in set(map(FLAGS, params))):
+        return None
+    if not all(flags & READABLE == READABLE for flags in set(map(FLAGS, grads))):
+        return None
+    sides = locate(params), locate(grads)
+    starts, others = (np.array(side, np.int64) for side in sides)
+    sizes = np.array(list(map(NBYTES, params)), np.int64)
+    order = np.argsort(starts)
+    starts, ends = starts[order], (starts + sizes)[order]
+    if (starts[1:] < ends[:-1]).any():
+        return None
+    after, before = np.searchsorted(ends, others, "right"), np.searchsorted(starts, others + sizes, "left")
+    return None if (after < before).any() else sides
+
+
+def locate_sound_pair(param: Any, grad: Any, shape: Shape, dtype: str) -> tuple[int, int] | None:
+    """The same of one pair."""
+    if type(param) is not np.ndarray or type(grad) is not np.ndarray or param.shape != shape or grad.shape != shape:
+        return None
+    if param.dtype != dtype or grad.dtype != dtype:
+        return None
+    if param.flags.num & WRITABLE != WRITABLE or grad.flags.num & READABLE != READABLE:
+        return None
+    (start,), (other,) = locate((param,)), locate((grad,))
+    size = param.nbytes
+    return (start, other) if start + size <= other or other + size <= start else None
 
 
 def check_pair(owner: str, name: Any, param: Any, grad: Any, shape: Any) -> Shape:

@@ -151,7 +151,7 @@ class CurvatureOptimizer(RuleOptimizer):
     @torch.no_grad()
     def _observe(self, param: torch.Tensor, estimate: torch.Tensor) -> None:
         spec_of = self._current_specs()
-        ((lane, (place,)),) = self._ready(param)
+        ((lane, (place,), _),) = self._ready(param)
         seat = lane.seats[place]
         self._check_seat(lane, seat)
         given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()

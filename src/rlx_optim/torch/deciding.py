@@ -55,7 +55,7 @@ class Deciding(Evaluating):
 
     def _measured(self, work: Work) -> torch.Tensor | None:
         """The norm of these gradients before a clip that was the last to change them."""
-        norm = None if self.skip_above is None else measured([lane.seats[i].param for lane, chosen, _ in work for i in chosen])
+        norm = None if self.skip_above is None else measured([b.bucket.seats[i].param for b in work for i in b.chosen])
         return None if norm is None else norm.total
 
     def _outlier(self, work: Work, scale: Any, loss: Any, norm: torch.Tensor | None) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Deciding(Evaluating):
             norm = grad_norm([param for group in self.param_groups for param in group["params"]])
             device = norm.device
         else:
-            device = work[0][0].device
-            norms = [norm for _, _, grads in work for norm in torch._foreach_norm(grads)]
+            device = work[0].bucket.device
+            norms = [norm for batch in work for norm in torch._foreach_norm(batch.grads)]
             norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
         norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
         given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
@@ -100,13 +100,13 @@ class Deciding(Evaluating):
         """Whether the step is taken, decided on the device: by GradScaler, by nonfinite="skip", by skip_above."""
         flags, ours = [] if found is None else [found], []
         if self.nonfinite == "skip" and work:
-            ours += [not_finite(grads) for _, _, grads in work]
+            ours += [not_finite(batch.grads) for batch in work]
         if self.skip_above is not None and work:
             ours.append(self._outlier(work, scale, loss, self._measured(work)).to(torch.int32))
         if ours:
             flags += ours
             bad = torch.stack([flag.to(ours[-1].device).reshape(()) for flag in ours]).max()
             self._skips = bad.clone() if self._skips is None else self._skips.add_(bad)
-        for lane, _, _ in work:
+        for lane in (batch.bucket for batch in work):
             lane.groups = self._views()
             lane.flag = torch.stack([flag.to(lane.device).float().reshape(()) for flag in flags]).max() if flags else None

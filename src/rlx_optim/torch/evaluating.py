@@ -19,7 +19,6 @@ from ..splits import Split
 from .halves import local
 from .names import outside
 from .state import piece_shape
-from .structure import dicts_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +43,11 @@ def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[
     said = "" if place is None else f"{place}."
     names = group.get("param_names") or [f"{said}{i} of shape {tuple(p.shape)}" for i, p in enumerate(group["params"])]
     return zip(names, group["params"], strict=True)
+
+
+def dicts_in(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """What is kept of parameters; a user may keep something else beside them."""
+    return [each for each in state.values() if isinstance(each, dict)]
 
 
 class Evaluating(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ import torch
 from ..engines.torch_ import uncollected
 from ..spec import Spec
 from ..stepping import Part, TensorState, count, run_bundle
-from .lanes import ParamEntry, TritonBucket, written
+from .lanes import Batch, ParamEntry, Selection, TritonBucket, written
 
 #: what of state in fewer bits can be captured
 ALONE = "with capturable=True codes are for tensors that keep all of a slot in them; use capturable=False, or float32 state"
@@ -74,6 +74,7 @@ class GraphBucket(TritonBucket):
                 seat.state[name] = seat.counters[name] = values[who.index(i)]
             seat.hold()
         self.indices: dict[Any, torch.Tensor] = {}
+        self.arrange()
 
     def tick(self, seat: ParamEntry) -> torch.Tensor:
         return self.counts[self.seats.index(seat)].long() + 1  # it is counted later
@@ -85,24 +86,28 @@ class GraphBucket(TritonBucket):
     def settle_counts(self) -> None:
         """The counts on the device are the truth; those that the host keeps are made anew from them."""
 
-    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: Any) -> None:
-        if self.engine.sender.capturing() and not self.prepared(tuple(chosen), structures):
-            raise RuntimeError(
-                "a CUDA graph is being captured and this step is not prepared: take a step with the same parameters before"
-            )
-        if not self.prepared(tuple(chosen), structures):
+    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: Any) -> None:
+        rows = self.select(batch.chosen).rows
+        prepared = self.grouping.key(rows, specs, structures, self.asked) in self.grouping.plans
+        if self.engine.sender.capturing():
+            if not prepared:
+                raise RuntimeError(
+                    "a CUDA graph is being captured and this step is not prepared: take a step with the same parameters before"
+                )
+            self.parts = self.grouping.find(rows, specs, structures, self.asked)
+            if not self.followed and (deciding := self.deciding()):
+                raise RuntimeError(
+                    f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does "
+                    "not tell; capture it with rlx_optim.torch.Graphed(step, optimizer)"
+                )
+        elif not prepared:
             self.indices = {}
-        elif self.engine.sender.capturing() and not self.followed and (deciding := self.deciding()):
-            raise RuntimeError(
-                f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does not "
-                "tell; capture it with rlx_optim.torch.Graphed(step, optimizer)"
-            )
         with uncollected() if self.engine.sender.capturing() else contextlib.nullcontext():
-            super().step(chosen, specs, structures, grads, scale)
+            super().step(batch, specs, structures, scale)
 
     def deciding(self) -> list[Part]:
         """The parts whose rule decides by the step count."""
-        return [part for part in self.parts if decides(part.bundle.spec)]
+        return [step.part for step in self.parts if decides(step.part.bundle.spec)]
 
     def phase(self) -> tuple[tuple[Any, ...], bool]:
         """What the next step of each part does, and whether the host asks the device about it."""
@@ -123,25 +128,25 @@ class GraphBucket(TritonBucket):
         self.write_counters()
 
     def launch(
-        self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
-    ) -> None:
-        self.watch.flag = self.flag
+        self, selection: Selection, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
+        specs: Sequence[Spec], scale: Any,
+    ) -> None:  # fmt: skip
+        self.pointers.flag = self.flag
         place = {record: i for i, seat in enumerate(self.seats) for record in seat.records}
-        sides = [self.arrays(seats, side) for side in (params, grads)]
+        sides = [dict(zip(selection.rows, self.arrays(seats, side), strict=True)) for side in (params, grads)]
         taken = None if self.flag is None else (self.flag == 0).reshape(())
         after: dict[str, torch.Tensor] = {}
-        for part in self.parts:
-            bundle = part.bundle
+        for bundle in (step.part.bundle for step in self.parts):
             if not self.engine.sweeps(bundle):
                 what = f"state_dtype={bundle.spec.state_dtype!r}: {ALONE}" if bundle.storages else ""
                 raise bundle.spec.refuse(what or "with capturable=True it steps matrices and vectors only")
-        for part in self.parts:
+        for part, _, places in self.parts:
             bundle = part.bundle
             bundle.spec = specs[part.records[0].group]
             numbers, counts = self.numbers_of(part, place)
             if bundle.spec.matrix:
                 bundle.t = (self.counts[place[part.records[0]]] + 1).long()
-            mine = {name: [side[i] for i in bundle.index] for name, side in zip("pg", sides, strict=True)}
+            mine = {name: [side[i] for i in places] for name, side in zip("pg", sides, strict=True)}
             part.tell(run_bundle(bundle, self.engine, numbers, scale, **mine))
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())

@@ -8,10 +8,13 @@ which reads every floating type itself. `TorchBucket` hands tensors to the torch
 from __future__ import annotations
 
 import abc
+import collections
+import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +22,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import splits
 from ..engine import Engine
+from ..pointers import PointerTable
+from ..recent import Recent
 from ..rounding import Half
 from ..spec import Spec
 from ..splits import WHOLE, Split
-from ..stepping import Part, TensorState, bundle_up, observe, run_part
+from ..stepping import Grouping, Part, StepPart, TensorState, observe, run_part
 from . import halves
-from .headers import described
+from .memory import (
+    DEVICE,
+    DTYPE,
+    GRAD,
+    ITEMSIZE,
+    LAYOUT,
+    POINTER,
+    SHAPE,
+    Addresses,
+    Forms,
+    Whereabouts,
+    is_fake,
+    local_part,
+    reach_beyond,
+)
 
 ARITHMETIC = {
     torch.float32: torch.float32,
@@ -35,18 +54,18 @@ ARITHMETIC = {
 
 
 class ParamEntry:
-    """One parameter in a lane: its records (several where it is split into matrices) and its state as torch keeps it."""
+    """One parameter in a bucket: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
-        "columns", "counters", "decided", "dtype", "fresh", "half", "held", "memory", "param", "records", "shape", "split",
-        "state", "turned",
+        "columns", "counters", "decided", "dtype", "fresh", "half", "held", "kept", "numbers", "param", "pointers", "records",
+        "shape", "split", "state", "turned", "whereabouts",
     )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
         self.columns = splits.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
-        self.turned = False  # it is maximized in a lane that minimizes: its gradients come with the other sign
+        self.turned = False  # it is maximized in a bucket that minimizes: its gradients come with the other sign
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
@@ -55,19 +74,136 @@ class ParamEntry:
         self.records = [TensorState(each, shape, group) for each, shape in zip(splits.names_in(name, split), shapes, strict=True)]
 
     def hold(self) -> None:
-        """Remember the state as it is: the objects, and where their memory is, which the lane's tables say too."""
+        """Remember which objects its state consists of, and where their memory is: engines' tables say so too."""
         self.held = tuple(self.state.values())
-        self.memory = list(map(described, self.held))
-
-    def holds(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Whether what it holds is still the optimizer's state, in the same memory."""
-        now = states.get(self.param) or {}
-        same = len(now) == len(self.held) and all(map(operator.is_, now.values(), self.held))
-        return same and list(map(described, self.held)) == self.memory
+        numbers = {id(self.state[name]) for name in ("step", *self.counters)}
+        tensors = [value for value in self.held if isinstance(value, torch.Tensor) and not is_fake(value)]
+        self.numbers = [value for value in tensors if id(value) in numbers]
+        self.kept = [value for value in tensors if id(value) not in numbers]
+        self.pointers = list(map(POINTER, self.numbers))
+        self.whereabouts = Whereabouts(list(map(local_part, self.kept)))
 
     def places(self) -> torch.Tensor:
         """The index in the whole parameter of each element that is here."""
         return halves.places(self.param)
+
+
+class Selection:
+    """Some seats of a bucket: their records among those of the bucket, and whether the engine takes their memory as it is."""
+
+    def __init__(self, bucket: Bucket, chosen: Sequence[int]):
+        self.device, self.entries = bucket.device, [bucket.seats[i] for i in chosen]
+        entries: list[Any] = self.entries
+        self.exact = all(e.dtype is bucket.dtype and e.half is None and not e.columns for e in entries)
+        self.rows = tuple(row for i in chosen for row in range(bucket.first[i], bucket.first[i + 1]))
+        self.index: Any = slice(None) if len(self.rows) == len(bucket.records) else np.array(self.rows)  # of a table of all
+        self.single = len(self.rows) == len(entries)
+        self.of = np.repeat(np.arange(len(entries)), [len(entry.records) for entry in entries])  # which entry's each record is
+        self.offsets = np.array([at for entry in entries for at in first_elements(entry.records)], np.int64)
+
+    @functools.cached_property
+    def expected(self) -> Expected:
+        """What parameters, gradients and state are to be."""
+        return Expected(self.entries, self.device)
+
+    def per_record(self, addresses: np.ndarray, types: Sequence[torch.dtype]) -> tuple[np.ndarray, Sequence[torch.dtype]]:
+        """Addresses and types of the records, given those of the entries."""
+        if self.single:
+            return addresses, types
+        itemsizes = np.array([each.itemsize for each in types], np.int64)
+        return addresses[self.of] + self.offsets * itemsizes[self.of], [types[i] for i in self.of.tolist()]
+
+
+class Expected:
+    """What the state of some entries was made for, to be compared with the tensors as they are, column by column."""
+
+    def __init__(self, entries: Sequence[ParamEntry], device: torch.device):
+        self.params: list[torch.Tensor] = [entry.param for entry in entries]
+        self.states = [entry.state for entry in entries]
+        self.held = [value for entry in entries for value in entry.held]
+        self.counts = [value for entry in entries for value in entry.numbers]
+        self.kept = [value for entry in entries for value in entry.kept]
+        self.pointers = [place for entry in entries for place in entry.pointers]
+        self.spread = any(map(halves.is_spread, self.params))
+        self.whereabouts = Whereabouts.join([entry.whereabouts for entry in entries])
+        self.plain = not self.spread and not any(map(is_fake, self.params))
+        self.types, self.shapes, self.dtypes = (
+            list(map(type, self.params)),
+            [e.shape for e in entries],
+            [e.dtype for e in entries],
+        )
+        self.devices = [device] * len(entries)
+        self.sizes = np.array([math.prod(shape) for shape in self.shapes], np.int64)
+        self.itemsizes = np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+        self.usual: Forms | None = None  # how parameters and gradients are read where all of them can be read in place
+        self.fresh = [i for i, entry in enumerate(entries) if entry.fresh]
+        self.turned = [i for i, entry in enumerate(entries) if entry.turned]
+
+    def is_stale(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
+        """Whether what the entries hold is no longer the optimizer's state, in the same memory."""
+        if not all(map(operator.is_, map(states.get, self.params), self.states)):
+            return True
+        now = list(itertools.chain.from_iterable(map(dict.values, self.states)))
+        if len(now) != len(self.held) or not all(map(operator.is_, now, self.held)):
+            return True
+        kept = list(map(local_part, self.kept)) if self.spread else self.kept
+        return list(map(POINTER, self.counts)) != self.pointers or not self.whereabouts.hold(kept)
+
+    def locate(self, grads: list[Any]) -> Addresses | None:
+        """Where parameters and gradients are; None unless all of them are plain tensors as the state was made for. Those that are
+        odd are still to be looked at one by one."""
+        params = self.params
+        if self.usual is not None and self.usual.are([*params, *grads]):
+            found = Addresses(params, grads, (self.dtypes, self.dtypes), set())
+            itemsizes = self.itemsizes
+        elif self.is_fit(grads):
+            found = Addresses(params, grads)
+            even = found.grad_types == self.dtypes
+            itemsizes = self.itemsizes if even else np.array(list(map(ITEMSIZE, grads)), np.int64)
+            if even and not found.odd:
+                self.usual = Forms([*params, *grads])
+        else:
+            return None
+        for side, sizes in ((params, self.itemsizes), (grads, itemsizes)):
+            beyond = reach_beyond(side, self.sizes, sizes)
+            if beyond.any():
+                found.odd.update(np.flatnonzero(beyond).tolist())
+        return found
+
+    def is_fit(self, grads: list[Any]) -> bool:
+        """Whether parameters and gradients are plain tensors of the shapes and on the device that the state is for."""
+        params = self.params
+        return (
+            self.plain
+            and set(map(type, grads)) <= PLAIN
+            and list(map(type, params)) == self.types
+            and list(map(SHAPE, params)) == self.shapes == list(map(SHAPE, grads))
+            and list(map(DEVICE, params)) == self.devices == list(map(DEVICE, grads))
+            and list(map(DTYPE, params)) == self.dtypes
+            and set(map(LAYOUT, grads)) == STRIDED
+        )
+
+
+PLAIN, STRIDED = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
+
+
+def first_elements(records: Sequence[TensorState]) -> list[int]:
+    """Where each record begins in its packed parameter."""
+    return list(itertools.accumulate([record.size for record in records[:-1]], initial=0))
+
+
+class Batch(NamedTuple):
+    """What a step asks of one bucket: some of its seats, their gradients, and where both are if the step knows it."""
+
+    bucket: Bucket
+    chosen: Sequence[int]
+    grads: list[torch.Tensor]
+    addresses: Addresses | None = None
+
+    @property
+    def selection(self) -> Selection:
+        """What is known of the seats."""
+        return self.bucket.select(self.chosen)
 
 
 #: types of tensors as NumPy has them
@@ -90,7 +226,7 @@ class Memory:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as a NumPy array; good as long as nobody replaces it (`ParamEntry.holds` looks)."""
+    """The same memory as a NumPy array; good as long as nobody replaces it (`Selection.is_stale` looks)."""
     return np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), KINDS[tensor.dtype])
 
 
@@ -118,21 +254,6 @@ def written(params: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
-class PointerTable:
-    """Where the arrays of a step are and how they are stored, in the form the compiled engines read."""
-
-    def __init__(self, n: int):
-        self.n, self.version = n, 0
-        self.params, self.grads = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        self.param_types: tuple[torch.dtype, ...] = ()
-        self.grad_types: tuple[torch.dtype, ...] = ()
-        self.halves: list[str] = []  # of each: the type of 16 bits that parameter and gradient are, where the cpu engine takes it
-        self.flag: torch.Tensor | None = None  # on the device: not 0 where nothing must be written
-        self.pool: Any = None  # where an engine's graphs of these arrays have their memory
-        self.tracks: list[Any] = []  # streams that some of them run on, each with its own
-        self.recorded = True  # whether it may keep such
-
-
 class Bucket(abc.ABC):
     """Seats that share an engine."""
 
@@ -149,11 +270,10 @@ class Bucket(abc.ABC):
         self.kept = device  # where state is
         self.sign = sign  # -1 where groups maximize
         self.seats: list[ParamEntry] = []
-        self.present: tuple[int, ...] = ()
-        self.structures: Any = None
-        self.parts: list[Part] = []
+        self.parts: list[StepPart] = []  # of the step that is taken
         self.numbers: dict[Any, dict[str, Any]] = {}
-        self.asked = self.telling = False  # whether the next step is to say what it does, and whether the parts do
+        self.asked = False  # whether the next step is to say what it does
+        self.copied = 0  # how many parameters or gradients the step that is taken cannot use where they are
 
     def share_counts(self) -> None:
         """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
@@ -165,8 +285,35 @@ class Bucket(abc.ABC):
                 seat.hold()
             self.counts, self.steps = counts, counts.numpy()
             self.share_counters(dict.fromkeys(name for seat in self.seats for name in seat.counters))
-        self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
         self.known = self.steps.tobytes()
+        self.arrange()
+
+    def arrange(self) -> None:
+        """List the records of the seats, once these are complete."""
+        self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
+        self.first = list(itertools.accumulate((len(seat.records) for seat in self.seats), initial=0))  # of each seat's records
+        self.records = [record for seat in self.seats for record in seat.records]
+        self.params: list[torch.Tensor] = [seat.param for seat in self.seats]
+        self.every = tuple(range(len(self.seats)))
+        self.selections = Recent(Grouping.CHOICES * (len(self.seats) + 1))
+        self.grouping = self.group()
+
+    def with_gradient(self) -> tuple[tuple[int, ...], list[Any]]:
+        """The seats whose parameters have a gradient, and the gradients."""
+        grads = list(map(GRAD, self.params))
+        if not any(map(operator.is_, grads, itertools.repeat(None))):
+            return self.every, grads
+        chosen = tuple(i for i, grad in enumerate(grads) if grad is not None)
+        return chosen, [grads[i] for i in chosen]
+
+    def group(self) -> Grouping:
+        """Who finds what is stepped together."""
+        return Grouping(self.engine, self.records)
+
+    def select(self, chosen: Sequence[int]) -> Selection:
+        """These seats, with what is known of them."""
+        found: Selection = self.selections.find(tuple(chosen), lambda: Selection(self, chosen), len(chosen))
+        return found
 
     def share_counters(self, names: Iterable[str]) -> None:
         """Those that the host keeps, each in one memory."""
@@ -189,12 +336,12 @@ class Bucket(abc.ABC):
         if len(chosen) == len(self.seats):
             self.steps += 1
         else:
-            self.steps[chosen] += 1
+            self.steps[list(chosen)] += 1
         if self.empty:
             for i in self.empty.intersection(chosen):
                 self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
         self.known = self.steps.tobytes()
-        if self.others and (self.spread or any(part.counted for part in self.parts)):
+        if self.others and (self.spread or any(step.part.counted for step in self.parts)):
             self.write_counters()
 
     def write_counters(self) -> None:
@@ -220,31 +367,32 @@ class Bucket(abc.ABC):
         parts = tensor.reshape(-1).split([record.size for record in seat.records])
         return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
 
+    @staticmethod
+    def seen(selection: Selection) -> list[Any]:
+        """The seats of a step, as what is in this process's memory."""
+        return selection.entries
+
     def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
         """Take over an estimate of the curvature of a parameter, which is whole."""
         observe(seat.records[0], spec, self.engine, self.view(estimate))
 
-    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
-        """Step the chosen seats, whose gradients these are."""
-        key = tuple(chosen)
-        if not self.prepared(key, structures):
-            self.present, self.structures, self.telling = key, None, self.asked  # what is interrupted here is begun anew
-            records = [record for i in chosen for record in self.seats[i].records]
-            self.parts = bundle_up(enumerate(records), specs, self.engine, self.fresh_watch(len(records)), self.asked)
-            self.structures = structures
+    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
+        """Step the seats of a batch."""
+        selection = self.select(batch.chosen)
+        self.parts = self.grouping.find(selection.rows, specs, structures, self.asked)
         self.numbers.clear()
-        self.run([self.seats[i] for i in chosen], specs, grads, scale)
+        self.run(selection, batch, specs, scale)
 
-    def prepared(self, chosen: tuple[int, ...], structures: Any) -> bool:
-        """Whether the parts are for such a step."""
-        return chosen == self.present and structures == self.structures and self.asked == self.telling
-
-    def fresh_watch(self, n: int) -> Any:
-        return None
+    def describe(self, stepped: int) -> str:
+        """Say what a step of so many parameters is run by."""
+        copies = f", {self.copied} through copies (type, strides or rounding)" if self.copied else ""
+        return (
+            f"{stepped} of {len(self.seats)} parameters on {self.device} by {self.engine.name} in {len(self.parts)} parts{copies}"
+        )
 
     @abc.abstractmethod
-    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
-        """Run the parts on these seats' memory."""
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
+        """Run the parts on the memory of these seats."""
 
     def admit(self, seat: ParamEntry, spec: Spec) -> None:
         """Take a seat in."""
@@ -257,11 +405,12 @@ class Bucket(abc.ABC):
 
 
 class TorchBucket(Bucket):
-    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         params: list[torch.Tensor] = []
         pieces: list[torch.Tensor] = []
         back = []
-        for seat, grad in zip(seats, grads, strict=True):
+        seats = self.seen(selection)
+        for seat, grad in zip(seats, batch.grads, strict=True):
             whole = seat.param.detach()
             if seat.half is not None:
                 whole = packed(halves.opened(seat, self.dtype), seat)
@@ -271,9 +420,10 @@ class TorchBucket(Bucket):
                 back.append((seat, whole))
             params += self.pieces(whole, seat)
             pieces += self.pieces(packed(grad, seat), seat)
-        for part in self.parts:
-            index = part.bundle.index
-            run_part(part, self.engine, specs, self.numbers, [params[i] for i in index], [pieces[i] for i in index], scale)
+        at = {row: i for i, row in enumerate(selection.rows)}
+        for part, rows, places in self.parts:
+            ps, gs = ([side[at[place]] for place in places] for side in (params, pieces))
+            run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         for seat, whole in back:
             halves.closed(seat, unpacked(whole, seat), self.tick(seat))
 
@@ -283,104 +433,85 @@ class TorchBucket(Bucket):
 
 
 class PointerBucket(Bucket):
-    """Lanes whose engine reads and writes torch's memory by address."""
+    """Buckets whose engine reads and writes torch's memory by address."""
 
-    scratched = False  # whether something had to be copied
-    _told: tuple[list[Part], list[bool]] = [], []  # for these parts: whether addresses are all that the engine needs
-
-    def fresh_watch(self, n: int) -> PointerTable:
-        self.watch = PointerTable(n)
-        self.watch.recorded = self.recorded
-        return self.watch
-
-    @property
-    def stepped_whole(self) -> bool:
-        """Whether its last step was of all its seats, on their memory as it is."""
-        return not self.spread and len(self.present) == len(self.seats) == self.watch.n and not self.scratched
-
-    def theirs(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the gradients of all its parameters, not copies of some."""
-        return all(seat.param.grad is grad for seat, grad in zip(self.seats, grads, strict=True))
+    def group(self) -> Grouping:
+        self.pointers = PointerTable(len(self.records))
+        self.pointers.recorded = self.recorded
+        return Grouping(self.engine, self.records, self.pointers)
 
     @abc.abstractmethod
     def as_is(self, tensor: torch.Tensor) -> bool:
         """Whether the engine can use this memory as it is."""
 
     @abc.abstractmethod
-    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
+    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
         """Of which of these seats parameter and gradient can be used as they are, though they are of 16 bits."""
 
+    @abc.abstractmethod
     def by_address(self, part: Part) -> bool:
         """Whether addresses are all that the engine needs for this part."""
-        return not part.bundle.spec.matrix
 
-    def told(self) -> list[bool]:
-        """Of which parts this is so."""
-        if self._told[0] is not self.parts:
-            self._told = self.parts, list(map(self.by_address, self.parts))
-        return self._told[1]
+    @abc.abstractmethod
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Whether the engine reads numbers of this type."""
 
-    @property
-    def all_by_address(self) -> bool:
-        return all(self.told())
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: Any) -> None:
+        seats, grads = self.seen(selection), batch.grads
+        params: list[torch.Tensor] = [seat.param for seat in seats]
+        found = batch.addresses or Addresses(params, grads)
+        back = []
+        self.copied = 0
+        if found.odd or not selection.exact or not all(map(self.reads, {*found.param_types, *found.grad_types})):
+            params, grads = list(params), list(grads)
+            direct = self.find_direct(selection, seats, found)
+            for i, seat in enumerate(seats):
+                if i in direct:
+                    continue
+                of_param = seat.columns or not self.as_is(params[i]) or seat.half is not None
+                of_grad = seat.columns or not self.as_is(grads[i])
+                self.copied += of_param or of_grad
+                if of_param:
+                    scratch = params[i] = packed(halves.opened(seat, self.dtype), seat)
+                    back.append((seat, scratch))
+                if of_grad:
+                    grads[i] = packed(grads[i], seat).to(self.dtype).contiguous()
+            found = Addresses(params, grads, odd=set())
+        self.set_pointers(selection, found)
+        self.launch(selection, seats, params, grads, specs, scale)
+        for seat, scratch in back:
+            halves.closed(seat, unpacked(scratch, seat), self.tick(seat))  # torch counts this version itself
+
+    def launch(
+        self, selection: Selection, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
+        specs: Sequence[Spec], scale: Any,
+    ) -> None:  # fmt: skip
+        """Run the parts on memory whose addresses are known."""
+        sides: Any = None
+        for part, rows, places in self.parts:
+            ps: list[Any] = []
+            gs: list[Any] = []
+            if not self.by_address(part):
+                if sides is None:
+                    sides = [dict(zip(selection.rows, self.arrays(seats, side), strict=True)) for side in (params, grads)]
+                ps, gs = ([side[place] for place in places] for side in sides)
+            run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
+        written(params)
+
+    def set_pointers(self, selection: Selection, found: Addresses) -> None:
+        """Write down where this step's arrays are."""
+        params, param_types = selection.per_record(found.params, found.param_types)
+        grads, grad_types = selection.per_record(found.grads, found.grad_types)
+        self.pointers.set(selection.index, params, grads, param_types, grad_types)
 
     @abc.abstractmethod
     def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         """The pieces of these tensors as matrix rules want them."""
 
-    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: Any) -> None:
-        params, back = [], []
-        self.scratched, direct = False, self.direct(seats, grads)
-        for i, seat in enumerate(seats):
-            param: torch.Tensor = seat.param
-            if i in direct:
-                params.append(param)
-                continue
-            if seat.columns or not self.as_is(param) or seat.half is not None:
-                scratch = packed(halves.opened(seat, self.dtype), seat)
-                back.append((seat, scratch))
-                param, self.scratched = scratch, True
-            params.append(param)
-            if seat.columns or not self.as_is(grads[i]):
-                grads[i] = packed(grads[i], seat).to(self.dtype).contiguous()
-                self.scratched = True
-        self.tell(seats, params, grads)
-        self.launch(seats, params, grads, specs, scale)
-        for seat, scratch in back:
-            halves.closed(seat, unpacked(scratch, seat), self.tick(seat))  # torch counts this version itself
-
-    def launch(
-        self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor], specs: Sequence[Spec], scale: Any
-    ) -> None:
-        """Run the parts on memory that has been told."""
-        told = self.told()
-        sides = [] if all(told) else [self.arrays(seats, side) for side in (params, grads)]
-        for part, known in zip(self.parts, told, strict=True):
-            ps, gs = ([], []) if known else ([side[i] for i in part.bundle.index] for side in sides)
-            run_part(part, self.engine, specs, self.numbers, ps, gs, scale)
-        written(params)
-
-    def tell(self, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """Write down where this step's arrays are."""
-        if len(seats) == self.watch.n:
-            places: Any = [p.data_ptr() for p in params], [g.data_ptr() for g in grads]
-            kinds: Any = [p.dtype for p in params], [g.dtype for g in grads]
-        else:
-            places, kinds = ([], []), ([], [])
-            for seat, p, g in zip(seats, params, grads, strict=True):
-                for side, types, tensor in zip(places, kinds, (p, g), strict=True):
-                    sizes = [tensor.element_size() * record.size for record in seat.records]
-                    side += itertools.accumulate(sizes[:-1], initial=tensor.data_ptr())
-                    types += [tensor.dtype] * len(sizes)
-        self.watch.params[:], self.watch.grads[:] = places
-        self.watch.param_types, self.watch.grad_types = map(tuple, kinds)
-        self.watch.version += 1
-
 
 class CpuBucket(PointerBucket):
     engine: Any
     rounds = separates = True
-    _alike: tuple[Any, list[list[int]]] = (), []  # of these parts and seats: places of those that one compiled pass steps
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -389,38 +520,31 @@ class CpuBucket(PointerBucket):
     def by_address(self, part: Part) -> bool:
         return bool(self.engine.compiles(part.bundle))
 
+    def reads(self, dtype: torch.dtype) -> bool:
+        return dtype is self.dtype
+
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
-    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
+    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
         """All of a part, or none of it."""
-        found: set[int] = set()
-        for places in self.alike(seats):
-            if all(self.plain(seats[i].param, grads[i]) for i in places):
-                found.update(places)
-        taken = [(record.kind, i in found) for i, seat in enumerate(seats) for record in seat.records] if found else []
-        self.watch.halves = [kind if direct else "" for kind, direct in taken]
-        return found
-
-    @staticmethod
-    def plain(param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether both are of one type, and can be used as they are."""
-        return grad.dtype is param.dtype and all(t.is_contiguous() and not t.is_neg() for t in (param, grad))
-
-    def alike(self, seats: list[ParamEntry]) -> list[list[int]]:
-        """Places of seats of 16 bits, part by part, where passes are compiled and each part has all of its parameters."""
-        if self._alike[0] is not self.parts:
-            where = {record: i for i, seat in enumerate(seats) for record in seat.records}
-            found = []
-            for part, known in zip(self.parts, self.told(), strict=True):
-                places = sorted({where[record] for record in part.records})
-                mine = {record for record in part.records if record.kind}
-                own = known and all(record in mine for i in places for record in seats[i].records if record.size)
-                rounded = all(seats[i].half is None or record.half is not None for i in places for record in seats[i].records)
-                if mine and own and rounded and not any(seats[i].columns for i in places):
-                    found.append(places)
-            self._alike = self.parts, found
-        return self._alike[1]
+        at, taken = dict(zip(selection.rows, selection.of.tolist(), strict=True)), set[int]()
+        given = list(self.pointers.halves)
+        for step in self.parts:
+            kind, counts = step.records[0].kind, collections.Counter(at[row] for row in step.places)
+            direct = bool(kind) and self.by_address(step.part) and not counts.keys() & found.odd
+            direct = direct and all(
+                found.param_types[i] is found.grad_types[i]
+                and not seats[i].columns
+                and n == sum(bool(record.size) for record in seats[i].records)
+                and (seats[i].half is None or all(record.half is not None for record in seats[i].records))
+                for i, n in counts.items()
+            )
+            for row in step.places:
+                given[row] = kind if direct else ""
+            taken |= counts.keys() if direct else set()
+        self.pointers.halves = given
+        return taken
 
     def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         return [array_of(p) for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
@@ -429,11 +553,10 @@ class CpuBucket(PointerBucket):
 class TritonBucket(PointerBucket):
     engine: Any
     rounds = True
-    _swept: tuple[list[Part], set[TensorState]] = [], set()  # of these parts: what the engine steps by address, matrices too
 
     def launch(self, *given: Any) -> None:
         super().launch(*given)
-        for track in self.watch.tracks:
+        for track in self.pointers.tracks:
             track.joined()
 
     def by_address(self, part: Part) -> bool:
@@ -443,21 +566,21 @@ class TritonBucket(PointerBucket):
     def view(buffer: torch.Tensor) -> Any:
         return buffer
 
+    def reads(self, dtype: torch.dtype) -> bool:
+        return True
+
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.is_contiguous() and not tensor.is_neg()
 
-    def direct(self, seats: list[ParamEntry], grads: list[torch.Tensor]) -> set[int]:
+    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
         """Which gradients those of others can be is no matter."""
-        if self._swept[0] is not self.parts:
-            swept = [part for part in self.parts if self.engine.sweeps(part.bundle)]
-            self._swept = self.parts, {record for part in swept for record in part.records}
+        swept = {record for step in self.parts if self.engine.sweeps(step.part.bundle) for record in step.records}
         return {
             i
-            for i, (seat, grad) in enumerate(zip(seats, grads, strict=True))
+            for i, seat in enumerate(seats)
             if seat.half is not None
-            and all(record.half is not None and record in self._swept[1] for record in seat.records if record.size)
-            and self.as_is(seat.param)
-            and self.as_is(grad)
+            and i not in found.odd
+            and all(record.half is not None and record in swept for record in seat.records if record.size)
         }
 
     def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:

@@ -34,7 +34,7 @@ from ..splits import WHOLE
 from ..stepping import TensorState, observe
 from ..storage import Coded
 from . import halves
-from .lanes import BUCKETS, Bucket, ParamEntry, PointerBucket, TorchBucket
+from .lanes import BUCKETS, Batch, Bucket, ParamEntry, Selection, TorchBucket
 from .state import HOST
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
@@ -145,6 +145,7 @@ class Chunk:
     def __init__(self, seat: ParamEntry, records: list[TensorState], half: Any, rows: slice | None):
         self.param, self.whole, self.records, self.half, self.rows = seat.param, seat.param, records, half, rows
         self.split, self.columns = (seat.split, seat.columns) if rows is None else (WHOLE, False)
+        self.dtype = seat.dtype
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.rows is None else tensor[self.rows]
@@ -251,6 +252,7 @@ class HostBucket(Bucket):
         if not self.above:
             for _, chunk in chunks:
                 halves.tell(lane, chunk)
+            lane.arrange()
         return HostBatch(lane, [place for place, _ in chunks])
 
     def bind(self, bucket: HostBatch, room: Room) -> None:
@@ -271,6 +273,7 @@ class HostBucket(Bucket):
             if chunk.half is not None and chunk.half.low is not None:
                 chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
             halves.tell(bucket.lane, chunk)
+        bucket.lane.arrange()
 
     def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
         def take(record: TensorState, part: torch.Tensor) -> None:
@@ -284,19 +287,14 @@ class HostBucket(Bucket):
         for record, part in zip(seat.records, parts, strict=True):
             take(record, part)
 
-    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
-        """HostBatch by bucket."""
-        turns = self.turns(chosen, grads)
+    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
+        """Step bucket by bucket."""
+        turns = self.turns(batch.chosen, batch.grads)
 
         def compute(turn: Turn) -> None:
             lane = turn.bucket.lane
             lane.asked = self.asked
-            again = turn.again and isinstance(lane, PointerBucket) and lane.prepared(tuple(turn.mine), structures)
-            if again and lane.stepped_whole:  # type: ignore[attr-defined]
-                lane.numbers.clear()
-                lane.launch(lane.seats, [chunk.param for chunk in turn.chunks], turn.grads, specs, scale)  # type: ignore[attr-defined]
-            else:
-                lane.step(turn.mine, specs, structures, turn.grads, scale)
+            lane.step(Batch(lane, turn.mine, turn.grads), specs, structures, scale)
 
         self.carry(turns, compute)
         self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
@@ -324,7 +322,7 @@ class HostBucket(Bucket):
         finally:
             self.link.end()
 
-    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         raise AssertionError("a host lane does everything in `step`")
 
 
@@ -337,7 +335,6 @@ class Turn:
         self.chunks: Any = [bucket.lane.seats[k] for k in mine]
         self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
         self.back: Pairs = ()
-        self.again = False  # whether parameters and gradients are brought to where they were the last time
 
     def bring(self) -> None:
         if self.lane.above:
@@ -350,8 +347,7 @@ class Turn:
             there, bucket = [*wholes, *self.grads], self.bucket
             self.lane.link.enlarge(self.room, bytes_of(there))
             shape = self.room.memory.data_ptr(), self.mine, [t.dtype for t in there]
-            self.again = shape == bucket.shape
-            if not self.again:
+            if shape != bucket.shape:
                 bucket.here, bucket.shape = self.room.views(there), shape
             here = bucket.here
             pairs = list(zip(here, there, strict=True))

@@ -25,7 +25,7 @@ from ..splits import WHOLE, Split, checked, described, shapes_of
 from ..validation import listed
 from .damaged import check_outline, refused
 from .engines import check_engine
-from .evaluating import eager, named
+from .evaluating import dicts_in, eager, named
 from .lanes import ARITHMETIC
 from .layouts import Layout
 from .models import has_heads, splits_of
@@ -46,7 +46,6 @@ from .state import (
     taken_over,
 )
 from .stepping import Stepper, number
-from .structure import dicts_in
 from .translation import layout_of, settings_of, state_of, unwrapped
 
 
@@ -456,8 +455,8 @@ class RuleOptimizer(Stepper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
-        derived = {"_again", "_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated"}
-        derived |= {"_listed", "_dormant"}
+        derived = {"_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated"}
+        derived |= {"_listed", "_listed_specs", "_structures", "_dormant"}
         mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**mine, **super().__getstate__()}
@@ -574,7 +573,8 @@ class RuleOptimizer(Stepper):
                 f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
             )
             key += (lane.spread and f", {lane.spread}") + lane.words
-            out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked})"
+            copies = f"; the last step took {lane.copied} of them through copies" if lane.copied else ""
+            out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked}{copies})"
         if self._dormant:
             out[f"{len(self._dormant)} frozen parameters"] = "not stepped, no state until they are trained"
         return out

@@ -11,40 +11,59 @@ from typing import Any
 import numpy as np
 import torch
 
-from .headers import is_fake
-from .lanes import Bucket
+from .lanes import Batch, Bucket
+from .memory import is_fake, local_part
 
-Work = list[tuple[Bucket, list[int], list[torch.Tensor]]]  # lanes, which of their seats, and those seats' gradients
-Entry = tuple[Bucket, int, int]  # a lane, a seat, its place among the chosen
+Work = list[Batch]
+Entry = tuple[Bucket, int, int]  # a bucket, a seat, its place among the chosen
 
 
 def span(tensor: Any) -> tuple[int, int]:
     """From where to where a tensor's memory reaches, of a DTensor what is here; (0, 0) where it has no address."""
-    t: Any = getattr(tensor, "_local_tensor", tensor)
+    t: Any = local_part(tensor)
     if not t.numel() or is_fake(t) or not (start := t.data_ptr()):
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     return start, start + (last + 1) * t.element_size()
 
 
+def spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """From where to where the memory of a batch's parameters reaches, and that of its gradients."""
+    entries = batch.bucket.select(batch.chosen).entries
+    found = batch.addresses
+    if found is None or found.odd:
+        each = [span(entry.param) for entry in entries], [span(grad) for grad in batch.grads]
+        return np.array(each[0], np.int64).reshape(-1, 2), np.array(each[1], np.int64).reshape(-1, 2)
+    sizes = batch.bucket.select(batch.chosen).expected.sizes
+    sides = []
+    for start, types in ((found.params, found.param_types), (found.grads, found.grad_types)):
+        sides.append(np.stack([start, start + sizes * np.array([each.itemsize for each in types], np.int64)], 1))
+    return sides[0], sides[1]
+
+
 def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated: Mapping[torch.Tensor, int]) -> list[Work]:
     """What may be stepped at once, in turn: parameters over one memory go one after the other, in the order of the groups, as
     torch steps them. A gradient that lies in a parameter is copied. repeated: parameters that groups list more than once."""
-    entries = [(lane, i, k) for lane, chosen, _ in work for k, i in enumerate(chosen)]
-    if len(entries) == 1 and not repeated:
+    if sum(len(batch.chosen) for batch in work) <= 1 and not repeated:
         return [work]
-    grads = {id(lane): each for lane, _, each in work}
-    reach = np.array([span(lane.seats[i].param) for lane, i, _ in entries], np.int64).reshape(-1, 2)
+    sides = [spans(batch) for batch in work]
+    reach, theirs = (np.concatenate([side[k] for side in sides]) if sides else np.zeros((0, 2), np.int64) for k in (0, 1))
     order = np.argsort(reach[:, 0], kind="stable")
     starts, ends = reach[order, 0], np.maximum.accumulate(reach[order, 1])
-    theirs = np.array([span(grads[id(lane)][k]) for lane, _, k in entries], np.int64).reshape(-1, 2)
     inside = np.searchsorted(ends, theirs[:, 0], "right") < np.searchsorted(starts, theirs[:, 1], "left")
-    for at in np.flatnonzero(inside & (theirs[:, 1] > theirs[:, 0])):
-        lane, _, k = entries[at]
-        grads[id(lane)][k] = grads[id(lane)][k].clone()
-    if not (starts[1:] < ends[:-1]).any() and not repeated:
+    inside &= theirs[:, 1] > theirs[:, 0]
+    overlapping = (starts[1:] < ends[:-1]).any()
+    if not overlapping and not repeated and not inside.any():
         return [work]
-    return _in_turn(work, _turns(owner, entries, reach, groups, repeated))
+    entries = [(i, k) for i, batch in enumerate(work) for k in range(len(batch.chosen))]
+    for at in np.flatnonzero(inside):
+        i, k = entries[at]
+        work[i].grads[k] = work[i].grads[k].clone()
+        work[i] = work[i]._replace(addresses=None)
+    if not overlapping and not repeated:
+        return [work]
+    places = [(work[i].bucket, work[i].chosen[k], k) for i, k in entries]
+    return _in_turn(work, _turns(owner, places, reach, groups, repeated))
 
 
 def _turns(
@@ -71,7 +90,7 @@ def _turns(
 def _in_turn(work: Work, turns: list[tuple[int, Entry]]) -> list[Work]:
     out: list[Work] = []
     for number in range(max(r for r, _ in turns) + 1):
-        now = [entry for r, entry in turns if r == number]
-        mine = [(lane, chosen, grads, sorted(k for each, _, k in now if each is lane)) for lane, chosen, grads in work]
-        out.append([(lane, [chosen[k] for k in ks], [grads[k] for k in ks]) for lane, chosen, grads, ks in mine if ks])
+        entries = [entry for r, entry in turns if r == number]
+        taken = [(batch, sorted(k for bucket, _, k in entries if bucket is batch.bucket)) for batch in work]
+        out.append([Batch(b.bucket, [b.chosen[k] for k in ks], [b.grads[k] for k in ks]) for b, ks in taken if ks])
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,17 +25,16 @@ from ..routing import bare
 from ..spec import Spec
 from ..splits import WHOLE, Split, part, slots_of
 from ..stats import Row, Stats, summed_up
-from ..stepping import TensorState, check_together, rows
+from ..stepping import StepPart, TensorState, check_together, rows
 from ..storage import PARTS, Coded
 from . import halves
-from .again import Again
 from .deciding import Deciding
 from .engines import choose
 from .evaluating import eager, named
 from .graphs import GraphBucket, refusal
 from .halves import is_spread
-from .headers import in_bounds, is_fake
-from .lanes import ARITHMETIC, BUCKETS, Bucket, ParamEntry, TorchBucket, packed
+from .lanes import ARITHMETIC, BUCKETS, Batch, Bucket, ParamEntry, TorchBucket, packed
+from .memory import DTYPE, GRAD, REQUIRES_GRAD, in_bounds, is_fake
 from .names import in_dtype
 from .offload import LINKS, HostBucket, whole
 from .overlap import Work, rounds
@@ -54,10 +54,10 @@ from .state import (
     tensor_of,
 )
 
+log = logging.getLogger("rlx_optim")
 DTYPES = list(ARITHMETIC)
 FIXED = (float, int, bool, str, type(None))
 CAST = ("cuda", "cpu", "xpu", "mps")  # devices that autocast knows
-BOUNDARY = 0  # between groups, and no object's id
 ROUNDED = 1e-9  # of the rate a schedule began with: below zero by no more is zero (LinearLR gets there by adding up)
 
 
@@ -90,7 +90,7 @@ class Stepper(Deciding):
         takes it in the same passes; the others measure nothing. Tensors on the device: nothing waits for them."""
         if not next and not self._rows:
             raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
-        if next and any(lane.spread for lane, _ in self._ready()):  # here: in a step the other ranks would wait
+        if next and any(lane.spread for lane, *_ in self._ready()):  # here: in a step the other ranks would wait
             raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         found, self._asked = self._rows, self._asked or next
         device = tensor_of(found[0][2]["grad_norm"]).device if found else None
@@ -103,11 +103,12 @@ class Stepper(Deciding):
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
         self._lanes: list[Bucket] | None = None
-        self._again: Again | None = None  # the last step, if it may be repeated
-        self._layout: list[int] = []  # the parameters when the lanes were made
+        self._layout: list[list[torch.Tensor]] = []  # the parameters of each group when the lanes were made
         self._places: dict[torch.Tensor, tuple[Bucket, int]] = {}
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
+        self._listed_specs: list[Spec] = []
+        self._structures: tuple[Any, ...] = ()  # what `likeness` gives of each
         self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._council: Any = None  # of the ranks that must agree before a step (`sharded.council`)
         self._evaluating = None
@@ -119,7 +120,8 @@ class Stepper(Deciding):
 
     def _has_woken(self) -> bool:
         """Whether a parameter that was frozen is trained now."""
-        return not all(map(is_frozen, self._dormant))
+        dormant = self._dormant
+        return any(map(REQUIRES_GRAD, dormant)) or any(grad is not None for grad in map(GRAD, dormant))
 
     def _refresh(self) -> None:
         """Bring state in line with the groups: it follows parameters that were replaced, and thawed ones get theirs."""
@@ -232,23 +234,20 @@ class Stepper(Deciding):
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
         specs, problem = self._agreeable_specs()
-        plainly = only is None and scale is None and found is None and self.nonfinite == "propagate"
-        plainly = plainly and not self._asked and self.skip_above is None
-        if plainly and problem is None and self._once_more(specs):
-            return
-        self._again = None
-        try:
-            ready = self._ready(only)
-        except Exception as raised:
-            if self._council is None:
-                raise
-            ready, problem = [], problem or raised  # the other ranks wait to hear of it
+        work: Work = []
+        if problem is None:
+            try:
+                work = self._collect(only)
+            except Exception as raised:
+                if self._council is None:
+                    raise
+                problem = raised  # the other ranks wait to hear of it
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
         if self.skip_above is not None and only is not None:
             raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
         if self._council is not None:
-            work, stopped, bad, norm = self._council.agree(lambda: self._prepared(ready, problem), stopped)
+            work, stopped, bad, norm = self._council.agree(lambda: self._prepared(work, problem), stopped)
             if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss, norm):
                 return
         else:
@@ -256,30 +255,29 @@ class Stepper(Deciding):
                 raise problem
             if stopped:
                 return
-            work = self._work(ready)
             if self.capturable:
                 self._decide(work, found, scale, loss)
             elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss, self._measured(work)):
                 return
-        structures = [spec.likeness() for spec in specs]
         factor: Any = 1.0 if scale is None else 1.0 / (scale if self.capturable else float(scale))
-        asked, taken = self._asked and only is None, []
-        for lane, _, _ in work:
-            lane.asked = asked
-        stepped = [lane for lane, _, _ in work]
+        asked, done = self._asked and only is None, list[StepPart]()
+        buckets = [batch.bucket for batch in work]
+        for bucket in buckets:
+            bucket.asked = asked
         try:
-            with whole(stepped) if any(lane.hosted for lane in stepped) else contextlib.nullcontext():
+            with whole(buckets) if any(bucket.hosted for bucket in buckets) else contextlib.nullcontext():
                 for round_ in rounds(self._owner, work, self.param_groups, self._repeated):
-                    for lane, chosen, grads in round_:
-                        lane.step(chosen, specs, structures, grads, lane.sign * factor)
-                        lane.count(chosen)
-                    taken += round_
+                    for batch in round_:
+                        batch.bucket.step(batch, specs, self._structures, batch.bucket.sign * factor)
+                        batch.bucket.count(batch.chosen)
+                        if log.isEnabledFor(logging.DEBUG):
+                            log.debug("%s: %s", self._owner, batch.bucket.describe(len(batch.chosen)))
+                        done += batch.bucket.parts if asked else ()
         except BaseException:
             self._break_off()
             raise
         if asked:
-            self._asked, self._rows = False, [row for lane, _, _ in taken for row in rows(lane.parts, self._record_names())]
-        self._again = Again.after(self, taken) if plainly and not self.capturable else None
+            self._asked, self._rows = False, rows(done, self._record_names())
 
     def _record_names(self) -> dict[TensorState, str]:
         """What each record is called in `stats`: as its parameter, or by its place, "group.place"."""
@@ -306,45 +304,42 @@ class Stepper(Deciding):
         """Those there are, with the settings as they are now."""
         specs = self._current_specs()
         lanes: Any = self._lanes or []
-        for each in (each for lane in lanes for each in lane.parts):
-            each.bundle.spec = specs[each.records[0].group]
+        for step in (step for lane in lanes for step in lane.parts):
+            step.part.bundle.spec = specs[step.part.records[0].group]
         return list(lanes)
-
-    def _once_more(self, specs: list[Spec]) -> bool:
-        """Repeat the last step, if nothing has changed that would have to be looked at."""
-        again = self._again
-        if again is None or self._lanes is None or self._has_woken() or not again.stands(self.param_groups, self.state):
-            return False
-        try:
-            return again.step(specs)
-        except BaseException:
-            self._break_off()
-            raise
 
     def _break_off(self) -> None:
         """Leave state as what was stepped until now needs it; the next step begins from there."""
         for lane in self._lanes or ():
             lane.settle_counts()
-        self._layout, self._again = [], None
+        self._layout = []
 
-    def _work(self, ready: list[tuple[Bucket, list[int]]]) -> Work:
-        def gradient(lane: Bucket, seat: ParamEntry) -> torch.Tensor:
-            grad = self._checked_grad(lane, seat)
-            return -grad if seat.turned else grad
+    def _collect(self, only: torch.Tensor | None) -> Work:
+        """What is to be stepped: the parameters that have a gradient, once all of it has been checked."""
+        return [self._checked(bucket, chosen, grads) for bucket, chosen, grads in self._ready(only) if chosen]
 
-        return [(lane, chosen, [gradient(lane, lane.seats[i]) for i in chosen]) for lane, chosen in ready if chosen]
+    def _checked(self, bucket: Bucket, chosen: Sequence[int], grads: list[Any]) -> Batch:
+        """The gradients of these seats. Those that are not such as nearly all are, are looked at one by one."""
+        expected = bucket.select(chosen).expected
+        addresses = expected.locate(grads)
+        for i in range(len(chosen)) if addresses is None else {*addresses.odd, *expected.fresh}:
+            grads[i] = self._checked_grad(bucket, bucket.seats[chosen[i]])
+        if expected.fresh:
+            bucket.selections.clear()
+        if expected.turned:
+            addresses = None
+            for i in expected.turned:
+                grads[i] = -grads[i]
+        return Batch(bucket, chosen, grads, addresses)
 
     def _arrived(self, work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for lane, chosen, grads in work:
-            yield from zip((lane.seats[i].param for i in chosen), grads, strict=True)
+        for batch in work:
+            yield from zip((batch.bucket.seats[i].param for i in batch.chosen), batch.grads, strict=True)
 
-    def _prepared(
-        self, ready: list[tuple[Bucket, list[int]]], problem: Exception | None
-    ) -> tuple[Work, bool, torch.Tensor | None]:
+    def _prepared(self, work: Work, problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
         """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
         if problem is not None:
             raise problem
-        work = self._work(ready)
         rounds(self._owner, work, self.param_groups, self._repeated)  # refuses what ranks cannot step together
         watched = self.nonfinite != "propagate"
         bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
@@ -391,7 +386,7 @@ class Stepper(Deciding):
         before = self._given
         same = [len(now) == len(before.get(i, ())) and all(map(operator.is_, now, before[i])) for i, now in enumerate(given)]
         if all(same) and len(before) == len(given):
-            return [spec for _, spec in self._specs if spec is not None]
+            return self._listed_specs
         groups, self._given = self._views(), {}
         if len(self._specs) != len(groups):
             self._forget()
@@ -413,7 +408,9 @@ class Stepper(Deciding):
                     self._lanes = None  # its state may need more, or it goes to another lane
                 self._specs[i] = (values, now)
         self._given = {i: now for i, now in enumerate(given) if all(map(fixed, now[1:]))}
-        return [spec for _, spec in self._specs if spec is not None]
+        self._listed_specs = [spec for _, spec in self._specs if spec is not None]
+        self._structures = tuple(spec.likeness() for spec in self._listed_specs)
+        return self._listed_specs
 
     def _given_in(self, group: Mapping[str, Any]) -> list[Any]:
         """What a group says, as it is."""
@@ -429,31 +426,40 @@ class Stepper(Deciding):
                     "make a new optimizer"
                 )
 
-    def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Bucket, list[int]]]:
-        """The lanes, with those of their seats that have a gradient. Groups and state are the truth: where they are no longer
-        what the lanes were made from, lanes are made anew."""
-        known = self._layout == self._laid_out() if only is None else only in self._places
+    def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Bucket, Sequence[int], list[Any]]]:
+        """The lanes, with those of their seats that have a gradient, and the gradients. Groups and state are the truth: where
+        they are no longer what the lanes were made from, lanes are made anew."""
         if not self.capturable and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
+        known = self._is_laid_out() if only is None else only in self._places
         if self._lanes is None or not known or self._has_woken():
             self._make_lanes()
         chosen = self._with_gradient(only)
-        if not all(lane.counts_stand() for lane, _ in chosen) or not all(
-            lane.seats[i].holds(self.state) and not cast(lane, lane.seats[i]) for lane, which in chosen for i in which
-        ):
+        if any(self._is_stale(lane, which) for lane, which, _ in chosen):
             self._make_lanes()
             chosen = self._with_gradient(only)
         return chosen
 
-    def _laid_out(self) -> list[int]:
-        """The parameters, group by group."""
-        return [identity for group in self.param_groups for identity in (*map(id, group["params"]), BOUNDARY)]
+    def _is_stale(self, lane: Bucket, chosen: Sequence[int]) -> bool:
+        """Whether the state of these seats has been replaced or moved, or a parameter is read otherwise now."""
+        if not chosen:
+            return False
+        expected = lane.select(chosen).expected
+        recast = list(map(DTYPE, expected.params)) != expected.dtypes and any(cast(lane, lane.seats[i]) for i in chosen)
+        return recast or not lane.counts_stand() or expected.is_stale(self.state)
 
-    def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Bucket, list[int]]]:
+    def _is_laid_out(self) -> bool:
+        """Whether the groups list the parameters that the lanes were made from."""
+        return len(self._layout) == len(self.param_groups) and all(
+            len(params) == len(known) and all(map(operator.is_, params, known))
+            for known, params in zip(self._layout, (group["params"] for group in self.param_groups), strict=True)
+        )
+
+    def _with_gradient(self, only: torch.Tensor | None) -> list[tuple[Bucket, Sequence[int], list[Any]]]:
         if only is not None:
             lane, place = self._places[only]
-            return [(lane, [place])]
-        return [(lane, [i for i, seat in enumerate(lane.seats) if seat.param.grad is not None]) for lane in self._lanes or []]
+            return [(lane, (place,), [only.grad])]
+        return [(lane, *lane.with_gradient()) for lane in self._lanes or []]
 
     def _check_seat(self, lane: Bucket, seat: ParamEntry) -> None:
         """Refuse a parameter that is no longer what its state was made for."""
@@ -535,16 +541,16 @@ class Stepper(Deciding):
                 self._round(lanes[key], spec, bare(name))
                 lanes[key].seats[-1].turned = turned
         check_together(list(gathering.values()))
-        self._again, self._gathering = None, bool(gathering)
+        self._gathering = bool(gathering)
         for lane in lanes.values():
             lane.share_counts()
-        self._lanes, self._layout = sorted(lanes.values(), key=lambda lane: lane.waits), self._laid_out()
+        self._lanes, self._layout = sorted(lanes.values(), key=lambda lane: lane.waits), list_params(self.param_groups)
         if self._homes is not None:
             from .sharded.lanes import council
 
             self._council = council(self._lanes, self.nonfinite != "propagate" or self.skip_above is not None)
         self._places = {seat.param: (lane, i) for lane in self._lanes for i, seat in enumerate(lane.seats)}
-        times = collections.Counter(self._layout)
+        times = collections.Counter(id(param) for params in self._layout for param in params)
         self._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
 
     def _round(self, lane: Bucket, spec: Spec, name: str) -> None:

@@ -12,80 +12,110 @@ import numpy as np
 from ... import storage, threads
 from ...engine import Bundle, counted, without
 from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...pointers import address
 from ...program import Drop, Each, Pass, Values
+from ...recent import Recent
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
 from . import rooms
 from .kernels import CHUNK, Layout, compiled
 from .matrices import Matrices
 from .parallel import alone, alone_briefly, description, may_spread, spread
-from .watch import HeaderWatch, address, trusted
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
 BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
 #: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
 WORTHWHILE = 1 << 19
+CHOICES = 8  # selections of a plan's tensors whose chunks are kept
 
 
 class Kernel:
-    """A compiled rule with its tables, ready to run on a set of tensors of given domain shapes."""
+    """A compiled rule with its tables, ready to run on a set of tensors of given domain shapes, or on some of them."""
 
-    def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape]):
+    def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape], own: Sequence[Any] = ()):
+        """own: the last numbers of each tensor, which never change."""
         self.layout = layout
         self.kernel = compiled(rule, layout).address
-        rows, starts = chunk_table(shapes, layout)
+        rows, _ = chunk_table(shapes, layout)
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
-        self.starts = np.array(starts, np.int64)
-        self.elements = sum(math.prod(shape) for shape in shapes)
         stored = [how for how in layout.gives if not isinstance(how, Reduction)]
-        self.moved = self.elements * (len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored))
+        self.moved = len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored)  # arrays
         columns = len(layout.over_columns)
         width = len(layout.takes) - layout.takes.count("number") + len(layout.placed) + len(layout.scaled) + layout.lows
         self.addresses = np.zeros((len(shapes), width), np.int64)
         self.numbers = np.ones((len(shapes), layout.takes.count("number") + layout.beside))
+        self.given = self.numbers.shape[1] - len(own)  # how many of them a step gives
+        for j, value in enumerate(own, self.given):
+            self.numbers[:, j] = value
         self.partial = np.zeros((len(self.chunks), len(layout.over_tensors)))
         self.scratch = np.empty(int((self.chunks[:, 4]).sum()) * columns if columns else 0)
-        self.bounds, self.pieces = np.zeros(0, np.int64), 0
-        self.tables = [address(a) for a in (self.addresses, self.numbers, self.chunks)]
+        self.tables = [address(a) for a in (self.addresses, self.numbers)]
         self.results = [address(a) for a in (self.partial, self.scratch)]
-        self.whole = np.array([self.kernel, *self.tables, 0, len(self.chunks), *self.results], np.int64)
-        self.where = address(self.whole)
-        self.row = (ctypes.c_double * self.numbers.shape[1]).from_buffer(self.numbers.data) if len(shapes) == 1 else None
+        self.every = Chunks(self, self.chunks)
+        self.row = (ctypes.c_double * self.given).from_buffer(self.numbers.data) if len(shapes) == 1 else None
 
-    def set_numbers(self, values: list[Any]) -> None:
+    def choose(self, rows: np.ndarray) -> Chunks:
+        """The chunks of these tensors."""
+        wanted = np.zeros(len(self.addresses), bool)
+        wanted[rows] = True
+        return Chunks(self, self.chunks[wanted[self.chunks[:, 0]]])
+
+    def set_numbers(self, values: list[Any], rows: np.ndarray | None = None) -> None:
         """Fill the table of numbers: each value a float, or an array with one per tensor."""
         for j, value in enumerate(values):
-            self.numbers[:, j] = value
+            self.numbers[slice(None) if rows is None else rows, j] = value
 
-    def run(self) -> None:
-        if self.elements < BRIEF:
-            alone_briefly(self.where)
+    def run(self, chunks: Chunks | None = None) -> None:
+        chunks = chunks or self.every
+        if chunks.elements < BRIEF:
+            alone_briefly(chunks.where)
             return
-        count = threads.get_threads() if self.moved >= WORTHWHILE else 1
+        count = threads.get_threads() if chunks.elements * self.moved >= WORTHWHILE else 1
         if count < 2 or not may_spread():
-            alone(self.where)
+            alone(chunks.where)
             return
-        if count != self.pieces:
-            self.pieces, self.bounds = count, even_bounds(self.chunks, self.layout, count)
-        spread(self.kernel, *self.tables, address(self.bounds), count, *self.results, threads=count)
+        bounds = address(chunks.cut(count))
+        spread(self.kernel, *self.tables, address(chunks.table), bounds, count, *self.results, threads=count)
 
-    def over_tensors(self) -> list[np.ndarray]:
+    def over_tensors(self, chunks: Chunks) -> list[np.ndarray]:
         """Per reduction one number per tensor, not finished: chunks added up (or the largest taken) in a fixed order."""
-        how = [each for _, each in self.layout.over_tensors]
-        return [(np.maximum if each.largest else np.add).reduceat(self.partial[:, k], self.starts) for k, each in enumerate(how)]
+        how, partial = [each for _, each in self.layout.over_tensors], self.partial[: len(chunks.table)]
+        return [(np.maximum if each.largest else np.add).reduceat(partial[:, k], chunks.starts) for k, each in enumerate(how)]
 
-    def fold_columns(self, out: list[list[np.ndarray]]) -> None:
+    def fold_columns(self, out: list[list[np.ndarray]], chunks: Chunks) -> None:
         """Finish the reductions of columns: the chunks of each matrix together, in order."""
         for k, ((_, how), arrays) in enumerate(zip(self.layout.over_columns, out, strict=True)):
             join = np.maximum if how.largest else np.add
             total = self.scratch[:0]
-            for tensor, first, last, rows, columns, offset in self.chunks.tolist():
+            for tensor, first, last, rows, columns, offset in chunks.table.tolist():
                 sums = self.scratch[offset + k * columns : offset + (k + 1) * columns]
                 total = sums if first % rows == 0 else join(total, sums, out=total)
                 if last % rows == 0:
                     begin = first // rows * columns
                     done = total / rows if how.mean else total
                     arrays[tensor].reshape(-1)[begin : begin + columns] = np.sqrt(done) if how.root else done
+
+
+class Chunks:
+    """The chunks of the tensors that a kernel runs on."""
+
+    def __init__(self, kernel: Kernel, table: np.ndarray):
+        self.table, self.by_row = table, kernel.layout.by_row
+        self.work = (table[:, 2] - table[:, 1]) * (table[:, 4] if self.by_row else 1)
+        self.elements = int(self.work.sum())
+        self.starts = np.flatnonzero(np.diff(table[:, 0], prepend=-1))  # the first chunk of each tensor
+        self.bounds = np.zeros(0, np.int64)
+        words = [kernel.kernel, *kernel.tables, address(table), 0, len(table), *kernel.results]
+        self.arguments = np.array(words, np.int64)
+        self.where = address(self.arguments)
+
+    def cut(self, pieces: int) -> np.ndarray:
+        """Where to cut the list of chunks so that each thread has about the same number of elements."""
+        if len(self.bounds) != pieces + 1:
+            work = np.cumsum(self.work)
+            cuts = np.searchsorted(work, work[-1] * np.arange(1, pieces) / pieces)
+            self.bounds = np.array([0, *np.maximum.accumulate(cuts), len(self.table)], np.int64)
+        return self.bounds
 
 
 def chunk_table(shapes: Sequence[Shape], layout: Layout) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -107,13 +137,6 @@ def chunk_table(shapes: Sequence[Shape], layout: Layout) -> tuple[list[tuple[int
                 table.append((tensor, matrix * rows + lo, matrix * rows + min(lo + height, rows), rows, columns, scratch))
                 scratch += columns * columns_out
     return table, starts
-
-
-def even_bounds(chunks: np.ndarray, layout: Layout, pieces: int) -> np.ndarray:
-    """Where to cut the list of chunks so that each thread has about the same number of elements."""
-    work = np.cumsum((chunks[:, 2] - chunks[:, 1]) * (chunks[:, 4] if layout.by_row else 1))
-    cuts = np.searchsorted(work, work[-1] * np.arange(1, pieces) / pieces)
-    return np.array([0, *np.maximum.accumulate(cuts), len(chunks)], np.int64)
 
 
 class Prepared:
@@ -145,7 +168,13 @@ class Prepared:
             tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision, coded if any(coded) else (),
             plan.half, step.takes.index(p) if plan.half and p in step.takes else -1, plan.rounding if plan.half else NEAREST,
         )  # fmt: skip
-        self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes])
+        self.ticks = layout.beside > 1
+        own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
+        if self.ticks:
+            halves = [half for half in plan.bundle.halves if half is not None] if layout.by_chance else []
+            first = plan.bundle.firsts if storage.HALF in layout.coded else 0.0
+            own = [first, *zip(*((half.key, half.first) for half in halves), strict=True)]
+        self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes], own)
         self.sources = [plan.addresses[plan.buffer.get(n, n)] for n in step.takes if n in program.drops]
         self.columns: list[list[np.ndarray]] = []
         for k in layout.placed:
@@ -159,12 +188,6 @@ class Prepared:
         self.sources += [plan.addresses[f"{plan.buffer[step.takes[j]]}_scale"] for j in layout.scaled]
         if layout.lows:
             self.sources.append(plan.addresses["p low"])
-        self.ticks = layout.beside > 1
-        self.own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
-        if self.ticks:
-            halves = [half for half in plan.bundle.halves if half is not None] if layout.by_chance else []
-            first = numbered(plan.bundle.firsts) if storage.HALF in layout.coded else 0.0
-            self.own = [first, *(numbered(each) for each in zip(*((half.key, half.first) for half in halves), strict=True))]
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
@@ -176,21 +199,41 @@ class Prepared:
         for slot, addresses in enumerate(self.sources):
             self.kernel.addresses[:, slot] = addresses
 
-    def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu) -> None:
-        self.kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else []), *self.own])
-        self.kernel.run()
+    def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu, chosen: Chosen | None) -> None:
+        rows, kernel = (None, self.kernel) if chosen is None else (chosen.rows, self.kernel)
+        chunks = kernel.every if chosen is None else chosen.chunks(kernel)
+        kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else [])], rows)
+        kernel.run(chunks)
         if self.columns:
-            self.kernel.fold_columns(self.columns)
+            kernel.fold_columns(self.columns, chunks)
         if self.over_tensors:
-            for (result, how, counts), sums in zip(self.over_tensors, self.kernel.over_tensors(), strict=True):
+            for (result, how, counts), sums in zip(self.over_tensors, kernel.over_tensors(chunks), strict=True):
+                counts = counts if rows is None else counts[rows]
                 if how.everything:
                     found[result] = engine.rooted(sums.max() if how.largest else sums.sum(), how, counts.sum())
                 else:
                     found[result] = engine.rooted(sums, how, counts)
 
 
+class Chosen:
+    """Some tensors of a plan, and their chunks in each of its kernels."""
+
+    def __init__(self, rows: np.ndarray):
+        self.rows = rows
+        self.made: dict[Kernel, Chunks] = {}
+
+    def chunks(self, kernel: Kernel) -> Chunks:
+        if (found := self.made.get(kernel)) is None:
+            found = self.made[kernel] = kernel.choose(self.rows)
+        return found
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        return [values[row] for row in self.rows]
+
+
 class Plan:
-    """What is kept for a bundle: the addresses of its buffers and of scratch, and the passes of its program, compiled."""
+    """What is kept for a bundle: the addresses of its buffers and of scratch, and the passes of its program, compiled. A step of
+    some of its tensors reads a part of the same tables."""
 
     def __init__(self, bundle: Bundle, engine: Cpu):
         assert bundle.program is not None
@@ -221,6 +264,7 @@ class Plan:
         self.only = only if isinstance(only, Prepared) and not (only.over_tensors or only.columns or self.kept) else None
         by_number = {n: name for name, n in self.inputs}
         self.names = [] if self.only is None else [by_number[n] for n in self.only.numbers]
+        self.chosen = Recent(CHOICES)
 
     def make_room(self, number: int, drop: Drop, stored: np.dtype) -> None:
         """Scratch for a value, one array per tensor."""
@@ -243,47 +287,46 @@ class Plan:
         self.version = -1 if watch is None else watch.version
 
     def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
-        watch = self.bundle.watch
-        if watch is None or watch.version != self.version:
-            if self.half != half_of(self.bundle):  # this one is compiled for others
-                return self.engine.planned(self.bundle).run(numbers, scale)
+        bundle, rows = self.bundle, self.bundle.rows
+        if self.half != half_of(bundle):  # this one is compiled for others
+            return self.engine.planned(bundle).run(numbers, scale)
+        if bundle.watch is None or bundle.watch.version != self.version:
             self.refresh()
+        chosen = None if rows is None else self.chosen.find(rows.tobytes(), lambda: Chosen(rows))
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
             if self.only.ticks:
-                values += [numbers["_tick"], *self.only.own]
+                values.append(numbers["_tick"])
             kernel = self.only.kernel
             if kernel.row is not None:
                 kernel.row[:] = values
             else:
-                kernel.set_numbers(values)
-            kernel.run()
+                kernel.set_numbers(values, rows)
+            kernel.run(None if chosen is None else chosen.chunks(kernel))
             return {}
         found: dict[int, Any] = {n: numbers[name] for name, n in self.inputs}
-        found |= {n: np.array(each, np.float64) for n, each in self.kept}
+        kept = self.kept if chosen is None else [(n, chosen.of(each)) for n, each in self.kept]
+        found |= {n: np.array(each, np.float64) for n, each in kept}
         for step in self.steps:
             if isinstance(step, Prepared):
-                step.run(found, scale, numbers.get("_tick"), self.engine)
+                step.run(found, scale, numbers.get("_tick"), self.engine, chosen)
             else:
                 with np.errstate(all="ignore"):
                     self.engine.number(step, found)
         for n, each in self.renewed:
-            for buffer, value in zip(each, np.broadcast_to(found[n], len(each)).tolist(), strict=True):
+            buffers = each if chosen is None else chosen.of(each)
+            for buffer, value in zip(buffers, np.broadcast_to(found[n], len(buffers)).tolist(), strict=True):
                 buffer[()] = value
         return {name: found[n] for name, n in self.program.given.items()}
 
 
 def half_of(bundle: Bundle) -> str:
     """The type of 16 bits that a bundle's parameters and gradients have, all of them; "" where they are as they are stored."""
-    halves = getattr(bundle.watch, "halves", ())
-    found: str = halves[bundle.index[0]] if halves else ""
+    if bundle.watch is None:
+        return ""
+    found: str = bundle.watch.halves[bundle.index[0 if bundle.rows is None else bundle.rows[0]]]
     return found
-
-
-def numbered(values: Sequence[int]) -> Any:
-    """A number for each tensor, as the table of numbers takes it."""
-    return float(values[0]) if len(values) == 1 else np.array(values, np.float64)
 
 
 def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
@@ -307,9 +350,6 @@ class Cpu(Matrices):
         return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
 
     # bundles -------------------------------------------------------------------------------------------------------
-    def watch(self, params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> HeaderWatch | None:
-        return HeaderWatch(params, grads) if trusted() else None
-
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
         arrays = [g for g in grads if g.size]
         if not arrays:
@@ -322,6 +362,9 @@ class Cpu(Matrices):
     def compiles(self, bundle: Bundle) -> bool:
         """Whether the passes of a bundle are compiled."""
         return bundle.program is not None and bundle.coded_in_passes
+
+    def takes_rows(self, bundle: Bundle) -> bool:
+        return self.compiles(bundle)
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         if not self.compiles(bundle):
@@ -364,7 +407,7 @@ class Cpu(Matrices):
         out = [rooms.room(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
-        alone(made.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow
+        alone(made.every.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow
         return x.set(**self.reduced(dict(zip(gives, out, strict=True)), reduce))
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from ... import linalg
 from ...engine import ArrayEngine
 from ...linalg import Coefficients
+from ...pointers import address
 from ...spec import Shape
 from . import bases, noise, rooms
 from .grams import average
 from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
-from .watch import address
 
 STACKED = 1 << 18  # entries of tensors of one shape, or of their factors, taken at once: Python takes longer than BLAS for these
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections

@@ -15,10 +15,10 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from ... import threads
+from ...pointers import address
 from .cache import compiled
 from .native import float32_at, float64_at, int64_at, loose_add
 from .parallel import alone, may_spread, spread
-from .watch import address
 
 PIECE = 1 << 15  # elements of a chunk
 WORTHWHILE = 1 << 18  # elements from which a second thread pays

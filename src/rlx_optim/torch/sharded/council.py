@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..lanes import Bucket
+from ..lanes import Batch, Bucket
 from .layout import here
 from .together import Elsewhere, Together
 
-Work = list[tuple[Bucket, list[int], list[torch.Tensor]]]
+Work = list[Batch]
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
 
 
@@ -38,7 +38,7 @@ class Council:
             work, bad, norm = prepare()
         except Exception as raised:
             problem = raised
-        here_too = {(id(lane), i) for lane, chosen, _ in work for i in chosen}
+        here_too = {(id(lane), i) for lane, chosen, *_ in work for i in chosen}
         flags = [int(problem is not None), int(stopped), int(bad), int(norm is None)]
         flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
         flags = self.together.highest(flags, device=self.device)
@@ -51,15 +51,15 @@ class Council:
 
     def _completed(self, work: Work, present: list[int]) -> Work:
         """The work with zeros for gradients that only others have."""
-        found = {id(lane): (chosen, grads) for lane, chosen, grads in work}
+        found = {id(batch.bucket): (batch.chosen, batch.grads) for batch in work}
         flags = iter(present)
         wanted = {id(lane): [i for i in range(len(lane.seats)) if next(flags)] for lane in self.lanes}
-        out: Work = [(lane, chosen, grads) for lane, chosen, grads in work if id(lane) not in wanted]
+        out: Work = [batch for batch in work if id(batch.bucket) not in wanted]
         for lane in self.lanes:
             chosen = wanted[id(lane)]
             mine = dict(zip(*found.get(id(lane), ([], [])), strict=True))
             if chosen:
-                out.append((lane, chosen, [mine[i] if i in mine else self._nothing(lane.seats[i].param) for i in chosen]))
+                out.append(Batch(lane, chosen, [mine[i] if i in mine else self._nothing(lane.seats[i].param) for i in chosen]))
         return out
 
     @staticmethod

@@ -19,16 +19,18 @@ from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine, Mixing
 from ...partition import staged
+from ...pointers import PointerTable
 from ...program import NotSent, commit_measures, gathers, measures
 from ...reading import reads_p
+from ...recent import Recent
 from ...spec import Shape, Slot, Spec
 from ...splits import WHOLE, Split, shapes_of, slots_of
 from ...splits import part as part_of
+from ...stepping import Grouping, TensorState, bundle_up, run_part, scalars
 from ...stepping import Part as Bundled
-from ...stepping import TensorState, bundle_up, run_part, scalars
 from ...storage import PARTS, Coded
 from .. import halves
-from ..lanes import BUCKETS, Bucket, ParamEntry, PointerTable, TorchBucket, packed, unpacked, written
+from ..lanes import BUCKETS, Batch, Bucket, ParamEntry, Selection, TorchBucket, packed, unpacked, written
 from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
 from .council import Council
 from .exchange import Item, collect, spread
@@ -45,15 +47,19 @@ class Part:
 
     def __init__(self, seat: Any):
         self.param, self.records, self.split, self.columns = here(seat.param), seat.records, seat.split, seat.columns
-        self.half, self.places = seat.half, seat.places
+        self.half, self.places, self.dtype = seat.half, seat.places, seat.dtype
 
 
 class Local(Bucket):
     """Mixed into a lane for plain tensors; gradients come as their local parts."""
 
-    def run(self, seats: list[Any], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
-        parts: Any = [Part(seat) for seat in seats]
-        super().run(parts, specs, grads, scale)  # type: ignore[safe-super]
+    @staticmethod
+    def seen(selection: Selection) -> list[Any]:
+        return [Part(seat) for seat in selection.entries]
+
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
+        super().run(selection, batch, specs, scale)  # type: ignore[safe-super]
+        seats: list[Any] = selection.entries
         for record in (record for seat in seats for record in seat.records if not record.size):
             now = scalars(record, specs[record.group], self.numbers)  # an empty shard's counts go on like the others'
             record.counters |= {name: now[name] for name in record.counters if name in now}
@@ -68,8 +74,8 @@ def local(kind: type[Bucket]) -> type[Bucket]:
 class ReducedBucket(local(TorchBucket)):  # type: ignore[misc]
     """Rules that measure whole tensors. Empty shards take part: their ranks must be in every all-reduce."""
 
-    def fresh_watch(self, n: int) -> list[Layout]:
-        return [Layout(self.seats[i].param) for i in self.present]
+    def group(self) -> Grouping:
+        return Grouping(self.engine, self.records, [Layout(seat.param) for seat in self.seats])
 
 
 # ---- owners ---------------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ class Landing:
     def __init__(self, seat: ParamEntry):
         first, shape = seat.records[0], tuple(here(seat.param).shape)
         self.param, self.columns = seat.param, seat.columns
-        self.half, self.places = seat.half, seat.places
+        self.half, self.places, self.dtype = seat.half, seat.places, seat.dtype
         self.split: Split = WHOLE
         self.records = [TensorState(first.name, shape, first.group)]
         if isinstance(seat.split, tuple):  # unequal pieces are committed with numbers of their own
@@ -168,15 +174,16 @@ class OwnerBucket(Bucket):
         self.homes: list[Home] = []
         self.shapes: list[set[Shape]] = []  # of each seat's pieces
         self.readers: set[int] = set()  # seats whose rule has read p where it was not expected to
-        self.turns: list[Turn] = []
+        self.plans = Recent(Grouping.CHOICES)
         self.landing = local(BUCKETS.get(engine.name, TorchBucket))(engine, why, device, dtype, 1.0)
 
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return self.landing.view(buffer)
 
-    def step(self, chosen: list[int], specs: Sequence[Spec], structures: Any, grads: list[torch.Tensor], scale: float) -> None:
+    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
         """Everybody goes to the end of it, also where an owner's update raises: nobody is left waiting."""
-        given = dict(zip(chosen, grads, strict=True))
+        chosen = list(batch.chosen)
+        given = dict(zip(chosen, batch.grads, strict=True))
         left = self._stepped(chosen, specs, structures, given, scale)
         if blind := [i for i in chosen if left.get(i, (DONE,))[0] == BLIND]:
             self.readers.update(blind)
@@ -191,14 +198,15 @@ class OwnerBucket(Bucket):
         """All gradients begin to travel; then each stage's are awaited and computed, and its updates sent on their way. Gives the
         seats that were not stepped: what became of them, and why, where it is known here."""
         seats, homes, grads = [self.seats[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
-        if (key := tuple(chosen)) != self.present or structures != self.structures:
-            self.present, self.structures = key, None
-            self.turns = [self._turn(stage, seats, homes, specs) for stage in self._staged(seats, homes, specs)]
-            self.parts, self.structures = [part for turn in self.turns for part in turn.parts], structures
+        rows = self.select(chosen).rows
+        key = self.grouping.key(rows, specs, structures, False)
+        turns: list[Turn] = self.plans.find(
+            key, lambda: [self._turn(stage, seats, homes, specs) for stage in self._staged(seats, homes, specs)]
+        )
         reading = self._reading(chosen, specs)
-        coming = [self._gathered(turn.stage, seats, homes, grads, reading) for turn in self.turns]
+        coming = [self._gathered(turn.stage, seats, homes, grads, reading) for turn in turns]
         leaving, problems = [], dict[int, Exception]()
-        for turn, came in zip(self.turns, coming, strict=True):
+        for turn, came in zip(turns, coming, strict=True):
             updates, numbers, raised = self._updated(turn, seats, *came(), specs, scale)
             leaving.append(self._delivered(turn.stage, seats, homes, specs, updates, numbers))
             problems |= raised
@@ -230,7 +238,7 @@ class OwnerBucket(Bucket):
         problem.add_note(f"{names} was not stepped, on no rank; the matrices beside it were")
         return problem
 
-    def run(self, seats: list[ParamEntry], specs: Sequence[Spec], grads: list[torch.Tensor], scale: float) -> None:
+    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         raise AssertionError("an owner lane does everything in `step`")
 
     @staticmethod
@@ -330,9 +338,8 @@ class OwnerBucket(Bucket):
 
     def _tell(self, watch: PointerTable, updates: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Write down where this step's arrays are, for engines that go by address."""
-        watch.params[:], watch.grads[:] = [t.data_ptr() for t in updates], [t.data_ptr() for t in grads]
-        watch.param_types = watch.grad_types = (self.dtype,) * len(grads)
-        watch.version += 1
+        types = [self.dtype] * len(grads)
+        watch.set(slice(None), [t.data_ptr() for t in updates], [t.data_ptr() for t in grads], types, types)
 
     def _delivered(
         self,
@@ -370,7 +377,7 @@ class OwnerBucket(Bucket):
             self.landing.seats = [Landing(seat) for seat in self.seats]  # type: ignore[misc]
             for landing in self.landing.seats if self.landing.rounds else ():
                 halves.deal_out(self.landing, landing)
-        cohorts = []
+            self.landing.arrange()
         for i, numbers in zip(chosen, told, strict=True):
             seat, home = self.seats[i], self.homes[i]
             record, names = seat.records[0], specs[seat.records[0].group].committed
@@ -381,10 +388,8 @@ class OwnerBucket(Bucket):
                     each.counters = dict(zip(each.counters, numbers[last:], strict=True))
             for landed, first in zip(self.landing.seats[i].records, range(0, last, len(names)), strict=True):
                 landed.counters, landed.t = dict(zip(names, numbers[first:], strict=False)), record.t - 1
-            cohorts.append((record.group, record.t, *numbers[:last]))
         moves = [move(spec) for spec in specs]
-        together = [cohorts.index(each) for each in cohorts]  # records that share their numbers form a cohort
-        self.landing.step(chosen, moves, together, parts, 1.0)
+        self.landing.step(Batch(self.landing, chosen, parts), moves, tuple(spec.likeness() for spec in moves), 1.0)
 
 
 # ---- seats ----------------------------------------------------------------------------------------------------------------
