@@ -33,7 +33,7 @@ from .stepping import rows as describe_steps
 log = logging.getLogger("rlx_optim")
 
 
-class Alone(NamedTuple):
+class SingleStep(NamedTuple):
     """One tensor, to be stepped by itself. shape: of the arrays, which may be flat; version: of the settings."""
 
     part: Part
@@ -252,15 +252,15 @@ class Member:
         if self._asked:
             self._rows += describe_steps([StepPart(alone.part, None, (0,))], {record: record.name})
 
-    def _alone(self, record: TensorState, param: np.ndarray) -> Alone:
+    def _alone(self, record: TensorState, param: np.ndarray) -> SingleStep:
         """The part of one tensor."""
-        found: Alone | None = record.alone
+        found: SingleStep | None = record.alone
         version = self._settings.version
         if found is None or found.version != version or found.part.bundle.asked != self._asked or found.shape != param.shape:
             pointers, specs = PointerTable(1), self._specs()
             check_axes([record], specs[record.group])
             part = make_part([(0, record)], specs, pointers, self._asked)
-            found = record.alone = Alone(part, pointers, version, param.shape)
+            found = record.alone = SingleStep(part, pointers, version, param.shape)
         return found
 
     def _group(self) -> Grouping:
