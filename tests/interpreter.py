@@ -48,6 +48,6 @@ def answered(module, function):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # tests, and lab
     for asked in sys.stdin:
         print(MARK + json.dumps(answered(*json.loads(asked))), flush=True)

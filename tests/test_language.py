@@ -14,9 +14,10 @@ import pytest
 from interpreter import in_the_interpreter
 
 import rlx_optim
+from lab.constructs import BROKE, CONSTRUCTS, Small
+from lab.language import check_construct, check_language
 from rlx_optim import language, ops
-from rlx_optim.check import engines as conformance
-from rlx_optim.check.constructs import BROKE, CONSTRUCTS, Small
+from rlx_optim.check.engines import present, speaker
 from rlx_optim.check.rules import RuleChecks
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
@@ -24,7 +25,7 @@ from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
 from rlx_optim.spec import Slot, Spec, flag, like, real
 
-HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in conformance.present()]
+HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in present()]
 BY_NAME = {each.name: each for each in CONSTRUCTS}
 
 
@@ -35,7 +36,7 @@ def wrong(rows):
 # ---- every construct on every engine ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", HERE)
 def test_every_construct(engine):
-    rows = conformance.conformance([engine])
+    rows = check_language([engine])
     assert len(rows) == len(CONSTRUCTS) > 50
     assert wrong(rows) == {}
 
@@ -47,13 +48,13 @@ def test_every_construct_in_the_interpreter():
 
 
 def interpreted():
-    return [f"{row.construct}: {row.note}" for row in conformance.conformance(["triton"]) if not row.ok]
+    return [f"{row.construct}: {row.note}" for row in check_language(["triton"]) if not row.ok]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["triton", "torch-cuda"])
 def test_every_construct_on_cuda(engine):
-    rows = conformance.conformance([engine])
+    rows = check_language([engine])
     assert len(rows) == len(CONSTRUCTS)
     assert wrong(rows) == {}
 
@@ -77,9 +78,9 @@ def test_the_table_has_the_whole_language():
 
 # ---- a mutation of an engine is noticed --------------------------------------------------------------------------------------
 def broken(engine, name):
-    conformance.speaker.cache_clear()
-    row = conformance.row(BY_NAME[name], engine)
-    conformance.speaker.cache_clear()
+    speaker.cache_clear()
+    row = check_construct(BY_NAME[name], engine)
+    speaker.cache_clear()
     return not row.ok
 
 
@@ -114,7 +115,7 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
     """An engine that overlooks one property of reductions."""
     import dataclasses
 
-    who = type(conformance.speaker(engine).engine)
+    who = type(speaker(engine).engine)
     if engine == "torch":
         if how in ("largest", "squared"):
             right = who.summed
@@ -1135,7 +1136,7 @@ def test_an_engine_that_is_off_is_found_whatever_the_rule():
         asked = RuleChecks(rule, {}, [])
         list(asked.findings(["language"]))
         start, gradients = asked.problem()
-        want = asked.walked([rule()], conformance.speaker("reference"), start, gradients)["p"]
+        want = asked.walked([rule()], speaker("reference"), start, gradients)["p"]
         assert asked.judged(want, [rule()], start, gradients) == (True, 0.0, "")
         wrong = [p + np.float32(off) * (p - s) for p, s in zip(want, start, strict=True)]
         assert not asked.judged(wrong, [rule()], start, gradients)[0]
@@ -1160,10 +1161,14 @@ def test_command(capsys):
 
 def test_command_of_the_language(capsys, monkeypatch):
     pytest.importorskip("typer")
-    from rlx_optim.cli import check, main
+    from lab import language as table
+    from rlx_optim import cli
 
-    monkeypatch.setattr(check, "present", lambda: ["reference", "torch"])
-    assert main(["check", "--language"]) == 0
+    monkeypatch.setattr(table, "present", lambda: ["reference", "torch"])
+    assert cli.main(["check", "--language"]) == 0
     out = capsys.readouterr().out
     assert all(name[:20] in out for name in BROKE)
     assert "refused" in out
+    monkeypatch.setattr(cli, "find_checkout", lambda: None)
+    assert cli.main(["check", "--language"]) == 2
+    assert "check --language is in the repository's lab/" in capsys.readouterr().err

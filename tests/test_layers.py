@@ -73,7 +73,7 @@ MAY = {
     "curvature": {"storage", "engine", "program", "spec", "optimizer", "validation", "stepping"},
     "named": {"optimizer", "curvature", "registry", "spec", "documentation"},
     "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "__init__"},  # cli: `python -m` alone
-    "check": {"curvature", "engine", "engines", "language", "named", "ops", "optimizer", "program", "registry", "spec", "stepping"},
+    "check": {"curvature", "engine", "engines", "language", "named", "optimizer", "program", "registry", "spec", "stepping"},
     "__main__": {"cli"},
     "cli": {
         "buckets", "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",

@@ -1,8 +1,4 @@
-"""Does an engine speak the language? Every construct of `constructs.py` on every engine that is here, beside the reference.
-
-Each is stepped twice: once with tensors that share every number, once with groups and step counts that differ in every number.
-`rlx-optim check --language` prints the table.
-"""
+"""The engines that are here, and how a rule is stepped on each, on NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -19,22 +15,10 @@ import numpy as np
 
 from ..engine import Engine
 from ..engines import get_engine, no_compiler
-from ..language import LanguageError
-from ..program import trace
-from ..spec import Shape, Spec
+from ..spec import Spec
 from ..stepping import TensorState, bundle_up, run_part
-from .constructs import CONSTRUCTS, Construct
 
 Arrays = dict[str, list[np.ndarray]]
-
-SHAPES: tuple[Shape, ...] = ((24, 16), (6, 30), (24, 16), (300, 5), (4, 3, 3, 2), (37,), (1,), (), (1100,))
-FEW: tuple[Shape, ...] = ((6, 30), (4, 3, 2), ())  # where every shape is compiled
-SOME: tuple[Shape, ...] = ((6, 30), (300, 5), (6, 30), (4, 3, 2), (1100,), ())  # where every block is interpreted
-BAR = 2e-6  # of the largest of what is compared
-STEPS = 2
-#: what sets the tensors apart: groups by turns, and step counts
-GROUPS = ({"lr": 0.1, "a": 0.5, "b": 2.0}, {"lr": 0.03, "a": -0.25, "b": 3.0}, {"lr": 0.2, "a": 0.75, "b": -1.5})
-SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------------
@@ -45,15 +29,13 @@ class Speaker:
     engine: Engine
     given: Callable[[np.ndarray], Any] = np.copy
     taken: Callable[[Any], np.ndarray] = np.asarray
-    shapes: tuple[Shape, ...] = SHAPES
 
 
 def _torch(kind: str, device: str) -> Speaker:
     torch = importlib.import_module("torch")
     module, name = ("torch_", "Torch") if kind == "torch" else ("triton_", "Triton")
     engine = getattr(importlib.import_module(f"rlx_optim.engines.{module}"), name)(device)
-    shapes = SOME if kind == "triton" and device == "cpu" else SHAPES
-    return Speaker(engine, lambda a: torch.tensor(a, device=device), lambda t: t.cpu().numpy(), shapes)
+    return Speaker(engine, lambda a: torch.tensor(a, device=device), lambda t: t.cpu().numpy())
 
 
 def _jax() -> Speaker:
@@ -75,7 +57,7 @@ def _jax() -> Speaker:
 
             return jax.jit(traced)
 
-    return Speaker(Traced(), shapes=FEW)
+    return Speaker(Traced())
 
 
 def missing(*libraries: str, gpu: bool = False) -> str | None:
@@ -113,26 +95,7 @@ def present() -> list[str]:
     return [name for name, (_, missing) in ENGINES.items() if missing() is None]
 
 
-# ---- running -----------------------------------------------------------------------------------------------------------------
-def drawn(construct: Construct, shapes: Sequence[Shape], seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    arrays = [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes if len(shape) >= construct.least]
-    if construct.special:
-        for array in arrays:
-            flat = array.reshape(-1)
-            for k, value in enumerate(SPECIAL):
-                flat[(seed + 3 * k) % 13 :: 31] = value
-    return arrays
-
-
-def outcome(construct: Construct, who: Speaker, apart: bool) -> Arrays:
-    """Parameters and state after a few steps. apart: tensors differ in every number."""
-    walk = Walk([construct.spec(**group) for group in GROUPS], who, drawn(construct, who.shapes, 0), apart)
-    for step in range(STEPS):
-        walk.step(drawn(construct, who.shapes, 1 + step), 0.5 if step else 1.0)
-    return walk.found()
-
-
+# ---- stepping ---------------------------------------------------------------------------------------------------------------
 class Walk:
     """Tensors, stepped by specs on an engine. apart: they are of different groups and have stepped before, differently often."""
 
@@ -187,49 +150,3 @@ def gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
         if fine.any():
             worst = max(worst, float(np.abs(x[fine] - y[fine]).max() / max(np.abs(y[fine]).max(), 1e-30)))
     return worst
-
-
-@functools.cache
-def expected(construct: Construct, shapes: tuple[Shape, ...], apart: bool) -> Arrays:
-    return outcome(construct, dataclasses.replace(speaker("reference"), shapes=shapes), apart)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstructResult:
-    """What an engine made of a construct. note: where it is furthest off, or what it raised."""
-
-    construct: str
-    engine: str
-    ok: bool
-    seen: float
-    note: str
-
-
-def row(construct: Construct, engine: str) -> ConstructResult:
-    worst, note = 0.0, ""
-    if construct.refused:
-        try:
-            trace(construct.spec(), construct.spec().slots((4, 3)))
-        except LanguageError as problem:
-            return ConstructResult(construct.name, engine, True, math.nan, str(problem).partition(": ")[2])
-        return ConstructResult(construct.name, engine, False, math.inf, "a program was made of it")
-    try:
-        for apart in (False, True):
-            who = speaker(engine)
-            want, got = expected(construct, who.shapes, apart), outcome(construct, who, apart)
-            for name in want:
-                if (seen := gap(got[name], want[name])) > worst:
-                    worst, note = seen, f"{name}, {'numbers that differ' if apart else 'shared numbers'}"
-    except Exception as problem:  # whatever an engine raises is what it made of the construct
-        return ConstructResult(construct.name, engine, False, math.inf, f"{type(problem).__name__}: {str(problem).strip()[:300]}")
-    return ConstructResult(construct.name, engine, worst <= BAR, worst, note)
-
-
-def conformance(engines: Sequence[str] | None = None) -> list[ConstructResult]:
-    """Every construct on these engines, or on all that are here."""
-    chosen = [engine for engine in (present() if engines is None else engines) if engine != "reference"]
-    return [row(construct, engine) for construct in CONSTRUCTS for engine in chosen if runs(construct, engine)]
-
-
-def runs(construct: Construct, engine: str) -> bool:
-    return not (construct.compiled and engine == "triton" and INTERPRETED)

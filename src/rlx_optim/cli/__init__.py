@@ -252,17 +252,24 @@ def find_checkout() -> Path | None:
 
 def load_command(name: str) -> Any:
     """Import the module of a command."""
-    if name in COMMANDS:
-        return importlib.import_module(f".{FILES.get(name, name)}", __name__)
+    return (
+        importlib.import_module(f".{FILES.get(name, name)}", __name__)
+        if name in COMMANDS
+        else load_lab(name, FILES.get(name, name))
+    )
+
+
+def load_lab(what: str, module: str) -> Any:
+    """Import a module of the repository's lab. what: the command or option that needs it."""
     root = find_checkout()
     if root is None:
         raise Problem(
-            f"{name} is in the repository's lab/, which is not part of the installed package; run it in a checkout: "
+            f"{what} is in the repository's lab/, which is not part of the installed package; run it in a checkout: "
             "clone the repository that `pip show -v rlx-optim` names, then pip install --editable '.[all]' there"
         )
     if str(root) not in sys.path:
         sys.path.append(str(root))
-    return importlib.import_module(f"lab.{FILES.get(name, name)}")
+    return importlib.import_module(f"lab.{module}")
 
 
 # ---- the program ------------------------------------------------------------------------------------------------------

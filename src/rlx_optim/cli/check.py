@@ -8,13 +8,12 @@
     rlx-optim check --language
 
 A torch class or an optax factory runs through the conformance suite (`rlx_optim.check`). A rule (by its name here, or a Spec
-class) is stepped on every engine that is here (`check_rule`).
+class) is stepped on every engine that is here (`check_rule`). --language is in the repository's `lab/`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,15 +21,13 @@ from typing import Annotated, Any
 import typer
 
 from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
-from ..check.constructs import BROKE, CONSTRUCTS
-from ..check.engines import BAR, ENGINES, conformance, present
 from ..check.page import page, summary
 from ..check.rules import REASONS, RuleReport, check_rule
 from ..check.table import Check, Report, Result
 from ..named import list_optimizers
 from ..registry import aliases, spec_class
 from ..spec import Spec
-from . import Problem, check_place, one, progress, say, show_table, write_json
+from . import Problem, check_place, load_lab, one, progress, say, write_json
 
 
 def target_of(name: str) -> Any:
@@ -45,32 +42,6 @@ def target_of(name: str) -> Any:
         raise Problem(f"{name}: {install if extra else problem}") from None
     except (ImportError, AttributeError, ValueError, SyntaxError) as problem:
         raise Problem(f"{name}: {problem}") from None
-
-
-def language(as_json: bool) -> bool:
-    """Show every construct on every engine; whether all hold."""
-    engines = [engine for engine in present() if engine != "reference"]
-    rows = conformance(engines)
-    told = {(row.construct, row.engine): row for row in rows}
-    if as_json:
-        listed = [{**vars(row), "seen": row.seen if math.isfinite(row.seen) else None} for row in rows]
-        write_json({"engines": engines, "bar": BAR, "broke": list(BROKE), "rows": listed})
-    else:
-        names = [*BROKE, *(each.name for each in CONSTRUCTS if each.name not in BROKE)]
-        table = [[name, *(_cell(told.get((name, engine))) for engine in engines)] for name in names]
-        show_table(["construct", *engines], table, [name in BROKE for name in names])
-        say(
-            f"largest difference from the reference over the largest value; up to {BAR:g} is right. Bold: what broke engines once"
-        )
-        say("\n".join(f"{row.construct}, {row.engine}: {row.note}" for row in rows if not row.ok))
-        say("\n".join(f"{name}: {why}" for name, (_, missing) in ENGINES.items() if (why := missing()) is not None))
-    return all(row.ok for row in rows)
-
-
-def _cell(row: Any) -> str:
-    if row is None:
-        return "–"
-    return "WRONG" if not row.ok else "refused" if math.isnan(row.seen) else f"{row.seen:.0e}" if row.seen else "0"
 
 
 def list_all(as_json: bool) -> None:
@@ -139,7 +110,9 @@ def command(
     as_html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show every check.")] = False,
-    of_language: Annotated[bool, typer.Option("--language", help="Every construct of the language on every engine.")] = False,
+    of_language: Annotated[
+        bool, typer.Option("--language", help="In a checkout: every construct of the language on every engine.")
+    ] = False,
 ) -> None:
     """Check any optimizer: a torch class, an optax factory, a rule on every engine here."""
     if (target is None) != (of_language or listing):
@@ -150,7 +123,7 @@ def command(
     if listing:
         return list_all(as_json)
     if target is None:
-        raise typer.Exit(int(not language(as_json)))
+        raise typer.Exit(int(not load_lab("check --language", "language").show(as_json)))
     thing = target_of(target)
     if isinstance(thing, type) and issubclass(thing, Spec):
         if claimed or ranks:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..language import REDUCTIONS, Rule
-from ..ops import abs, clamp, exp, log, maximum, minimum, rsqrt, sign, sqrt, where
-from ..spec import Shape, Slot, Spec, like, real
+from rlx_optim.language import REDUCTIONS, Rule
+from rlx_optim.ops import abs, clamp, exp, log, maximum, minimum, rsqrt, sign, sqrt, where
+from rlx_optim.spec import Shape, Slot, Spec, like, real
 
 
 class Small(Spec):
