@@ -11,7 +11,7 @@ import rlx_optim
 from rlx_optim import storage
 from rlx_optim.registry import FILES
 from rlx_optim.spec import Slot, Spec, like, real
-from rlx_optim.storage import HALF, NUMPY, POSITIVE, SIGNED, Coded, decode, encode
+from rlx_optim.storage import HALF, NUMPY, POSITIVE, SIGNED, Quantized, decode, encode
 
 SHAPES = {"w": (40, 200), "e": (3, 12, 130), "b": (200,), "s": (8, 8)}
 FORMATS = ("bfloat16", "int8")
@@ -34,7 +34,7 @@ def walk(opt, params, steps, first=0):
 
 
 def through(kind, x, t=1):
-    return decode(NUMPY, Coded(kind, *encode(NUMPY, kind, x, t).values()))
+    return decode(NUMPY, Quantized(kind, *encode(NUMPY, kind, x, t).values()))
 
 
 def relative(a, b):
@@ -324,7 +324,7 @@ def test_converted_to_another_optimizer_and_another_format():
     assert np.array_equal(same.state("w")["v"], opt.state("w")["v"])
     wide = opt.convert_to("adamw", lr=1e-3)
     codes = opt.state("w")
-    assert np.array_equal(wide.state("w")["m"], decode(NUMPY, Coded(SIGNED, codes["m"], codes["m_scale"])))
+    assert np.array_equal(wide.state("w")["m"], decode(NUMPY, Quantized(SIGNED, codes["m"], codes["m_scale"])))
     back = wide.convert_to("adamw", lr=1e-3, state_dtype="int8")
     assert (back.state("w")["m"] != codes["m"]).mean() < 1e-3
 

@@ -9,7 +9,7 @@ import pytest
 from test_storage import FORMATS, RULES, made, relative, start, walk
 
 import rlx_optim
-from rlx_optim.storage import NUMPY, SIGNED, Coded, decode
+from rlx_optim.storage import NUMPY, SIGNED, Quantized, decode
 
 torch = pytest.importorskip("torch")
 import rlx_optim.torch  # noqa: E402
@@ -170,7 +170,7 @@ def test_torch_optim_takes_over_what_is_decoded(tmp_path):
     theirs = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
     theirs.load_state_dict(rlx_optim.torch.foreign.to_state_dict(tmp_path / "a.safetensors"))
     mine, state = theirs.state[net[0].weight]["exp_avg"], opt.state[net[0].weight]
-    want = decode(NUMPY, Coded(SIGNED, state["exp_avg"].numpy(), state["exp_avg_scale"].numpy()))
+    want = decode(NUMPY, Quantized(SIGNED, state["exp_avg"].numpy(), state["exp_avg_scale"].numpy()))
     assert np.array_equal(mine.numpy(), want)
 
 
@@ -202,7 +202,7 @@ def test_eight_bit_states_of_others_are_read(kept):
         for key, kind, value in zip(("exp_avg", "exp_avg_sq"), (SIGNED, "positive"), want[i], strict=True):
             found = state[key]
             if found.dtype != np.float32:
-                found = decode(NUMPY, Coded(kind, found, state[f"{key}_scale"]))
+                found = decode(NUMPY, Quantized(kind, found, state[f"{key}_scale"]))
             assert relative(found, value.numpy()) < (1e-6 if kept == "float32" else 0.01), (i, key)
         assert not {"qmap1", "absmax2"} & state.keys()
     steps(net, opt, 0, 1)

@@ -31,7 +31,7 @@ class CurvatureOptimizer(NamedOptimizer):
         if not self._passes([name], [estimate]):
             return
         if record is not known:
-            record.furnish(self._specs()[record.group], self._engine.allocate)
+            record.init_state(self._specs()[record.group], self._engine.allocate)
             self._records[name], self._why[name] = record, why
         observe(record, self._specs()[record.group], self._engine, estimate)
 

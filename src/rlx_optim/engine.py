@@ -105,9 +105,9 @@ class Bundle:
 
     @functools.cached_property
     def firsts(self) -> list[int]:
-        """Which place of a whole tensor each begins at, where its state may be coded (`storage.Coded`)."""
+        """Which place of a whole tensor each begins at, where its state may be coded (`storage.Quantized`)."""
         coded = next(each for name, each in self.buffers.items() if name in self.storages)
-        return [each.first if isinstance(each, storage.Coded) else 0 for each in coded]
+        return [each.first if isinstance(each, storage.Quantized) else 0 for each in coded]
 
     @functools.cached_property
     def storages(self) -> dict[str, set[str]]:
@@ -115,7 +115,7 @@ class Bundle:
         if self.spec.state_dtype == "float32":
             return {}
         found = {
-            name: {each.storage if isinstance(each, storage.Coded) else storage.EXACT for each in self.buffers[name]}
+            name: {each.storage if isinstance(each, storage.Quantized) else storage.EXACT for each in self.buffers[name]}
             for name in self.buffers.keys() & self.slots.keys()
         }
         return {name: kinds for name, kinds in found.items() if kinds != {storage.EXACT}}
@@ -147,7 +147,7 @@ class Engine(Protocol):
     name: str
 
     def allocate(self, slot: Slot) -> Any:
-        """A state buffer: an array, or `storage.Coded` where the slot says so."""
+        """A state buffer: an array, or `storage.Quantized` where the slot says so."""
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Of a matrix rule it
@@ -197,8 +197,8 @@ class ArrayEngine(Algebra):
     # the bundle ---------------------------------------------------------------------------------------------------
     def allocate(self, slot: Slot) -> Any:
         if slot.storage:
-            return storage.Coded(
-                slot.storage, *(np.zeros(shape, self.types[dtype]) for shape, dtype in storage.parts(slot).values())
+            return storage.Quantized(
+                slot.storage, *(np.zeros(shape, self.types[dtype]) for shape, dtype in storage.components(slot).values())
             )
         if slot.eye:
             return np.diag(np.full(slot.shape[0], slot.fill, self.stored))
@@ -212,14 +212,14 @@ class ArrayEngine(Algebra):
 
     def opened(self, buffer: Any) -> Array:
         """A buffer in this engine's arithmetic, decoded where it is kept in fewer bits."""
-        return self.load(storage.decode(self, buffer) if isinstance(buffer, storage.Coded) else buffer)
+        return self.load(storage.decode(self, buffer) if isinstance(buffer, storage.Quantized) else buffer)
 
     def closed(self, buffer: Any, value: Array, t: int) -> None:
         """Leave a value in a buffer, encoded where it is kept in fewer bits. t: the step."""
-        if not isinstance(buffer, storage.Coded):
+        if not isinstance(buffer, storage.Quantized):
             return self.store(buffer, value)
         made = storage.encode(self, buffer.storage, value.reshape(buffer.shape), t, buffer.first)
-        for end, part in buffer.parts.items():
+        for end, part in buffer.components.items():
             self.store(part, made[end])
 
     def loaded(self, bundle: Bundle) -> dict[str, list[Array]]:

@@ -192,7 +192,7 @@ class Member:
             if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
                 raise spec.stuck(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
         for item in items:
-            item.record.furnish(item.member._specs()[item.record.group], self._engine.allocate)
+            item.record.init_state(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
             item.record.version = item.member._settings.version
             item.member._records[item.record.name] = item.record

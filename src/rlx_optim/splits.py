@@ -100,7 +100,7 @@ def part(slots: tuple[Slot, ...], end: str) -> tuple[Slot, ...]:
     """One of the arrays that slots in fewer bits consist of, by what is added to their name (`storage`), as slots of its own."""
     if not slots[0].storage:
         return slots
-    return tuple(dataclasses.replace(slot, shape=storage.parts(slot)[end][0], storage=storage.EXACT) for slot in slots)
+    return tuple(dataclasses.replace(slot, shape=storage.components(slot)[end][0], storage=storage.EXACT) for slot in slots)
 
 
 def stored(slots: tuple[Slot, ...], shape: Shape, split: Split) -> Shape:

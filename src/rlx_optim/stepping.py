@@ -19,7 +19,7 @@ from .recent import Recent
 from .rounding import Half
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
-from .storage import Coded
+from .storage import Quantized
 
 
 class TensorState:
@@ -56,12 +56,12 @@ class TensorState:
         self.alone: Any = None  # what a front end keeps to step this tensor by itself
         self.estimating: Bundle | None = None  # what takes estimates of its curvature
 
-    def furnish(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
+    def init_state(self, spec: Spec, allocate: Callable[[Slot], Any]) -> None:
         """Make the state a spec asks for: at first, or when a structural change needs more. What is there stays."""
         self.slots = spec.stored_slots(self.shape)
         made = {name: allocate(slot) for name, slot in self.slots.items() if name not in self.state}
         for name, buffer in made.items():
-            if self.slots[name].storage and not isinstance(buffer, Coded):
+            if self.slots[name].storage and not isinstance(buffer, Quantized):
                 raise spec.refuse(f"state_dtype={spec.state_dtype!r}: this engine keeps {name!r} of {self.name!r} as it is alone")
         self.state |= made
         self.counters = {**spec.counters(), **self.counters}

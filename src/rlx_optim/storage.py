@@ -42,15 +42,15 @@ MEANINGS = {
     "curvature": SIGNED,
 }
 #: what is added to a slot's name for the parts that it is kept in, and their types; "" is the arithmetic's own
-PARTS: Mapping[str, Mapping[str, str]] = {
+COMPONENTS: Mapping[str, Mapping[str, str]] = {
     EXACT: {"": ""},
     HALF: {"": "bfloat16"},
     SIGNED: {"": "int8", "_scale": "float32"},
     POSITIVE: {"": "uint8", "_scale": "float32"},
 }
-BESIDE = {end for parts in PARTS.values() for end in parts if end}  # what the names of further arrays end in
+BESIDE = {end for parts in COMPONENTS.values() for end in parts if end}  # what the names of further arrays end in
 TOP = {SIGNED: 127.0, POSITIVE: 255.0}  # the largest code
-STORED = {dtype: storage for storage, parts in PARTS.items() if storage for dtype in [parts[""]]}  # by the type of the codes
+STORED = {dtype: storage for storage, parts in COMPONENTS.items() if storage for dtype in [parts[""]]}  # by the type of the codes
 
 
 class Formats(dict[str, str]):
@@ -103,21 +103,21 @@ def refusal(slots: Mapping[str, Any], wanted: Any) -> str | None:
 
 
 # ---- the arrays of a slot -------------------------------------------------------------------------------------------------
-def parts(slot: Any, shape: tuple[int, ...] | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
+def components(slot: Any, shape: tuple[int, ...] | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of the arrays that a slot is kept in, by what is added to its name. shape: of the slot, where it is not
     its own."""
     shape = slot.shape if shape is None else shape
     scales = (*shape[:-1], -(-shape[-1] // BLOCK)) if shape else ()
-    return {end: (scales if end else shape, dtype) for end, dtype in PARTS[slot.storage].items()}
+    return {end: (scales if end else shape, dtype) for end, dtype in COMPONENTS[slot.storage].items()}
 
 
 def bytes_of(slot: Any, own: int = 4) -> int:
     """How many bytes a slot takes; own: those of a number in the arithmetic's own type."""
     size = {"": own, "bfloat16": 2, "int8": 1, "uint8": 1, "float32": 4}
-    return sum(math.prod(shape) * size[dtype] for shape, dtype in parts(slot).values())
+    return sum(math.prod(shape) * size[dtype] for shape, dtype in components(slot).values())
 
 
-class Coded:
+class Quantized:
     """A slot in fewer bits: its parts, as arrays of whatever library. A bfloat16 is a uint16 where the library has none.
     first: which place of a whole tensor its first coordinate is; of a shard it may be another than 0."""
 
@@ -131,21 +131,21 @@ class Coded:
         return tuple(self.codes.shape)
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def components(self) -> dict[str, Any]:
         """By what is added to the slot's name."""
-        return {end: self.scale if end else self.codes for end in PARTS[self.storage]}
+        return {end: self.scale if end else self.codes for end in COMPONENTS[self.storage]}
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(part.nbytes for part in self.components.values())
 
 
-def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def components_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays by name, of slots by name."""
     return {
         name + end: part
         for name, each in state.items()
-        for end, part in (each.parts if isinstance(each, Coded) else {"": each}).items()
+        for end, part in (each.components if isinstance(each, Quantized) else {"": each}).items()
     }
 
 
@@ -158,7 +158,7 @@ def kept(E: Any, slot: Any, value: Any) -> Any:
 
 def filled(E: Any, buffer: Any, value: Any) -> None:
     """Leave a value in a buffer of an engine's making."""
-    if isinstance(buffer, Coded):
+    if isinstance(buffer, Quantized):
         E.closed(buffer, value, 0)
     else:
         buffer[...] = value
@@ -210,10 +210,10 @@ def encode(E: Any, storage: str, x: Any, t: Any, first: int = 0) -> dict[str, An
     code = E.xp.round(TOP[storage] * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
     code = E.floor(code, 1.0) if storage == POSITIVE else E.xp.where(x < 0, -code, code)
     code = E.xp.where(code == code, code, 0.0)  # of what is not finite, as the scale says
-    return {"": E.cast(code, PARTS[storage][""]), "_scale": scale}
+    return {"": E.cast(code, COMPONENTS[storage][""]), "_scale": scale}
 
 
-def decode(E: Any, coded: Coded) -> Any:
+def decode(E: Any, coded: Quantized) -> Any:
     """The values, in float32."""
     if coded.storage == HALF:
         return E.from_half(coded.codes)

@@ -106,7 +106,7 @@ class Walk:
         for i, p in enumerate(start):
             record = TensorState(f"tensor {i}" if names is None else names[i], p.shape, i % len(specs) if apart else 0)
             record.t = i % 4 if apart else 0
-            record.furnish(specs[record.group], who.engine.allocate)
+            record.init_state(specs[record.group], who.engine.allocate)
             self.records.append(record)
 
     def step(self, gradients: Sequence[np.ndarray], scale: float = 1.0) -> None:

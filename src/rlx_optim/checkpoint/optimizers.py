@@ -15,7 +15,7 @@ from ..routing import OTHERWISE
 from ..settings import Settings
 from ..spec import TRAINED, Spec
 from ..stepping import TensorState
-from ..storage import filled, parts_of
+from ..storage import components_of, filled
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Member, Parameter, Snapshot, Values
 
@@ -49,7 +49,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
 def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
     missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
-    return {name: tensor(np.asarray(part)) for name, part in parts_of({**record.state, **fresh}).items()}
+    return {name: tensor(np.asarray(part)) for name, part in components_of({**record.state, **fresh}).items()}
 
 
 def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
@@ -220,5 +220,5 @@ def fill(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> 
         if there[name] != (slot,):
             filled(opt._engine, record.state[name], p.values(slots, name))
             continue
-        for key, each in parts_of({name: record.state[name]}).items():
+        for key, each in components_of({name: record.state[name]}).items():
             np.copyto(each, p.tensors[key].read())

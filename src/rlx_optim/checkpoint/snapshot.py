@@ -114,18 +114,18 @@ class Parameter:
         return low | {
             name + end: (self.stored(part(each, end)), dtype)
             for name, each in slots.items()
-            for end, dtype in storage.PARTS[each[0].storage].items()
+            for end, dtype in storage.COMPONENTS[each[0].storage].items()
         }
 
     def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
         kind = self.kept(slots)[name][0].storage
-        found = [self.tensors[name + end].read() for end in storage.PARTS[kind]]
+        found = [self.tensors[name + end].read() for end in storage.COMPONENTS[kind]]
         if not kind:
             return found[0]
         if len(found) > 1:  # the scales of a split parameter may have another shape than its codes
             found[1] = found[1].reshape(*found[0].shape[:-1], -1)
-        return np.asarray(storage.decode(storage.NUMPY, storage.Coded(kind, *found)))
+        return np.asarray(storage.decode(storage.NUMPY, storage.Quantized(kind, *found)))
 
     def stored(self, slots: tuple[Slot, ...]) -> Shape:
         """The shape of a slot in the file."""

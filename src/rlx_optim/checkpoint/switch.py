@@ -20,7 +20,7 @@ from ..optimizer import NamedOptimizer
 from ..routing import table
 from ..spec import Spec
 from ..stepping import TensorState
-from ..storage import NUMPY, Coded, decode, filled
+from ..storage import NUMPY, Quantized, decode, filled
 
 #: what optimizers with these words mean by them is the same to all
 FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment"
@@ -41,7 +41,7 @@ def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> Name
         for key, old in source._records.items():
             target, why = new._route(key, old.shape)
             record = TensorState(key, old.shape, target._settings.group_of(key))
-            record.furnish(target._specs()[record.group], new._engine.allocate)
+            record.init_state(target._specs()[record.group], new._engine.allocate)
             carried, dropped = _carry(source, old, target, record)
             record.stepped = new._iteration if old.stepped == source._iteration else -1
             target._records[key], target._why[key] = record, why
@@ -78,11 +78,11 @@ def _carry(source: NamedOptimizer, old: TensorState, target: NamedOptimizer, new
 def _put(target: NamedOptimizer, new: TensorState, slot: str, old: Any, factor: float) -> None:
     """A slot's values, times a factor, in what they are kept in here."""
     buffer = new.state[slot]
-    if isinstance(old, Coded) and isinstance(buffer, Coded) and buffer.storage == old.storage and factor == 1:
-        for end, part in buffer.parts.items():
-            part[...] = old.parts[end]
+    if isinstance(old, Quantized) and isinstance(buffer, Quantized) and buffer.storage == old.storage and factor == 1:
+        for end, part in buffer.components.items():
+            part[...] = old.components[end]
         return
-    values = decode(NUMPY, old) if isinstance(old, Coded) else old
+    values = decode(NUMPY, old) if isinstance(old, Quantized) else old
     filled(target._engine, buffer, values if factor == 1 else values * values.dtype.type(factor))
 
 

@@ -306,8 +306,8 @@ class Torch(ArrayEngine):
     # bundles -------------------------------------------------------------------------------------------------------
     def allocate(self, slot: Slot) -> Any:
         if slot.storage:
-            made = (self._zeros(shape, dtype) for shape, dtype in storage.parts(slot).values())
-            return storage.Coded(slot.storage, *made)
+            made = (self._zeros(shape, dtype) for shape, dtype in storage.components(slot).values())
+            return storage.Quantized(slot.storage, *made)
         if slot.eye:
             return torch.eye(slot.shape[0], dtype=self.dtype, device=self.device) * slot.fill
         return torch.full(slot.shape, slot.fill, dtype=self.dtype, device=self.device)

@@ -20,7 +20,7 @@ from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
 from ..registry import spec_class
 from ..spec import Slot, Spec
-from ..storage import parts
+from ..storage import components
 from ..validation import listed
 from . import leaves
 from .leaves import LeafEntry
@@ -199,7 +199,7 @@ def _arrays(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) -> di
     there = p.kept(p.used(snapshot.spec(p)))
     for name, slot in place.slots.items():
         if slot.storage and there[name][0].storage == slot.storage:
-            for end, (shape, dtype) in parts(slot).items():
+            for end, (shape, dtype) in components(slot).items():
                 found = p.tensors[name + end].read().reshape((*place.stack, *shape))
                 out[name + end] = beside(leaf, slot, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
         else:

@@ -23,7 +23,7 @@ from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
-from ..storage import PARTS, Coded, decode, encode, parts
+from ..storage import COMPONENTS, Quantized, components, decode, encode
 from ..validation import listed
 from .leaves import LeafEntry, ScheduledRule, admitted, converted, named_leaves, stepped
 
@@ -77,7 +77,7 @@ def parts_of(member: ScheduledRule, names: list[str]) -> list[str]:
     """Names of the arrays that these slots are kept in."""
     shapes = taken(member, LARGE)
     found = [(name, slot.storage) for shape in shapes for name, slot in member.steady.stored_slots(shape).items()]
-    return list(dict.fromkeys([*names, *(name + end for name, kept in found if name in names for end in PARTS[kept])]))
+    return list(dict.fromkeys([*names, *(name + end for name, kept in found if name in names for end in COMPONENTS[kept])]))
 
 
 def arithmetic(leaf: Any) -> Any:
@@ -186,7 +186,7 @@ class Transform:
             fresh = {
                 name + end: filled(slot, (*place.stack, *shape), 0, dtype, leaf) if dtype else start(slot, place, leaf)
                 for name, slot in place.slots.items()
-                for end, (shape, dtype) in parts(slot).items()
+                for end, (shape, dtype) in components(slot).items()
             }
             for name in self.names:
                 slots[name].append(fresh.get(name, optax.MaskedNode()))
@@ -326,7 +326,7 @@ def decoded(place: LeafEntry, given: Mapping[str, Any], only: Collection[str] | 
                 "was made for other parameters: tx.init(params) makes a new one"
             )
     return {
-        name: decode(E, Coded(kind, *(given[name + end] for end in PARTS[kind]))) if kind else given[name]
+        name: decode(E, Quantized(kind, *(given[name + end] for end in COMPONENTS[kind]))) if kind else given[name]
         for name, kind in kept.items()
     }
 
@@ -340,7 +340,7 @@ def encoded(place: LeafEntry, values: Mapping[str, Any], t: Any) -> dict[str, An
         if slot.storage:
             code = functools.partial(encode, E, slot.storage, t=t)
             made = jax.vmap(code)(values[name].reshape(-1, *slot.shape)) if place.axes else code(values[name])
-        out |= {name + end: array.reshape((*place.stack, *parts(slot)[end][0])) for end, array in made.items()}
+        out |= {name + end: array.reshape((*place.stack, *components(slot)[end][0])) for end, array in made.items()}
     return out
 
 

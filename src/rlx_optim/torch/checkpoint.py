@@ -20,14 +20,14 @@ from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Shape, Spec
 from ..splits import WHOLE, Split, number, part, shapes_of
-from ..storage import PARTS, Words
+from ..storage import COMPONENTS, Words
 from ..validation import listed
 from . import halves
-from .damaged import COUNTABLE, closed, told
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, device_of, dtype_of, furnish, names_of, part_names, piece_shape, put, room, shape_in_state
+from .state import counter, device_of, dtype_of, init_state, names_of, part_names, piece_shape, put, room, shape_in_state
+from .state_errors import COUNTABLE, described, unreadable
 from .stepping import plain
 
 PLAIN = (bool, int, float, str, type(None))
@@ -74,8 +74,8 @@ def wrapped(
 def check_numbers(tensor: torch.Tensor, shape: Shape, what: str) -> None:
     """Refuse a tensor of state that has no numbers, those of another shape, or few numbers that it repeats: a file of a hundred
     bytes can say that it has 10^12."""
-    if hint := closed(tensor):
-        raise CheckpointError(f"{what} is {told(tensor)}, needed is a tensor of shape {shape}; {hint}")
+    if hint := unreadable(tensor):
+        raise CheckpointError(f"{what} is {described(tensor)}, needed is a tensor of shape {shape}; {hint}")
     if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:  # a mean of rows may keep the axis it is over
         raise CheckpointError(f"{what} has shape {tuple(tensor.shape)}, needed is {shape}")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
@@ -98,7 +98,7 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
         group, state = opt.param_groups[index], opt.state[param]
         split = opt._pieces(name, param)
         home = opt._home(name, param, specs[index], split)
-        furnish(state, specs[index], param, split, home)
+        init_state(state, specs[index], param, split, home)
         parameters[name] = _parameter(
             name,
             where[index, _kind(opt, group, param)],
@@ -368,7 +368,7 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index
         fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    halves.furnish(state, spec, param, device)
+    halves.init_state(state, spec, param, device)
     others, counters = possible(earlier, p)
     ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
@@ -389,5 +389,5 @@ def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: An
     names = names_of(there, slots)
     for name, slot in slots.items():
         kind, wanted = slot[0].storage, mine[name][0].storage
-        same = {end: p.tensors[name + end].read() for end in PARTS[kind]} if kind == wanted else None
-        put({end: state[names[name] + end] for end in PARTS[wanted]}, wanted, same or p.values(slots, name), home)
+        same = {end: p.tensors[name + end].read() for end in COMPONENTS[kind]} if kind == wanted else None
+        put({end: state[names[name] + end] for end in COMPONENTS[wanted]}, wanted, same or p.values(slots, name), home)

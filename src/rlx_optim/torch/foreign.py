@@ -26,10 +26,10 @@ from ..routing import bare
 from ..spec import MODIFIERS, Shape, Slot, Spec
 from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN, wrapped
-from .damaged import number_in
 from .layouts import Layout
 from .names import foreign, in_dtype, outside
 from .state import part_names, split_in
+from .state_errors import number_in
 from .stepping import plain
 from .translation import layout_of, refuse_strangers, settings_of, state_of, unwrapped
 

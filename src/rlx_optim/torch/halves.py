@@ -13,7 +13,7 @@ import torch
 from ..engines.torch_ import Torch, part, whole
 from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
 from ..spec import Spec
-from . import damaged
+from . import state_errors
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -39,7 +39,7 @@ def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
     return spec.rounding == EXACT and param.dtype is torch.bfloat16
 
 
-def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: torch.device) -> None:
+def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: torch.device) -> None:
     """The low half, where there is to be one: two bytes for each element, in a last dimension (no backend of torch.distributed
     sends integers of 16 bits), spread over ranks as the parameter is."""
     if not keeps_low(spec, param):
@@ -56,19 +56,19 @@ def _layout(tensor: Any) -> Any:
     return Layout(tensor)
 
 
-def taken_over(
+def load_state(
     owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str, device: torch.device
 ) -> dict[str, Any]:
     """The low half of a checkpoint, by value; from zero where it has none."""
     value, state = given.pop(LOW, None), dict[str, Any]()
-    furnish(state, spec, param, device)
+    init_state(state, spec, param, device)
     if value is None or not state:
         return state
     shape = (*param.shape, 2)
-    if damaged.closed(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
+    if state_errors.unreadable(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
         raise ValueError(
-            f"{owner}: {LOW!r} of {name} is {damaged.told(value)} in the checkpoint, needed is uint8 of shape {shape}; it is "
-            "damaged, or leave it out: the parameter then goes on from its upper half"
+            f"{owner}: {LOW!r} of {name} is {state_errors.described(value)} in the checkpoint, needed is uint8 of shape {shape}; "
+            "it is damaged, or leave it out: the parameter then goes on from its upper half"
         )
     put(state[LOW], value)
     return state

@@ -32,7 +32,7 @@ from ..rounding import LOW
 from ..spec import Spec
 from ..splits import WHOLE
 from ..stepping import TensorState, observe
-from ..storage import Coded
+from ..storage import Quantized
 from . import halves
 from .lanes import BUCKETS, Batch, Bucket, ParamEntry, Selection, TorchBucket
 from .state import HOST
@@ -194,7 +194,7 @@ class HostBucket(Bucket):
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return buffer if self.above else self.inner.view(buffer)
 
-    def settle(self, state: dict[str, Any], names: Iterable[str]) -> None:
+    def canonicalize(self, state: dict[str, Any], names: Iterable[str]) -> None:
         """Have state that is sent to and fro in page-locked memory."""
         for name in (*names, LOW) if self.above else ():
             if name in state:
@@ -265,9 +265,9 @@ class HostBucket(Bucket):
             here = iter(pairs)
             for record in chunk.records:
                 for slot, kept in record.state.items():
-                    if isinstance(kept, Coded):
-                        moved = [self.inner.view(next(here)[0]) for _ in kept.parts]
-                        record.state[slot] = Coded(kept.storage, *moved, first=kept.first)
+                    if isinstance(kept, Quantized):
+                        moved = [self.inner.view(next(here)[0]) for _ in kept.components]
+                        record.state[slot] = Quantized(kept.storage, *moved, first=kept.first)
                     else:
                         record.state[slot] = self.inner.view(next(here)[0])
             if chunk.half is not None and chunk.half.low is not None:
@@ -362,7 +362,7 @@ def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
     """All tensors of a chunk's state."""
     for record in chunk.records:
         for kept in record.state.values():
-            yield from kept.parts.values() if isinstance(kept, Coded) else (kept,)
+            yield from kept.components.values() if isinstance(kept, Quantized) else (kept,)
     if chunk.half is not None and chunk.half.low is not None:
         yield chunk.half.low
 
@@ -374,9 +374,9 @@ def run_of(whole: TensorState, rows: slice) -> TensorState:
     made.slots = {name: dataclasses.replace(slot, shape=made.shape) for name, slot in whole.slots.items()}
     first = rows.start * math.prod(whole.shape[1:])
     for name, kept in whole.state.items():
-        coded = isinstance(kept, Coded)
-        parts = [part[rows] for part in (kept.parts.values() if coded else (kept,))]
-        made.state[name] = Coded(kept.storage, *parts, first=kept.first + first) if coded else parts[0]
+        coded = isinstance(kept, Quantized)
+        parts = [part[rows] for part in (kept.components.values() if coded else (kept,))]
+        made.state[name] = Quantized(kept.storage, *parts, first=kept.first + first) if coded else parts[0]
     return made
 
 

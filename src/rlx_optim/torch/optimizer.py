@@ -23,7 +23,6 @@ from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from ..splits import WHOLE, Split, checked, described, shapes_of
 from ..validation import listed
-from .damaged import check_outline, refused
 from .engines import check_engine
 from .evaluating import dicts_in, eager, named
 from .lanes import ARITHMETIC
@@ -33,18 +32,19 @@ from .names import by_name, foreign, with_names
 from .replaced import list_params
 from .routing import kinds_of
 from .state import (
-    furnish,
-    handed_on,
+    export_state,
+    init_state,
     is_frozen,
     kept_slots,
+    load_state,
     names_of,
     piece_shape,
     refuse_codes,
     shapes_in_state,
     split_in,
     split_of,
-    taken_over,
 )
+from .state_errors import check_outline, state_error
 from .stepping import Stepper, number
 from .translation import layout_of, settings_of, state_of, unwrapped
 
@@ -300,7 +300,7 @@ class RuleOptimizer(Stepper):
         self._share_out(newcomers, spec)
         for name, param in newcomers:
             batch = self._batch(name, param)
-            furnish(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
+            init_state(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
 
     def _share_out(self, entries: Sequence[tuple[str | None, torch.Tensor]], spec: Spec) -> None:
         """Give parameters that are spread over ranks their owners, all of a group at once so that the work is even."""
@@ -360,7 +360,7 @@ class RuleOptimizer(Stepper):
             for group in saved["param_groups"]:
                 group.update(foreign(self._rules[group.get("rule", self.rule)], group))
                 there = [key for key in group["params"] if key in saved["state"]]
-                saved["state"] |= {key: handed_on(group, saved["state"][key]) for key in there}
+                saved["state"] |= {key: export_state(group, saved["state"][key]) for key in there}
             return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
         self._refresh()
@@ -503,7 +503,7 @@ class RuleOptimizer(Stepper):
             for name, param in named(group, index):
                 its = unboxed(saved.get(param) or {})
                 if not isinstance(its, Mapping | None):
-                    raise refused(self._owner, "state", name, its, "a dict of tensors")
+                    raise state_error(self._owner, "state", name, its, "a dict of tensors")
                 if not its and is_frozen(param):
                     continue
                 self._check_param(name, param, group)
@@ -513,7 +513,7 @@ class RuleOptimizer(Stepper):
                 its = state_of(self._owner, spec, layout, given, its or {}, slots, tuple(param.shape), name)
                 if there not in ("float32", spec.state_dtype):
                     refuse_codes(self._owner, spec, there, param, split, its, name)
-                state[param] = taken_over(self._owner, spec, param, split, its, name, home)
+                state[param] = load_state(self._owner, spec, param, split, its, name, home)
                 if split != self._batch(name, param):
                     state[param]["batch"] = split  # a whole one says so too, where it would be split
         return state

@@ -17,7 +17,7 @@ import torch
 from ..validation import listed
 from .evaluating import named
 from .halves import is_spread
-from .state import HOST, is_frozen, shapes_in_state, split_in, taken_over, whole
+from .state import HOST, is_frozen, load_state, shapes_in_state, split_in, whole
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -109,4 +109,4 @@ def place(
         return state
     if not is_spread(new):
         state = {key: whole(value) if torch.is_tensor(value) else value for key, value in state.items()}
-    return taken_over(opt._owner, spec, new, split, state, name, home)
+    return load_state(opt._owner, spec, new, split, state, name, home)

@@ -19,9 +19,9 @@ from ..routing import bare
 from ..spec import KEY, Shape, Slot, Spec
 from ..splits import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
 from . import halves
-from .damaged import check_tensor, closed, number_in, refused
 from .lanes import ARITHMETIC
 from .names import outside
+from .state_errors import check_tensor, number_in, state_error, unreadable
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
 
@@ -38,7 +38,7 @@ def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: st
         if (split := split_in(saved)) is not None:
             shapes_of(tuple(param.shape), split)
     except (TypeError, ValueError) as problem:
-        raise refused(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
+        raise state_error(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
     return split
 
 
@@ -121,15 +121,17 @@ def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) 
 
 
 def part_names(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, tuple[str, str]]:
-    """By the names of all tensors of a parameter's state: the slot, and which part of it (`storage.PARTS`)."""
+    """By the names of all tensors of a parameter's state: the slot, and which part of it (`storage.COMPONENTS`)."""
     return {
-        key + end: (slot, end) for slot, key in names_of(spec, slots).items() for end in storage.PARTS[slots[slot][0].storage]
+        key + end: (slot, end)
+        for slot, key in names_of(spec, slots).items()
+        for end in storage.COMPONENTS[slots[slot][0].storage]
     }
 
 
 def dtype_of(slots: Slots, param: torch.Tensor, end: str) -> torch.dtype:
     """The type of a slot's tensor, or of the part of it with this name."""
-    dtype = storage.PARTS[slots[0].storage][end]
+    dtype = storage.COMPONENTS[slots[0].storage][end]
     return getattr(torch, dtype) if dtype else ARITHMETIC[param.dtype]
 
 
@@ -159,7 +161,7 @@ def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = 
     return buffer
 
 
-def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
+def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
     state.setdefault("step", counter(0.0))
     if split != WHOLE:
@@ -170,10 +172,10 @@ def furnish(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split
             state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
-    halves.furnish(state, spec, param, device_of(param, home))
+    halves.init_state(state, spec, param, device_of(param, home))
 
 
-def settle(state: dict[str, Any], spec: Spec) -> None:
+def canonicalize(state: dict[str, Any], spec: Spec) -> None:
     """Counts as they should be, where others have moved or replaced them."""
     for name in ("step", *spec.counters()):
         value = state[name]
@@ -182,7 +184,7 @@ def settle(state: dict[str, Any], spec: Spec) -> None:
             state[name] = counter(value)
 
 
-def handed_on(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def export_state(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """State as torch.optim can go on with it: its SGD begins an average undampened where it finds none, so ours is left out until
     it has begun. Without dampening zeros are as good."""
     if group.get("dampening") and "started" in state and not state["started"]:
@@ -201,7 +203,7 @@ def decoded(kind: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The values of a slot that is kept in these parts."""
     codes, *scales = map(whole, parts.values())
     scales = [each.reshape(*codes.shape[:-1], -1) for each in scales]  # of a split parameter they may have another shape
-    found: torch.Tensor = storage.decode(words(codes.device), storage.Coded(kind, codes, *scales)) if kind else codes
+    found: torch.Tensor = storage.decode(words(codes.device), storage.Quantized(kind, codes, *scales)) if kind else codes
     return found
 
 
@@ -240,7 +242,7 @@ def refuse_codes(
     slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
     for slot, key in names_of(spec, slots).items():
         value: Any = given.get(key)
-        if len(storage.PARTS[slots[slot][0].storage]) > 1 and not closed(value) and value.is_floating_point():
+        if len(storage.COMPONENTS[slots[slot][0].storage]) > 1 and not unreadable(value) and value.is_floating_point():
             found = whole(value)
             if bool(found.any()) and torch.equal(found, found.round()):
                 raise ValueError(
@@ -249,7 +251,7 @@ def refuse_codes(
                 )
 
 
-def taken_over(
+def load_state(
     owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
 ) -> dict[str, Any]:
     """The state of a checkpoint, by value, checked against what the parameter needs."""
@@ -258,7 +260,7 @@ def taken_over(
     if saved and spec.torch.counts and "step" not in saved:
         raise ValueError(f"{owner}: the checkpoint's state of {name} lacks 'step'")
     state: dict[str, Any] = {"step": counter(number_in(owner, "step", name, given.pop("step", 0.0)))}
-    state |= halves.taken_over(owner, spec, param, given, name, device_of(param, home))
+    state |= halves.load_state(owner, spec, param, given, name, device_of(param, home))
     if split != WHOLE:
         state["batch"] = split
     found = {label: given.pop(label) for label in spec.counters() if label in given}
@@ -270,7 +272,7 @@ def taken_over(
     for slot, key in names.items():
         expected = slots[slot]
         wanted = expected[0].storage
-        buffers = {end: room(expected, param, split, home, end) for end in storage.PARTS[wanted]}
+        buffers = {end: room(expected, param, split, home, end) for end in storage.COMPONENTS[wanted]}
         value = given.pop(key, None)
         if value is None and needed and expected[0].meaning == KEY:  # older versions drew by seed and name
             keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
@@ -281,10 +283,10 @@ def taken_over(
                 raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
         else:
             kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
-            parts = {"": value} | {end: given.pop(key + end, None) for end in storage.PARTS[kind] if end}
+            parts = {"": value} | {end: given.pop(key + end, None) for end in storage.COMPONENTS[kind] if end}
             there = tuple(replace(each, storage=kind) for each in expected)
-            if kind == storage.EXACT and torch.is_tensor(value) and not (closed(value) or value.is_floating_point()):
-                raise refused(owner, key, name, value, "a tensor of real numbers")
+            if kind == storage.EXACT and torch.is_tensor(value) and not (unreadable(value) or value.is_floating_point()):
+                raise state_error(owner, key, name, value, "a tensor of real numbers")
             for end, found in parts.items():
                 check_tensor(owner, key + end, name, found, shape_in_state(part(there, end), param, split))
                 if end and bool((whole(found) < 0).any()):

@@ -26,7 +26,7 @@ from ..spec import Spec
 from ..splits import WHOLE, Split, part, slots_of
 from ..stats import Row, Stats, summed_up
 from ..stepping import StepPart, TensorState, check_together, rows
-from ..storage import PARTS, Coded
+from ..storage import COMPONENTS, Quantized
 from . import halves
 from .deciding import Deciding
 from .engines import choose
@@ -41,14 +41,14 @@ from .overlap import Work, rounds
 from .replaced import follow, list_params, pair_replaced
 from .state import (
     HOST,
+    canonicalize,
     count_of,
     dtype_of,
-    furnish,
     in_pieces,
+    init_state,
     is_frozen,
     names_of,
     part_names,
-    settle,
     shape_in_state,
     split_in,
     tensor_of,
@@ -508,7 +508,7 @@ class Stepper(Deciding):
                 dtype, split, place = ARITHMETIC[param.dtype], self._pieces(name, param), self._place(index, param.dtype)
                 spec = (self._specs[place][1] if self._specs else None) or self._spec_of(group, param.dtype)
                 home = self._home(name, param, spec, split)
-                furnish(self.state[param], spec, param, split, home)
+                init_state(self.state[param], spec, param, split, home)
                 where = self._reached(param, type(spec))
                 engine, why = choose(self.engine, where, dtype, is_fake(param))
                 make: Any = GraphBucket if self.capturable else BUCKETS.get(engine.name, TorchBucket)
@@ -564,7 +564,7 @@ class Stepper(Deciding):
         state = self.state[param]
         split = split_in(state) or WHOLE
         if not self.capturable:
-            settle(state, spec)
+            canonicalize(state, spec)
         seat = ParamEntry(param, state, bare(name), group, split, spec.counters())
         seat.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
         for record in seat.records:
@@ -572,10 +572,10 @@ class Stepper(Deciding):
             record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
         slots = slots_of(spec, tuple(param.shape), split)
         if isinstance(lane, HostBucket):
-            lane.settle(state, part_names(spec, slots))
+            lane.canonicalize(state, part_names(spec, slots))
         for slot, key in names_of(spec, slots).items():
             kind, views = slots[slot][0].storage, []
-            for end in PARTS[kind]:
+            for end in COMPONENTS[kind]:
                 parts = part(slots[slot], end)
                 buffer, shape, dtype = state[key + end], shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
                 where = (buffer.shape, buffer.dtype, buffer.device)
@@ -586,7 +586,7 @@ class Stepper(Deciding):
                     )
                 views.append([lane.view(each) for each in in_pieces(buffer, parts)])
             for record, each, *mine in zip(seat.records, slots[slot], *views, strict=True):
-                record.slots[slot], record.state[slot] = each, Coded(kind, *mine) if kind else mine[0]
+                record.slots[slot], record.state[slot] = each, Quantized(kind, *mine) if kind else mine[0]
         return seat
 
     # ---- gradient release ------------------------------------------------------------------------------------------------

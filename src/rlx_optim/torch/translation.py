@@ -16,8 +16,8 @@ from .. import storage
 from ..registry import OURS
 from ..spec import MODIFIERS, Foreign, Shape, Spec
 from ..validation import listed
-from .damaged import closed, number_in, refused, told
 from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Layout, Only
+from .state_errors import described, number_in, state_error, unreadable
 
 #: what bitsandbytes wraps its state in, what is in it beside "state1" and "state2", and how many neighbours may share an absmax
 WRAPPED = "__bnb_optimizer_quant_state__"
@@ -185,13 +185,15 @@ def state_of(
         return dict(state)
     if lacking := [key for key in layout.kept.split() if key not in state]:
         raise ValueError(f"{owner}: the checkpoint's state of {what} lacks {lacking[0]!r}")
-    given = in_numbers(owner, dict(state), what)
+    given = dequantize(owner, dict(state), what)
     for key, value in given.items():
-        if key != "step" and torch.is_tensor(value) and (closed(value) or not value.is_floating_point()):
-            raise refused(owner, key, what, value, "a tensor of real numbers")
+        if key != "step" and torch.is_tensor(value) and (unreadable(value) or not value.is_floating_point()):
+            raise state_error(owner, key, what, value, "a tensor of real numbers")
     step = group.get("step")
     if step is not None and not _equal(given.setdefault("step", step), step):
-        raise ValueError(f"{owner}: 'step' of {what} is {told(given['step'])} in the checkpoint, and {told(step)} in its group")
+        raise ValueError(
+            f"{owner}: 'step' of {what} is {described(given['step'])} in the checkpoint, and {described(step)} in its group"
+        )
     try:
         given = layout.remade(spec, given, shape, group)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as problem:
@@ -220,7 +222,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def in_numbers(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
+def dequantize(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
     """State of the 8-bit optimizers of bitsandbytes (codes, a table of what they mean, the largest of each block of neighbours)
     and of torchao (tensors that decode themselves), in numbers."""
     state = {k: v.dequantize() if hasattr(v, "codes") and hasattr(v, "dequantize") else v for k, v in state.items()}
@@ -228,8 +230,8 @@ def in_numbers(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
         if f"state{n}" not in state:
             continue
         for key in (f"{label}{n}" for label in ("state", "qmap", "absmax") if f"{label}{n}" in state):
-            if closed(state[key]):
-                raise refused(owner, key, what, state[key], "a tensor")
+            if unreadable(state[key]):
+                raise state_error(owner, key, what, state[key], "a tensor")
         if f"qmap{n}" in state:
             table, codes, largest = state[f"qmap{n}"], state[f"state{n}"], state.get(f"absmax{n}")
             # AdEMAMix has both averages in one
@@ -249,6 +251,6 @@ def decoded(owner: str, codes: torch.Tensor, table: torch.Tensor, largest: torch
             "is not read; load it there, train a step with block_wise=True or optim_bits=32, and save it again"
         )
     if codes.dtype is not torch.uint8 or table.shape != (256,):
-        raise refused(owner, "state1", what, codes, "codes of 8 bits with a table of 256 numbers")
+        raise state_error(owner, "state1", what, codes, "codes of 8 bits with a table of 256 numbers")
     each = largest.float().flatten().repeat_interleave(block)[: codes.numel()]
     return (table.float()[codes.reshape(-1).long()] * each).reshape(codes.shape)

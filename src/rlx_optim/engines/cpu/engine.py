@@ -331,7 +331,7 @@ def half_of(bundle: Bundle) -> str:
 
 def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
     """The parts of slots in fewer bits, by what is added to their name: one array per tensor."""
-    return {end: [each.parts[end] for each in buffers] for end in buffers[0].parts}
+    return {end: [each.components[end] for each in buffers] for end in buffers[0].components}
 
 
 class Cpu(Matrices):

@@ -23,7 +23,7 @@ from typing import Any
 from ... import ops
 from ...language import Reduction, Rule, checked
 from ...rounding import EXACT, NEAREST, STOCHASTIC
-from ...storage import BLOCK, HALF, PARTS, POSITIVE, SIGNED, TINY, TOP
+from ...storage import BLOCK, COMPONENTS, HALF, POSITIVE, SIGNED, TINY, TOP
 from .cache import kept
 
 #: columns of the chunk table
@@ -63,7 +63,7 @@ class Layout:
     @property
     def scaled(self) -> list[int]:
         """Arguments that have scales beside their codes."""
-        return [j for j, storage in enumerate(self.coded) if len(PARTS[storage]) > 1]
+        return [j for j, storage in enumerate(self.coded) if len(COMPONENTS[storage]) > 1]
 
     @property
     def beside(self) -> int:

@@ -153,7 +153,7 @@ class Triton(Matrices):
 
     @staticmethod
     def _standing(each: Any) -> tuple[np.ndarray, tuple[torch.dtype, ...]]:
-        each = [array.codes if isinstance(array, storage.Coded) else array for array in each]
+        each = [array.codes if isinstance(array, storage.Quantized) else array for array in each]
         return np.array([array.data_ptr() for array in each], np.int64), tuple([array.dtype for array in each])
 
     def run(self, bundle: Any, move: bool = True) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from ...partition import share_out
 from ...program import measures
 from ...spec import Shape, Slot, Spec
 from ...splits import WHOLE, Split, exact, number, shapes_of
-from ...storage import PARTS
+from ...storage import COMPONENTS
 from ..state import Slots, fresh, piece_shape, shape_in_state
 from .exchange import Item, spread
 from .layout import Circle, Layout, here
@@ -40,7 +40,7 @@ class Shards:
         """Codes that share a scale are never cut: where rows are, or pieces, such slots are exact, on any number of ranks."""
         rows = any(dim == len(self.layout.shape) - 1 for _, dim in self.layout.shards)
         cut = not self.whole and (rows or split != WHOLE)
-        return {name: exact(each) if cut and len(PARTS[each[0].storage]) > 1 else each for name, each in slots.items()}
+        return {name: exact(each) if cut and len(COMPONENTS[each[0].storage]) > 1 else each for name, each in slots.items()}
 
     def first(self) -> int:
         """Which place of the whole the part that is here begins at; 0 where it is not one run of places."""

@@ -28,10 +28,10 @@ from ...splits import WHOLE, Split, shapes_of, slots_of
 from ...splits import part as part_of
 from ...stepping import Grouping, TensorState, bundle_up, run_part, scalars
 from ...stepping import Part as Bundled
-from ...storage import PARTS, Coded
+from ...storage import COMPONENTS, Quantized
 from .. import halves
 from ..lanes import BUCKETS, Batch, Bucket, ParamEntry, Selection, TorchBucket, packed, unpacked, written
-from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, settle, shape_in_state, split_in
+from ..state import Slots, canonicalize, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
 from .council import Council
 from .exchange import Item, collect, spread
 from .homes import Home, Owned, Shards
@@ -397,7 +397,7 @@ def seat(lane: Bucket, spec: Spec, param: torch.Tensor, name: str, group: int, s
     """A seat with the views of its state that a lane needs."""
     owned = isinstance(lane, OwnerBucket)
     split = (split_in(state) or WHOLE) if spec.matrix else WHOLE
-    settle(state, spec)
+    canonicalize(state, spec)
     made = ParamEntry(param, state, name, group, split, spec.counters())
     if not owned:
         shapes = shapes_of(tuple(here(param).shape), split)
@@ -415,7 +415,7 @@ def seat(lane: Bucket, spec: Spec, param: torch.Tensor, name: str, group: int, s
     first = 0 if owned or isinstance(home, Owned) else home.first()
     for slot, key in names_of(spec, slots).items() if held else ():
         views = []
-        for end in PARTS[slots[slot][0].storage]:
+        for end in COMPONENTS[slots[slot][0].storage]:
             kept, dtype = state[key + end], dtype_of(slots[slot], param, end)
             buffer, shape = here(kept), shape_in_state(part_of(slots[slot], end), param, split)
             if not home.fits(kept, shape) or buffer.dtype is not dtype or not buffer.is_contiguous():
@@ -426,7 +426,7 @@ def seat(lane: Bucket, spec: Spec, param: torch.Tensor, name: str, group: int, s
             views.append([lane.view(each) for each in in_pieces(buffer, part_of(mine[slot], end))])
         for record, *its in zip(made.records, *views, strict=True):
             kind = record.slots[slot].storage
-            record.state[slot] = Coded(kind, *its, first=first) if kind else its[0]
+            record.state[slot] = Quantized(kind, *its, first=first) if kind else its[0]
     return made
 
 

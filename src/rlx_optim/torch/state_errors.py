@@ -22,32 +22,32 @@ CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
-def closed(value: Any) -> str | None:
+def unreadable(value: Any) -> str | None:
     """The way out where no numbers can be copied from a value; None where they can."""
     return next((hint for is_so, hint in CLOSED if is_so(value)), None)
 
 
-def told(value: Any) -> str:
+def described(value: Any) -> str:
     """A value, in a message."""
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
-    if value.numel() < 2 and not closed(value):
+    if value.numel() < 2 and not unreadable(value):
         return repr(value)
     layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
     return f"{value.dtype}{layout} of shape {tuple(value.shape)} on {value.device}"
 
 
-def refused(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
+def state_error(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
     """What is said of a value in a parameter's state."""
-    hint = (closed(value) or CLOSED[0][1]).format(name=name)
-    return ValueError(f"{owner}: {key!r} of {name} is {told(value)} in the checkpoint, needed is {needed}; {hint}")
+    hint = (unreadable(value) or CLOSED[0][1]).format(name=name)
+    return ValueError(f"{owner}: {key!r} of {name} is {described(value)} in the checkpoint, needed is {needed}; {hint}")
 
 
 def check_outline(owner: str, given: Any) -> None:
     """That a state dict has parameters in groups, which torch's loader takes for granted."""
 
     def refuse(what: str, value: Any, needed: str) -> ValueError:
-        return ValueError(f"{owner}: {what} is {told(value)}, needed is {needed}; give what state_dict() gave")
+        return ValueError(f"{owner}: {what} is {described(value)}, needed is {needed}; give what state_dict() gave")
 
     if not isinstance(given, Mapping):
         raise refuse("the state dict", given, "a dict")
@@ -77,18 +77,18 @@ def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None
         found = math.nan
     counts = key == "step"
     if not math.isfinite(found) or (counts and (not 0 <= found <= COUNTABLE or found != int(found))):
-        raise refused(owner, key, name, value, "a whole number from 0 to 2^53" if counts else "a finite number")
+        raise state_error(owner, key, name, value, "a whole number from 0 to 2^53" if counts else "a finite number")
     if allowed is not None:
         try:
             allowed.check(found)
         except ValueError:
-            raise refused(owner, key, name, value, allowed.expected) from None
+            raise state_error(owner, key, name, value, allowed.expected) from None
     return found
 
 
 def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
     """A slot of a parameter, or a part of one."""
-    if closed(value):
-        raise refused(owner, key, name, value, f"a tensor of shape {shape}")
+    if unreadable(value):
+        raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
         raise ValueError(f"{owner}: {key!r} of {name} has shape {tuple(value.shape)} in the checkpoint, needed is {shape}")
