@@ -187,6 +187,13 @@ def test_importing_the_package_imports_no_engine():
     assert done.stdout.strip() == "False"  # an engine is imported by the first step
 
 
+def test_importing_the_torch_front_end_imports_no_compiler():
+    """torch._dynamo takes longer to import than everything else together; torch imports it when something is compiled."""
+    code = "import sys, rlx_optim.torch; print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"
+
+
 def test_the_stub_is_what_the_specs_say():
     tools = ROOT.parent.parent / "lab" / "stubs.py"
     if not tools.exists():

@@ -24,8 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """torch.compiler.disable, with a type that checkers can bind to an instance; where nothing is compiled it costs nothing."""
-    disabled = torch.compiler.disable(function)
+    """torch.compiler.disable, with a type that checkers can bind to an instance; where nothing is compiled it costs nothing.
+    torch's own form of it, where there is one, does not import the compiler (a second or more) before it is needed."""
+    disabled = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
     if compiler is None:
         return disabled
 
