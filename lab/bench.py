@@ -147,6 +147,9 @@ def command(
     offload: Annotated[
         bool, typer.Option("--offload", help="On a CUDA device, with state on the host, and what a step is made of.")
     ] = False,
+    in_situations: Annotated[
+        bool, typer.Option("--situations", help="Beside torch fused, where gradients are absent, come and go, or are looked at.")
+    ] = False,
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="New gradient arrays for every step.")] = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -161,6 +164,13 @@ def command(
     check_place("--plot", plot_file, PLOTS)
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
+    if in_situations:
+        if device not in DEVICES:
+            raise unknown("device", device, DEVICES)
+        from . import situations
+
+        situations.run(device, file)
+        return
     if offload:
         measure_offload(model, chosen, rounds, as_json, file)
         return

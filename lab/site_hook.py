@@ -28,6 +28,7 @@ from lab.docsite import (
     plots,
     precision,
     races,
+    situations,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,9 @@ TABLES = {
     "benchmarks by size": bench.by_size,
     "benchmark source": lambda: bench.source("two-blocks"),
     "copy": bench.copies,
+    "situations": situations.by_case,
+    "situations named": situations.of_names,
+    "situations source": situations.source,
     "choices": bench.choices,
     "choices source": bench.device_source,
     "training run": bench.training_run,

@@ -301,6 +301,11 @@ class NamedOptimizer(Member):
         loss: what skip_above looks at beside the norm of the gradients."""
         scale = validation.check_scale(self._owner, grad_scale)
         given = None if loss is None else np.float64(loss)
+        if type(params) is dict and type(grads) is dict and len(params) == 1 and params.keys() == grads.keys():
+            ((name, param),) = params.items()
+            watched = self.nonfinite != "propagate" or self.skip_above is not None or self._waiting
+            if not watched and self._step_known(name, param, grads[name], None, scale):
+                return self.end_iteration()
         if self._waiting or not self._step_all_known(params, grads, scale, given):
             validation.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]

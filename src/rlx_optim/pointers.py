@@ -24,8 +24,7 @@ class PointerTable:
     def __init__(self, n: int):
         self.n, self.version = n, 0
         self.params, self.grads = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        self.param_types: tuple[Any, ...] = (None,) * n
-        self.grad_types: tuple[Any, ...] = (None,) * n
+        self.param_types, self.grad_types = np.full(n, None), np.full(n, None)
         self.halves: list[str] = [""] * n  # the type of 16 bits that parameter and gradient are, where the cpu engine takes it
         self.flag: Any = None  # on the device: not 0 where nothing must be written
         self.pool: Any = None  # where an engine's graphs of these arrays have their memory
@@ -40,25 +39,25 @@ class PointerTable:
                 column[rows] = given
                 moved = True
         if param_types:
-            moved |= self._set_types("param_types", rows, param_types) | self._set_types("grad_types", rows, grad_types)
+            before = self.param_types, self.grad_types
+            self.param_types, self.grad_types = (
+                self._typed(column, rows, kinds)
+                for column, kinds in ((self.param_types, param_types), (self.grad_types, grad_types))
+            )
+            moved |= self.param_types is not before[0] or self.grad_types is not before[1]
         self.version += moved
+
+    @staticmethod
+    def _typed(column: np.ndarray, rows: Any, kinds: Sequence[Any]) -> np.ndarray:
+        """A column of types with these in some rows: the same object where nothing changes, by which engines tell."""
+        if column[rows].tolist() == list(kinds):
+            return column
+        column = column.copy()
+        column[rows] = kinds
+        return column
 
     def set_one(self, param: int, grad: int) -> None:
         """Write the only row."""
         if self.params[0] != param or self.grads[0] != grad:
             self.params[0], self.grads[0] = param, grad
             self.version += 1
-
-    def _set_types(self, name: str, rows: Any, given: Sequence[Any]) -> bool:
-        before = getattr(self, name)
-        if isinstance(rows, slice):
-            after = tuple(given)
-        else:
-            types = list(before)
-            for row, kind in zip(rows, given, strict=True):
-                types[row] = kind
-            after = tuple(types)
-        if after == before:
-            return False
-        setattr(self, name, after)
-        return True

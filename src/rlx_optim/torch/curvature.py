@@ -120,7 +120,7 @@ class CurvatureOptimizer(RuleOptimizer):
         if self._council is not None and self.nonfinite != "propagate":
             bad = not all(bool(torch.isfinite(estimate).all()) for estimate in local.values())
             verdict = bool(self._council.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
-        if not self._passes(local.items(), verdict):
+        if not self._passes(lambda: local, list(local.values()), verdict):
             return False
         for p, estimate in local.items():
             self._observe(p, estimate)

@@ -12,6 +12,7 @@ from ..validation import listed
 from .clip import grad_norm, measured
 from .evaluating import Evaluating, named
 from .graphs import not_finite
+from .memory import are_finite
 from .overlap import Work
 
 
@@ -39,13 +40,13 @@ class Deciding(Evaluating):
     def skipped(self, count: int) -> None:
         self._skipped, self._skips = count, None
 
-    def _passes(self, arrived: Iterable[tuple[torch.Tensor, torch.Tensor]], verdict: bool | None = None) -> bool:
-        """Whether the step may be taken, by what has arrived for which parameters, or by the verdict of all ranks."""
-        if self.nonfinite == "propagate" or verdict is False:
+    def _passes(
+        self, params: Callable[[], Iterable[torch.Tensor]], arrays: Sequence[torch.Tensor], verdict: bool | None = None
+    ) -> bool:
+        """Whether the step may be taken, by the arrays that came for parameters, or by the verdict of all ranks."""
+        if self.nonfinite == "propagate" or verdict is False or (not verdict and are_finite(arrays)):
             return True
-        bad = [param for param, array in arrived if not bool(torch.isfinite(array).all())]
-        if not bad and not verdict:
-            return True
+        bad = [param for param, array in zip(params(), arrays, strict=True) if not bool(torch.isfinite(array).all())]
         if self.nonfinite == "raise":
             names = {param: name for group in self.param_groups for name, param in named(group)}
             which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"

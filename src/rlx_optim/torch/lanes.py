@@ -42,6 +42,7 @@ from .memory import (
     Whereabouts,
     is_fake,
     local_part,
+    locate_in_storage,
     reach_beyond,
 )
 
@@ -106,7 +107,7 @@ class Selection:
         """What parameters, gradients and state are to be."""
         return Expected(self.entries, self.device)
 
-    def per_record(self, addresses: np.ndarray, types: Sequence[torch.dtype]) -> tuple[np.ndarray, Sequence[torch.dtype]]:
+    def per_record(self, addresses: np.ndarray, types: list[torch.dtype]) -> tuple[np.ndarray, list[torch.dtype]]:
         """Addresses and types of the records, given those of the entries."""
         if self.single:
             return addresses, types
@@ -136,6 +137,7 @@ class Expected:
         self.sizes = np.array([math.prod(shape) for shape in self.shapes], np.int64)
         self.itemsizes = np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
         self.usual: Forms | None = None  # how parameters and gradients are read where all of them can be read in place
+        self.extents: Any = None  # where such begin in their storages, and the bytes of these, where all are within them
         self.fresh = [i for i, entry in enumerate(entries) if entry.fresh]
         self.turned = [i for i, entry in enumerate(entries) if entry.turned]
 
@@ -156,18 +158,23 @@ class Expected:
         if self.usual is not None and self.usual.are([*params, *grads]):
             found = Addresses(params, grads, (self.dtypes, self.dtypes), set())
             itemsizes = self.itemsizes
+            extents = locate_in_storage([*params, *grads])
+            if extents == self.extents:
+                return found
         elif self.is_fit(grads):
             found = Addresses(params, grads)
             even = found.grad_types == self.dtypes
             itemsizes = self.itemsizes if even else np.array(list(map(ITEMSIZE, grads)), np.int64)
+            extents = locate_in_storage([*params, *grads])
             if even and not found.odd:
                 self.usual = Forms([*params, *grads])
         else:
             return None
-        for side, sizes in ((params, self.itemsizes), (grads, itemsizes)):
-            beyond = reach_beyond(side, self.sizes, sizes)
-            if beyond.any():
-                found.odd.update(np.flatnonzero(beyond).tolist())
+        beyond = reach_beyond(extents, np.tile(self.sizes, 2), np.concatenate([self.itemsizes, itemsizes]))
+        if beyond.any():
+            found.odd.update((np.flatnonzero(beyond) % len(params)).tolist())
+        elif self.usual is not None:
+            self.extents = extents
         return found
 
     def is_fit(self, grads: list[Any]) -> bool:
@@ -458,7 +465,7 @@ class PointerBucket(Bucket):
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: Any) -> None:
         seats, grads = self.seen(selection), batch.grads
-        params: list[torch.Tensor] = [seat.param for seat in seats]
+        params: list[torch.Tensor] = selection.expected.params if seats is selection.entries else [seat.param for seat in seats]
         found = batch.addresses or Addresses(params, grads)
         back = []
         self.copied = 0

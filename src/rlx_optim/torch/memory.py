@@ -16,9 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 GRAD, SHAPE, DTYPE, DEVICE, LAYOUT = map(operator.attrgetter, ("grad", "shape", "dtype", "device", "layout"))
-REQUIRES_GRAD = operator.attrgetter("requires_grad")
+REQUIRES_GRAD, IS_CPU = map(operator.attrgetter, ("requires_grad", "is_cpu"))
 POINTER, OFFSET, IS_NEG = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.is_neg
 IS_CONTIGUOUS, STRIDE, ITEMSIZE = torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.element_size
+NUMEL = torch.Tensor.numel
 STORAGE, STORED = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
@@ -43,6 +44,11 @@ def in_bounds(tensor: torch.Tensor) -> bool:
 def stored_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The bytes of each tensor's storage."""
     return list(map(STORED, map(STORAGE, tensors)))
+
+
+def locate_in_storage(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Where each tensor begins in its storage, and the bytes of that."""
+    return list(map(OFFSET, tensors)), stored_bytes(tensors)
 
 
 try:  # one look of torch.compile's at type, dispatch keys (a lazy sign is one), dtype, device, sizes and strides of all tensors
@@ -107,7 +113,7 @@ class Addresses:
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], types: Any = None, odd: Any = None):
         """types, odd: where they are known."""
-        self.params, self.grads = (np.array(list(map(POINTER, side)), np.int64) for side in (params, grads))
+        self.params, self.grads = (np.fromiter(map(POINTER, side), np.int64, len(side)) for side in (params, grads))
         kinds: tuple[list[torch.dtype], ...] = (list(map(DTYPE, params)), list(map(DTYPE, grads))) if types is None else types
         self.param_types, self.grad_types = kinds
         self.odd: set[int] = find_odd(params, grads) if odd is None else odd
@@ -122,8 +128,27 @@ def find_odd(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> s
     return {i % n for i, t in enumerate(both) if not t.is_contiguous() or t.is_neg()}
 
 
-def reach_beyond(tensors: Sequence[torch.Tensor], sizes: np.ndarray, itemsizes: np.ndarray) -> np.ndarray:
-    """Of contiguous tensors of so many elements, which reach beyond the end of their storage: it may have been resized."""
-    offsets, stored = np.array(list(map(OFFSET, tensors)), np.int64), np.array(stored_bytes(tensors), np.int64)
+def reach_beyond(extents: tuple[list[int], list[int]], sizes: np.ndarray, itemsizes: np.ndarray) -> np.ndarray:
+    """Which contiguous tensors of so many elements reach beyond the end of their storage, which may have been resized. extents:
+    where they begin in their storages, and the bytes of these."""
+    offsets, stored = (np.array(column, np.int64) for column in extents)
     found: np.ndarray = ((offsets + sizes) * itemsizes > stored) & (sizes > 0)
     return found
+
+
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element of these tensors is finite. Small ones on the host are asked together."""
+    sizes, dtypes = list(map(NUMEL, tensors)), list(map(DTYPE, tensors))
+    if tensors and max(sizes) <= SMALL and dtypes.count(dtypes[0]) == len(dtypes) and all(map(IS_CPU, tensors)):
+        return all(bool(flatten(tensors[lo : lo + SMALL]).isfinite().all()) for lo in range(0, len(tensors), SMALL))
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for tensor, size, device, dtype in zip(tensors, sizes, map(DEVICE, tensors), dtypes, strict=True):
+        if size:
+            alike.setdefault((device, dtype, device.type == "cpu" and size <= SMALL), []).append(tensor)
+    if len(alike) > 1:
+        return all(map(are_finite, alike.values()))
+    return all(bool(torch.stack(torch._foreach_norm(each, float("inf"))).isfinite().all()) for each in alike.values())
+
+
+flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
+SMALL = 4096  # elements of a tensor up to which it is copied beside others to be looked at with them, and how many these are

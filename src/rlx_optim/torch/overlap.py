@@ -34,11 +34,14 @@ def spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     if found is None or found.odd:
         each = [span(entry.param) for entry in entries], [span(grad) for grad in batch.grads]
         return np.array(each[0], np.int64).reshape(-1, 2), np.array(each[1], np.int64).reshape(-1, 2)
-    sizes = batch.bucket.select(batch.chosen).expected.sizes
-    sides = []
-    for start, types in ((found.params, found.param_types), (found.grads, found.grad_types)):
-        sides.append(np.stack([start, start + sizes * np.array([each.itemsize for each in types], np.int64)], 1))
-    return sides[0], sides[1]
+    expected = batch.bucket.select(batch.chosen).expected
+    itemsizes = [expected.itemsizes] * 2
+    if found.grad_types != expected.dtypes:
+        itemsizes[1] = np.array([each.itemsize for each in found.grad_types], np.int64)
+    starts = found.params, found.grads
+    ends = (start + expected.sizes * each for start, each in zip(starts, itemsizes, strict=True))
+    params, grads = (np.array(side).T for side in zip(starts, ends, strict=True))
+    return params, grads
 
 
 def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated: Mapping[torch.Tensor, int]) -> list[Work]:

@@ -12,7 +12,7 @@ import functools
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -34,7 +34,7 @@ from .evaluating import eager, named
 from .graphs import GraphBucket, refusal
 from .halves import is_spread
 from .lanes import ARITHMETIC, BUCKETS, Batch, Bucket, ParamEntry, TorchBucket, packed
-from .memory import DTYPE, GRAD, REQUIRES_GRAD, in_bounds, is_fake
+from .memory import DTYPE, GRAD, REQUIRES_GRAD, are_finite, in_bounds, is_fake
 from .names import in_dtype
 from .offload import LINKS, HostBucket, whole
 from .overlap import Work, rounds
@@ -248,7 +248,7 @@ class Stepper(Deciding):
             raise RuntimeError(f"{self._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
         if self._council is not None:
             work, stopped, bad, norm = self._council.agree(lambda: self._prepared(work, problem), stopped)
-            if stopped or not self._passes(self._arrived(work), bad) or self._left_out(work, scale, loss, norm):
+            if stopped or not self._finite(work, bad) or self._left_out(work, scale, loss, norm):
                 return
         else:
             if problem is not None:
@@ -257,7 +257,7 @@ class Stepper(Deciding):
                 return
             if self.capturable:
                 self._decide(work, found, scale, loss)
-            elif not self._passes(self._arrived(work)) or self._left_out(work, scale, loss, self._measured(work)):
+            elif not self._finite(work) or self._left_out(work, scale, loss, self._measured(work)):
                 return
         factor: Any = 1.0 if scale is None else 1.0 / (scale if self.capturable else float(scale))
         asked, done = self._asked and only is None, list[StepPart]()
@@ -332,9 +332,12 @@ class Stepper(Deciding):
                 grads[i] = -grads[i]
         return Batch(bucket, chosen, grads, addresses)
 
-    def _arrived(self, work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in work:
-            yield from zip((batch.bucket.seats[i].param for i in batch.chosen), batch.grads, strict=True)
+    def _finite(self, work: Work, verdict: bool | None = None) -> bool:
+        """Whether the gradients are finite, where that matters."""
+        if self.nonfinite == "propagate":
+            return True
+        grads = work[0].grads if len(work) == 1 else [grad for batch in work for grad in batch.grads]
+        return self._passes(lambda: [batch.bucket.seats[i].param for batch in work for i in batch.chosen], grads, verdict)
 
     def _prepared(self, work: Work, problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
         """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
@@ -342,7 +345,7 @@ class Stepper(Deciding):
             raise problem
         rounds(self._owner, work, self.param_groups, self._repeated)  # refuses what ranks cannot step together
         watched = self.nonfinite != "propagate"
-        bad = watched and not all(bool(torch.isfinite(grad).all()) for _, grad in self._arrived(work))
+        bad = watched and not are_finite([grad for batch in work for grad in batch.grads])
         return work, bad, self._measured(work)
 
     def _refuse_zeros(self, lane: Bucket, seat: ParamEntry) -> None:
@@ -429,7 +432,7 @@ class Stepper(Deciding):
     def _ready(self, only: torch.Tensor | None = None) -> list[tuple[Bucket, Sequence[int], list[Any]]]:
         """The lanes, with those of their seats that have a gradient, and the gradients. Groups and state are the truth: where
         they are no longer what the lanes were made from, lanes are made anew."""
-        if not self.capturable and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if not self.capturable and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
         known = self._is_laid_out() if only is None else only in self._places
         if self._lanes is None or not known or self._has_woken():
@@ -485,7 +488,7 @@ class Stepper(Deciding):
     @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
     @torch.no_grad()
     def _make_lanes(self) -> None:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing:
             raise RuntimeError(
                 f"{self._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before"
