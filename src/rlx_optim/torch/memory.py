@@ -48,7 +48,8 @@ def stored_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def locate_in_storage(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Where each tensor begins in its storage, and the bytes of that."""
-    return list(map(OFFSET, tensors)), stored_bytes(tensors)
+    offset: Any = OFFSET
+    return list(map(offset, tensors)), stored_bytes(tensors)
 
 
 try:  # one look of torch.compile's at type, dispatch keys (a lazy sign is one), dtype, device, sizes and strides of all tensors
@@ -150,5 +151,5 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return all(bool(torch.stack(torch._foreach_norm(each, float("inf"))).isfinite().all()) for each in alike.values())
 
 
-flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
+flatten: Any = torch._C._nn.flatten_dense_tensors
 SMALL = 4096  # elements of a tensor up to which it is copied beside others to be looked at with them, and how many these are
