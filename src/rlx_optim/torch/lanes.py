@@ -465,7 +465,7 @@ class PointerBucket(Bucket):
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: Any) -> None:
         seats, grads = self.seen(selection), batch.grads
-        params: list[torch.Tensor] = selection.expected.params if seats is selection.entries else [seat.param for seat in seats]
+        params: list[torch.Tensor] = [seat.param for seat in seats]
         found = batch.addresses or Addresses(params, grads)
         back = []
         self.copied = 0
