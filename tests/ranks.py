@@ -6,6 +6,7 @@ single process that everything is compared with.
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import os
 import traceback
@@ -642,11 +643,31 @@ def refused(world):
             out[name, t] = failure(opt.step), same_tensors(before, wholes(params))
             opt.param_groups[0]["lr"] = lr
             opt.step()
+    out["closure"] = refused_closure(world)
     out["engine"] = opt_report(world)
     out["split"] = failure(make, "MARS", parameters(world.place), split={"w": 3})
     out["file"] = failure(opt.load, world.folder / ("missing" if world.rank else "single.Muon.safetensors"))
     out["hessian"] = sharded_hessian(world)
     return out
+
+
+def refused_closure(world):
+    """A closure that raises on rank 1, at the first step and later; then the steps that all ranks take."""
+    out, params, alone = [], parameters(world.place), parameters(plain)
+    opt, single = make("Muon", params), make("Muon", alone)
+    for t in range(2):
+        for k, g in tensors(t).items():
+            params[k].grad, alone[k].grad = world.place(k, g), g.clone()
+        out.append(failure(opt.step, functools.partial(failing, world.rank)))
+        opt.step(lambda: 1.0)
+        single.step()
+    return out, same_tensors(wholes(params), wholes(alone))
+
+
+def failing(rank):
+    if rank:
+        raise KeyError("no such batch")
+    return 1.0
 
 
 @scenario(2)

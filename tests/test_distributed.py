@@ -536,6 +536,11 @@ def test_refusals(results):
                 True,
             )
             assert second[name, t] == (f"ValueError: {name}: lr must be a finite number >= 0, got -1.0", True)
+    assert first["closure"] == (
+        ["Elsewhere: a gradient or a setting was refused on another rank, which says why; nothing was stepped"] * 2,
+        True,
+    )
+    assert second["closure"] == (["KeyError: 'no such batch'"] * 2, True)
     assert any("sums over ranks are taken by the torch engine" in line for line in first["engine"])
     assert first["file"].startswith("Elsewhere: the checkpoint was refused on another rank")
     assert "missing" in second["file"]

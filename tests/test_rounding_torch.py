@@ -306,3 +306,22 @@ def test_places_of_plain_tensors_count_from_zero():
     assert halves.half_of(spec, p, "w", None).first == 0
     assert halves.half_of(spec.replace(rounding="nearest"), p, "w", None) is None
     assert halves.half_of(spec, nn.Parameter(torch.zeros(3)), "w", None) is None
+
+
+@how_rounded
+def test_tensors_that_sit_a_step_out_may_be_rounded_elsewhere(how):
+    """Columns that are split are rounded beside the engine, those beside them in it; both are in one table."""
+    found = []
+    for engine in ("cpu", "torch"):
+        torch.manual_seed(0)
+        params = {
+            k: nn.Parameter(torch.randn(shape).bfloat16()) for k, shape in {"a": (7, 4), "cut": (6, 16), "b": (7, 4)}.items()
+        }
+        opt = ours.MARS(list(params.items()), rounding=how, split={"cut": (4, 12)}, otherwise=None, engine=engine)
+        for t in range(3):
+            for name, p in params.items():
+                grad = torch.randn(p.shape).bfloat16()
+                p.grad = None if (t, name) == (1, "cut") else grad
+            opt.step()
+        found.append({k: p.detach().clone() for k, p in params.items()})
+    assert equal(*found)

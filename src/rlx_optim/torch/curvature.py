@@ -24,11 +24,11 @@ class CurvatureOptimizer(RuleOptimizer):
         super().__init__(params, hyperparameters, beside={"hessian_seed": hessian_seed}, **rest)  # in the groups it is saved
         self._advised = False  # of a step without an estimate
 
-    def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
+    def _step(self, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
         if not self._advised:
             self._advised = True
             self._advise()
-        super()._step(only, loss)
+        super()._step(only, loss, problem)
 
     def _advise(self) -> None:
         """Say so, once, if the first step comes before any estimate."""

@@ -540,6 +540,8 @@ class CpuBucket(PointerBucket):
         for step in self.parts:
             kind, counts = step.records[0].kind, collections.Counter(at[row] for row in step.places)
             direct = bool(kind) and self.by_address(step.part) and not counts.keys() & found.odd
+            # those that sit this step out are in the same tables
+            direct = direct and len({record.half is None for record in step.part.records}) == 1
             direct = direct and all(
                 found.param_types[i] is found.grad_types[i]
                 and not seats[i].columns

@@ -214,34 +214,41 @@ class Stepper(Deciding):
         """One step of every parameter that has a gradient. Everything is checked before anything is written.
 
         loss: what skip_above looks at beside the norm of the gradients; a closure gives it."""
+        problem: Exception | None = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception as raised:
+                if self._homes is None:
+                    raise
+                problem = raised  # the other ranks wait to hear of it
         with torch.no_grad(), self._lock:
-            self._step(None, loss)
+            self._step(None, loss, problem)
         return None if closure is None else loss
 
-    def _step(self, only: torch.Tensor | None, loss: Any = None) -> None:
+    def _step(self, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
         if cast := list(filter(torch.is_autocast_enabled, CAST)):  # for forward passes: products here would lose bits
             with contextlib.ExitStack() as off:
                 for kind in cast:
                     off.enter_context(torch.autocast(kind, enabled=False))
-                return self._step(only, loss)
+                return self._step(only, loss, problem)
         if self._evaluating is not False and self._evaluates():
             raise RuntimeError(
                 f"{self._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
             )
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         stopped = not self.capturable and found is not None and bool(float(found))
-        specs, problem = self._agreeable_specs()
+        specs, refused = self._agreeable_specs()
+        problem = problem or refused
         work: Work = []
-        if problem is None:
+        if problem is None or self._lanes is None:  # the council is made with the lanes
             try:
                 work = self._collect(only)
             except Exception as raised:
                 if self._council is None:
-                    raise
-                problem = raised  # the other ranks wait to hear of it
+                    raise problem or raised  # noqa: B904
+                problem = problem or raised  # the other ranks wait to hear of it
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
         if self.skip_above is not None and only is not None:
