@@ -242,13 +242,12 @@ class Stepper(Deciding):
         specs, refused = self._agreeable_specs()
         problem = problem or refused
         work: Work = []
-        if problem is None or self._lanes is None:  # the council is made with the lanes
-            try:
-                work = self._collect(only)
-            except Exception as raised:
-                if self._council is None:
-                    raise problem or raised  # noqa: B904
-                problem = problem or raised  # the other ranks wait to hear of it
+        try:
+            work = self._collect(only)  # after a refusal too: ranks lay out together, and the council is made with the lanes
+        except Exception as raised:
+            if self._council is None:
+                raise problem or raised  # noqa: B904
+            problem = problem or raised  # the other ranks wait to hear of it
         if only is not None and self._gathering:
             raise RuntimeError(f"{self._owner}: its rule reduces over all parameters; step them together, not one by one")
         if self.skip_above is not None and only is not None:
