@@ -361,3 +361,15 @@ def test_float64_on_an_engine_of_others():
 
     with pytest.raises(TypeError, match="steps float32 arrays; float64 ones are for 'reference', 'cpu'"):
         rlx_optim.AdamW(engine=Mine()).step_all({"w": np.ones(2)}, {"w": np.ones(2)})
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_the_first_float64_gradient_that_waits_is_judged_as_float64(policy):
+    grad = np.array([0x3FD000007FC00000], np.uint64).view(np.float64)  # 0.25…, whose lower half would be a NaN of float32
+    params = [np.array([0.7]) for _ in range(2)]
+    one, all_ = (rlx_optim.Prodigy(nonfinite=policy) for _ in params)
+    one.step("w", params[0], grad)
+    one.end_iteration()
+    all_.step_all({"w": params[1]}, {"w": grad})
+    assert one.skipped == 0
+    assert params[0][0] == params[1][0] != 0.7

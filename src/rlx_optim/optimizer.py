@@ -252,8 +252,9 @@ class NamedOptimizer(Member):
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
         if not gathers(spec, item.record.shape):
-            self._commit([item], scale)
-        elif self._passes([name], [grad]):
+            return self._commit([item], scale)
+        self._settle([name], [param])  # in the right type it is asked whether the gradient is finite
+        if self._passes([name], [grad]):
             self._waiting[name] = dataclasses.replace(item, grad=np.asarray(grad * np.asarray(scale, grad.dtype)))
 
     def _step_known(self, name: Any, param: Any, grad: Any, shape: Any, scale: Any) -> bool:
