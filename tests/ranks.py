@@ -355,7 +355,25 @@ def meshes(world):
         opt = make(name, params)
         train(opt, params, 0, STEPS, place)
         out[way, name] = wholes(params), state_of(opt)
-    return out if world.rank == 0 else None
+    out["refused"] = refused_on_a_replica(world, lambda k, t: distribute_tensor(t, mesh, ways["hsdp"](t), src_data_rank=None))
+    return out
+
+
+def refused_on_a_replica(world, place):
+    """A setting that is bad on one rank, whose replica may not go on alone."""
+    out = []
+    for name in ("Lamb", "Muon"):
+        params = parameters(place)
+        opt = make(name, params)
+        for t in range(2):
+            for k, g in tensors(t).items():
+                params[k].grad = place(k, g)
+            before, lr = wholes(params), opt.param_groups[0]["lr"]
+            opt.param_groups[0]["lr"] = -1.0 if world.rank == 1 else lr
+            out.append((failure(opt.step), same_tensors(before, wholes(params))))
+            opt.param_groups[0]["lr"] = lr
+            opt.step()
+    return out
 
 
 @scenario(4)

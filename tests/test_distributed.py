@@ -174,6 +174,13 @@ def test_two_dimensional_meshes_equal_one_process(results, way, name):
     close(state, kept, 10 * tolerance(name))
 
 
+def test_what_is_refused_on_a_replica_is_refused_on_all(results):
+    for rank, found in enumerate(results[4]["meshes"]):
+        for problem, still in found["refused"]:
+            assert ("lr must be" if rank == 1 else "refused on another rank") in problem
+            assert still
+
+
 def one_process(name, model, keep=lambda name: True, **settings):
     opt = getattr(ours, name)(
         [(k, p) for k, p in model.named_parameters() if keep(k)] if settings.pop("by_name", 0) else model, **settings

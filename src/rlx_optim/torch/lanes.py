@@ -97,7 +97,9 @@ class Selection:
         entries: list[Any] = self.entries
         self.exact = all(e.dtype is bucket.dtype and e.half is None and not e.columns for e in entries)
         self.rows = tuple(row for i in chosen for row in range(bucket.first[i], bucket.first[i + 1]))
-        self.index: Any = slice(None) if len(self.rows) == len(bucket.records) else np.array(self.rows, np.intp)  # of a table of all
+        self.index: Any = (
+            slice(None) if len(self.rows) == len(bucket.records) else np.array(self.rows, np.intp)
+        )  # of a table of all
         self.single = len(self.rows) == len(entries)
         self.of = np.repeat(np.arange(len(entries)), [len(entry.records) for entry in entries])  # which entry's each record is
         self.offsets = np.array([at for entry in entries for at in first_elements(entry.records)], np.int64)

@@ -52,5 +52,5 @@ def sharing(params: Iterable[torch.Tensor], circle: Circle | None) -> Together:
 
 
 def splitting(params: Iterable[torch.Tensor]) -> Together:
-    """Those who have different parts of these parameters."""
-    return Together(circle for p in params if isinstance(p, DTensor) for circle in Layout(p).circles)
+    """Those who have different parts of these parameters, and replicas of such parts: what one refuses, all of them refuse."""
+    return sharing([p for p in params if isinstance(p, DTensor) and Layout(p).circles], None)
