@@ -6,7 +6,7 @@ from helpers import distance
 from test_faults_soap import Single, draw, walk
 
 import rlx_optim
-from rlx_optim import linalg
+from rlx_optim import basis, linalg
 from rlx_optim.engines import get_engine
 
 
@@ -26,7 +26,7 @@ def apart(Q):
 @pytest.mark.parametrize("make", [stale, lambda n: np.random.default_rng(n).standard_normal((2, n, n))], ids=["stale", "gauss"])
 def test_block_gram_schmidt_is_qr(n, make):
     X = make(n)
-    found, want = linalg.gram_schmidt(get_engine("cpu"), X.copy()), np.linalg.qr(X)[0]
+    found, want = basis.gram_schmidt(get_engine("cpu"), X.copy()), np.linalg.qr(X)[0]
     assert apart(found) < 1e-9
     np.testing.assert_allclose(abs((found * want).sum(-2)), 1, atol=1e-9)
     np.testing.assert_array_less(0, (found * X).sum(-2))  # the diagonal of R
@@ -38,10 +38,10 @@ def test_in_float32_it_is_straightened(n, monkeypatch):
     from rlx_optim.engines.torch_ import Torch
 
     X, E = stale(n), Torch()
-    monkeypatch.setattr(Torch, "panel", 64)
-    rough = linalg.gram_schmidt(E, torch.tensor(X, dtype=torch.float32), torch.zeros(X.shape[0], n))
+    monkeypatch.setattr(Torch, "panel_width", 64)
+    rough = basis.gram_schmidt(E, torch.tensor(X, dtype=torch.float32), torch.zeros(X.shape[0], n))
     assert apart(rough.double().numpy()) < 1e-4
-    assert apart(linalg.straightened(E, rough).double().numpy()) < 2e-6
+    assert apart(basis.reorthogonalize(E, rough).double().numpy()) < 2e-6
     np.testing.assert_allclose(abs((rough.numpy() * np.linalg.qr(X)[0]).sum(-2)), 1, atol=1e-4)
 
 
@@ -51,7 +51,7 @@ def test_columns_of_two_bases_are_made_one(n):
     E = Products()
     Q = np.linalg.qr(np.random.default_rng(n).standard_normal((2, n, n)))[0]
     X = np.concatenate((Q[..., : n // 2], np.broadcast_to(np.eye(n)[:, : n - n // 2], (2, n, n - n // 2))), -1)
-    found = linalg.straightened(E, linalg.gram_schmidt(E, X.astype(np.float32)))
+    found = basis.reorthogonalize(E, basis.gram_schmidt(E, X.astype(np.float32)))
     assert apart(found.astype(np.float64)) < 2e-6
     np.testing.assert_allclose((found * np.linalg.qr(X)[0]).sum(-2) ** 2, 1, atol=2e-4)
 
@@ -69,14 +69,14 @@ def test_dependent_columns_of_the_cpu_engine_go_to_lapack(n):
 class Products(Single):
     """Bases as CUDA makes them."""
 
-    name, panel = "products", 16
+    name, panel_width = "products", 16
 
-    def few(self, X, noise=None):
+    def orthonormalize_panel(self, X, noise=None):
         noise = np.zeros((X.shape[0], X.shape[2]), self.dtype) if noise is None else noise
-        X[...] = linalg.by_pivots(self, X.astype(np.float64), noise)
+        X[...] = basis.orthonormalize_by_pivots(self, X.astype(np.float64), noise)
 
-    def orthonormal(self, X, near, order, free):
-        return linalg.orthonormal_by_products(self, X, near, order, free)
+    def orthonormalize(self, X, near, order, free):
+        return basis.orthonormalize_by_products(self, X, near, order, free)
 
 
 class Wide(Products):
@@ -86,7 +86,7 @@ class Wide(Products):
 @pytest.mark.parametrize("n", [1, 16, 60])
 def test_a_few_columns_one_after_the_other_are_qr(n):
     X = np.random.default_rng(n).standard_normal((2, n + 3, n))
-    found, want = linalg.by_pivots(Wide(), X, np.zeros((2, n))), np.linalg.qr(X)[0]
+    found, want = basis.orthonormalize_by_pivots(Wide(), X, np.zeros((2, n))), np.linalg.qr(X)[0]
     np.testing.assert_allclose(found, want * np.sign((want * X).sum(-2, keepdims=True)), atol=1e-9)
 
 
@@ -99,7 +99,7 @@ def test_columns_that_depend_on_others_but_for_noise_become_zero(n):
     X /= np.linalg.norm(X, axis=-2, keepdims=True)
     X[..., lost] += 0.1 * off * rng.standard_normal((1, n + 3, 3)) / np.sqrt(n)
     kept = np.setdiff1d(np.arange(n), lost)
-    found = linalg.gram_schmidt(Wide(), X.copy(), noise := np.full((1, n), off**2))
+    found = basis.gram_schmidt(Wide(), X.copy(), noise := np.full((1, n), off**2))
     assert not found[..., lost].any()
     want = np.linalg.qr(X[..., kept])[0]
     np.testing.assert_allclose(abs((found[..., kept] * want).sum(-2)), 1, atol=1e-9)
@@ -114,7 +114,7 @@ def test_what_a_small_pivot_does_to_later_columns_is_seen():
     q = np.linalg.qr(rng.standard_normal((1, 9, 3)))[0]
     X = np.stack([q[..., 0], q[..., 0] + near * q[..., 1], q[..., 1] + 5e-4 * q[..., 2]], -1)
     noise = np.full((1, 3), 1e-6**2)
-    found = linalg.gram_schmidt(Wide(), X, noise)
+    found = basis.gram_schmidt(Wide(), X, noise)
     assert not found[..., 2].any()
     np.testing.assert_allclose(noise[0, 1], 1e-6, rtol=1e-2)
 
@@ -122,9 +122,9 @@ def test_what_a_small_pivot_does_to_later_columns_is_seen():
 def refreshed(E, L, Q):
     """L·Q and Q by descending estimates, what of it is open, and the basis that E makes of it."""
     X = L @ Q
-    order = linalg.descending(E, (Q * X).sum(-2))
+    order = basis.descending_order(E, (Q * X).sum(-2))
     X, near = (linalg.permute(E, Y, order, 2) for Y in (X, Q))
-    return X, near, E.orthonormal(X, near, order, linalg.minor(E, (near * X).sum(-2)))
+    return X, near, basis.orthonormalize(E, X, near, order, basis.below_rounding(E, (near * X).sum(-2)))
 
 
 @pytest.mark.parametrize(("E", "bar"), [(Wide(), 1e-9), (Products(), 2e-3)], ids=lambda value: getattr(value, "name", ""))
@@ -156,7 +156,7 @@ def test_a_rank_that_grows():
     (_, grads), n, E = draw((640, 16)), 640, Products()
     each = [0.05 * g["w"].astype(np.float64) @ g["w"].T for g in grads[:11]]
     L = sum(0.95 ** (10 - t) * G for t, G in enumerate(each))[None].astype(np.float32)
-    Q = linalg.eigenbasis(E, each[0][None].astype(np.float32), np.eye(n, dtype=np.float32)[None])
+    Q = basis.eigenbasis(E, each[0][None].astype(np.float32), np.eye(n, dtype=np.float32)[None])
     X, near, found = refreshed(E, L, Q)
     assert (found != near).any()
     assert apart(found.astype(np.float64)) < 2e-6
@@ -171,7 +171,7 @@ def test_without_gradients_a_basis_by_products_stays():
 
 def test_where_products_give_no_basis_the_one_before_stays():
     class Failing(Products):
-        def few(self, X, noise=None):
+        def orthonormalize_panel(self, X, noise=None):
             super().few(X, noise)
             X[1] = np.nan
 
@@ -204,8 +204,8 @@ def test_columns_known_to_be_open_need_no_second_decomposition():
     Q = np.linalg.qr(rng.standard_normal((1, n, n)))[0]
     L = (Q[..., :rank] * np.geomspace(1, 0.1, rank)) @ Q[..., :rank].mT
     X, E = (L @ Q).astype(np.float32), Counting()
-    free = linalg.minor(E, (Q * X).sum(-2))
-    found = linalg.orthonormal(E, X, Q.astype(np.float32), np.arange(n)[None], free)
+    free = basis.below_rounding(E, (Q * X).sum(-2))
+    found = basis.orthonormalize.default(E, X, Q.astype(np.float32), np.arange(n)[None], free)
     assert calls == [False]
     assert free.sum() == n - rank
     np.testing.assert_allclose(abs((found * Q).sum(-2)), 1, atol=1e-5)

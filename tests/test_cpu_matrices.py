@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlx_optim import SOAP, create, linalg, random
+from rlx_optim import SOAP, basis, create, linalg, random
 from rlx_optim.engines import get_engine
 from rlx_optim.engines.cpu import bases, matrices, noise, triangular
 from rlx_optim.engines.cpu.engine import Cpu
@@ -40,7 +40,7 @@ def test_average_gram_is_that_of_float64_rounded(n, columns, precision):
 def test_a_gram_matrix_that_is_not_finite_leaves_its_own_alone(bad):
     X, L = np.ones((2, 300, 2), np.float32), np.ones((2, 300, 300), np.float32)
     X[1, 299, 0] = bad
-    stored, _ = E.average_gram(L, X, 1, 0.5, 0.5)
+    stored, _ = linalg.average_gram(E, L, X, 1, 0.5, 0.5)
     np.testing.assert_array_equal(stored[1], L[1])
     np.testing.assert_array_equal(stored[0], np.full((300, 300), 1.5, np.float32))
 
@@ -117,13 +117,13 @@ def test_what_is_not_nearly_orthonormal_is_not_completed_and_spans_what_it_did()
     Q = X.copy()
     assert not E._completed(Q[:, :first], Q[:, first:], 0.0)
     np.testing.assert_allclose(abs((np.linalg.qr(Q)[0] * np.linalg.qr(X)[0]).sum(0)), 1, atol=1e-12)
-    found = E.extended(X[None], X[None], np.arange(n)[None] >= first)[0]
+    found = basis.extend_basis(E, X[None], X[None], np.arange(n)[None] >= first)[0]
     assert apart(found) < 1e-12
 
 
 @pytest.mark.parametrize("rank", [100, 256, 300, 900, 1000])
 def test_a_column_is_left_out_where_l_leaves_rounding_alone(rank):
-    n, share = 1000, linalg.ROUNDING[8]
+    n, share = 1000, basis.ROUNDING[8]
     L, V = low_rank(n, rank, least=1e-4)
     L, Q = L.astype(np.float32), V.astype(np.float32).astype(np.float64)
     X, want = np.zeros((n, n)), L.astype(np.float64) @ Q
@@ -137,7 +137,7 @@ def test_a_column_is_left_out_where_l_leaves_rounding_alone(rank):
 
 
 def test_a_column_that_l_does_not_leave_alone_is_found_behind_those_that_it_does():
-    n, share = 1000, linalg.ROUNDING[8]
+    n, share = 1000, basis.ROUNDING[8]
     L, V = low_rank(n, 200)
     for size in (3 * share, 1e-2):
         X = np.zeros((n, n))
@@ -164,7 +164,9 @@ def test_reach_of_columns_that_are_not_free():
     rng, n = np.random.default_rng(0), 40
     X, free = rng.standard_normal((2, n, n)), rng.random((2, n)) < 0.3
     Q = np.linalg.qr(X)[0]
-    np.testing.assert_allclose(E.reach(Q, X, free), linalg.reach(get_engine("reference"), Q, X, free), rtol=1e-9)
+    np.testing.assert_allclose(
+        basis.inv_r_norms(E, Q, X, free), basis.inv_r_norms.default(get_engine("reference"), Q, X, free), rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -185,7 +187,7 @@ def test_compiled_noise_is_threefry(n, beside):
 def test_reordered_columns_are_in_the_same_memory():
     X, order = np.random.default_rng(0).standard_normal((2, 3, 5)), np.array([[3, 1, 0, 4, 2], [0, 1, 2, 4, 3]])
     want = np.take_along_axis(X, order[:, None], 2)
-    assert E.reordered(X, order) is X
+    assert basis.permute_columns(E, X, order) is X
     np.testing.assert_array_equal(X, want)
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import distance
 
 import rlx_optim
-from rlx_optim import linalg
+from rlx_optim import basis
 from rlx_optim.engine import ArrayEngine
 from rlx_optim.engines import get_engine
 
@@ -125,7 +125,7 @@ def test_open_columns_are_those_of_the_basis_before(engine):
     X[:, 2] = X[:, 0] - 2 * X[:, 1] + 1e-9 * rng.standard_normal(n)
     X[:, 5:] = 0
     X, near = (A.astype(engine.dtype)[None] for A in (X, near))
-    found = linalg.orthonormal(engine, X, near, np.arange(n)[None], np.zeros((1, n), bool))[0]
+    found = basis.orthonormalize.default(engine, X, near, np.arange(n)[None], np.zeros((1, n), bool))[0]
     np.testing.assert_allclose(found.T @ found, np.eye(n), atol=1e-6)
     want = np.linalg.qr(X[0][:, sure].astype(np.float64))[0]
     np.testing.assert_allclose(abs((found[:, sure] * want).sum(0)), 1, atol=1e-6)
@@ -136,7 +136,7 @@ def test_open_columns_are_those_of_the_basis_before(engine):
 def test_sizes_that_are_rounding_keep_their_order():
     E = get_engine("reference")
     sizes = np.array([[1e-9, 2.0, -3e-9, 5.0, 2e-9, 1e-3]])
-    assert linalg.descending(E, sizes).tolist() == [[3, 1, 5, 0, 2, 4]]
+    assert basis.descending_order(E, sizes).tolist() == [[3, 1, 5, 0, 2, 4]]
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])

@@ -72,9 +72,9 @@ def test_products_by_halves(monkeypatch, gpu):
     E = Jax(jnp.float32, free=True)
     A, B = np.random.default_rng(0).normal(size=(2, 3, 64, 64)).astype(np.float32) * np.float32(1e-3)
     exact = A.astype(np.float64) @ B.astype(np.float64)
-    assert np.abs(E.precise(A, B) - exact).max() < 1e-6 * np.abs(exact).max() < np.abs(E.product(A, B) - exact).max()
+    assert np.abs(E.matmul_precise(A, B) - exact).max() < 1e-6 * np.abs(exact).max() < np.abs(E.matmul(A, B) - exact).max()
     exact = A.astype(np.float64) @ A.astype(np.float64).swapaxes(-1, -2)
-    assert np.abs(E.square(A) - exact).max() < 1e-6 * np.abs(exact).max()
+    assert np.abs(E.syrk(A) - exact).max() < 1e-6 * np.abs(exact).max()
 
 
 def test_halves_are_rounded_to_the_nearest():

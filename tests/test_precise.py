@@ -36,7 +36,7 @@ def products(device="cpu"):
         found[name] = gap(precise.product(a, b), a.double() @ b.double())
     small = torch.rand(1, 20, 70, device=device, dtype=torch.float32) - 0.5
     square = small.double() @ small.double().mT
-    found["bounded"] = gap(precise.product(small, small.mT, most=1), square)
+    found["bounded"] = gap(precise.product(small, small.mT, bound=1), square)
     whole = torch.randn(1, 20, 50, device=device, dtype=torch.float32)
     before, here = whole.double(), whole[..., 10:30]
     precise.joined(here, small, small.mT, 1, 1.0, -1.0)
@@ -74,7 +74,7 @@ def averages(device="cpu"):
 def columns(device="cpu"):
     """A few columns in the midst of larger arrays: how far they are from the Q of float64, one that nearly depends on others, too;
     one that does but for noise is zero, and the noise follows."""
-    from rlx_optim import linalg
+    from rlx_optim import basis
     from rlx_optim.engines import get_engine
     from rlx_optim.engines.triton_ import panels
     from rlx_optim.engines.triton_.engine import Triton
@@ -90,7 +90,7 @@ def columns(device="cpu"):
         here, before, off = slice(5, 5 + n), X.clone(), noise[:, 5 : 5 + n].double().cpu().numpy()
         panels.orthonormal(X[..., here], noise[:, here])
         Q, beside = X[..., here], torch.cat((X - before, noise[:, None] - 1e-10), 1)
-        want = linalg.by_pivots(get_engine("reference"), before[..., here].double().cpu().numpy(), off)
+        want = basis.orthonormalize_by_pivots(get_engine("reference"), before[..., here].double().cpu().numpy(), off)
         found[f"{n}"] = gap(Q.cpu(), torch.tensor(want))
         found[f"{n}, one left out"] = float(Q[1, :, n // 2].abs().sum() + (want[1, :, n // 2] != 0).sum())
         found[f"{n}, beside it"] = float(beside[..., :5].abs().sum() + beside[..., 5 + n :].abs().sum())
@@ -103,8 +103,8 @@ def columns(device="cpu"):
     for rows, n in ((100, 70), (300, 200)):
         X, noise = torch.randn(2, rows, n, device=device), torch.full((2, n), 1e-10, device=device)
         wanted = X.double().cpu().numpy(), noise.double().cpu().numpy()
-        linalg.gram_schmidt(Triton(torch.device(device)), X, noise)
-        linalg.gram_schmidt(get_engine("reference"), *wanted)
+        basis.gram_schmidt(Triton(torch.device(device)), X, noise)
+        basis.gram_schmidt(get_engine("reference"), *wanted)
         found[f"{n} columns"] = gap(X.cpu(), torch.tensor(wanted[0]))
         found[f"{n} columns, noise"] = gap(noise.cpu(), torch.tensor(wanted[1]))
     return found

@@ -267,7 +267,7 @@ def orthogonalized():
     found = {}
     for shape in ((2, 128, 256), (1, 256, 128), (1, 130, 140), (1, 140, 130)):
         U = 1e-5 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        want = torch.tensor(linalg.orthogonalize(Reference(), U.double().numpy(), 5, COEFFICIENTS, 1e-7))
+        want = torch.tensor(linalg.newton_schulz(Reference(), U.double().numpy(), 5, COEFFICIENTS, 1e-7))
         norm = torch.linalg.vector_norm(U.flatten(1), dim=1, dtype=torch.float64)
         for form in products.FORMS:
             got = products.orthogonalize(U, norm, 5, COEFFICIENTS, 1e-7, form).double()
@@ -348,7 +348,7 @@ def built():
         products.orthogonalize(U, torch.ones(1), 1, COEFFICIENTS, 1e-7)
     for U in (torch.ones(1, 256, 300), torch.ones(1, 300, 256).mT):
         precise.product(U, U.mT)
-        precise.product(U, U.mT, most=1)
+        precise.product(U, U.mT, bound=1)
         precise.square(U)
     for n, dtype in ((64, torch.float32), (20, torch.float64)):
         noise = torch.ones(1, n, dtype=dtype)
@@ -402,7 +402,7 @@ def asked_for():
                 U = torch.ones(batch, a + 256, b + 256)
                 for X in (U, U.mT):
                     precise.product(X, X.mT)
-                    precise.product(X, X.mT, most=1)
+                    precise.product(X, X.mT, bound=1)
                 precise.square(torch.ones(batch, 256 * batch, a))
                 precise.square(torch.ones(batch, a, 256 * batch).mT)
                 for Q in (torch.ones(batch, a, b), torch.ones(batch, 8 * a + rows, b)):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from . import ops, random, stats, storage
-from .algebra import Algebra
+from .arrays import Arrays
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Unsent, Values, reduced_axis, subtract, trace
 from .rounding import Half
@@ -188,7 +188,7 @@ class Several(list[Any]):
 BOUND: weakref.WeakKeyDictionary[ArrayEngine, dict[Rule, Rule]] = weakref.WeakKeyDictionary()
 
 
-class ArrayEngine(Algebra):
+class ArrayEngine(Arrays):
     """Runs every rule with an array library that follows NumPy."""
 
     name: ClassVar[str] = "array"
@@ -258,7 +258,7 @@ class ArrayEngine(Algebra):
         spec, p = bundle.spec, start["p"]
         x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.blind else start
         try:
-            x = spec.mask(self, self.ended(spec.update(self, x)))
+            x = spec.mask(self, self.resolve(spec.update(self, x)))
         except Exception as problem:
             if type(problem).__name__.strip("_") == "LinAlgError":  # NumPy's or torch's
                 raise decomposition_error(bundle, problem) from problem
@@ -328,7 +328,7 @@ class ArrayEngine(Algebra):
         found.update(zip(step.gives, results, strict=True))
         for n, how in step.gathers:
             if getattr(found[n], "ndim", 0):
-                found[n] = self.most(found[n]) if how.largest else found[n].mean()
+                found[n] = self.amax(found[n]) if how.largest else found[n].mean()
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
         """A pass over every coordinate of every tensor."""
@@ -372,7 +372,7 @@ class ArrayEngine(Algebra):
         """A reduction before it is finished: the largest, or the sum of values or squares."""
         array = array * array if how.squared else array
         if how.largest:
-            return self.most(array, how.axis)
+            return self.amax(array, how.axis)
         return array.sum() if how.axis is None else array.sum(how.axis)
 
     def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
@@ -382,7 +382,7 @@ class ArrayEngine(Algebra):
             counts = [counted(shape, step.domain, how) for shape in shapes]
             if how.everything:
                 together = self.xp.stack(list(sums))
-                out[result] = self.rooted(self.most(together) if how.largest else together.sum(), how, sum(counts))
+                out[result] = self.rooted(self.amax(together) if how.largest else together.sum(), how, sum(counts))
             elif how.axis is None:
                 out[result] = self.rooted(self.xp.stack(list(sums)), how, self.column(counts))
             else:
@@ -447,18 +447,14 @@ class ArrayEngine(Algebra):
         """`cond` where `yes` costs little and is seldom called for: an engine may compute both."""
         return self.cond(predicate, yes, no, *operands)
 
-    def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
-        """then(*function([given])[0]), the last thing that an update does: an engine may ask the function once for what several
+    def defer(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
+        """then(*function([given])[0]), the last thing that an update does: an engine may call the function once for what several
         bundles of a rule give."""
         return then(*function([given])[0])
 
-    def ended(self, update: Any) -> Any:
-        """An update with what it gave to `jointly`, where no other bundle is waited for."""
+    def resolve(self, update: Any) -> Any:
+        """An update with what it deferred, where no other bundle is waited for."""
         return update
-
-    def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
-        """A function of what belongs to each axis of each of the stacks; an engine may take those of one size at once."""
-        return [{axis: function(*(of[axis] for of in stack)) for axis in stack[0]} for stack in stacks]
 
     def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""

@@ -51,7 +51,7 @@ def threefry(key0: Any, key1: Any, x0: Any, x1: Any, mask: Any = MASK) -> tuple[
 def uniforms(E: Any, kind: str, keys: Any, t: Any, n: int) -> tuple[Any, Any]:
     """Two streams of n numbers in (0, 1), as float arrays of the engine, for each of the keys (B, 4)."""
     first, second = E.threefry(*words(E, keys), n, 4 * t + KINDS[kind])
-    return E.real(first >> 8) * 2.0**-24 + 2.0**-25, E.real(second >> 8) * 2.0**-24 + 2.0**-25
+    return E.to_real(first >> 8) * 2.0**-24 + 2.0**-25, E.to_real(second >> 8) * 2.0**-24 + 2.0**-25
 
 
 def draw(E: Any, kind: str, keys: Any, t: Any, n: int) -> Any:

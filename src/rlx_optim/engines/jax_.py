@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .. import ops
+from .. import linalg, ops
 from ..engine import ArrayEngine, Several
-from ..linalg import Coefficients, finite, gram, of_each_step
+from ..linalg import Coefficients, gram, is_finite, step_coefficients
 
 Array = Any
 
@@ -88,7 +88,7 @@ def _half(X: Array, norm: Array, steps: int, coefficients: Coefficients) -> Arra
     X = (X * (scale / norm)).astype(jnp.float16)
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     eye = jnp.eye(X.shape[1], dtype=jnp.float32)
-    for a, b, c in of_each_step(coefficients, steps):
+    for a, b, c in step_coefficients(coefficients, steps):
         A = product(X, X.mT) / (scale * scale)
         half = A.astype(jnp.float16)
         P = (a * eye + b * A + c * product(half, half)).astype(jnp.float16)
@@ -178,25 +178,25 @@ def dense(X: Any) -> Any:
     return X.stack if isinstance(X, Pile) else X
 
 
-class Asked(NamedTuple):
-    """What an update asks for its end (`Engine.jointly`)."""
+class Deferred(NamedTuple):
+    """What an update asks for its end (`ArrayEngine.defer`)."""
 
     function: Callable[..., Any]
     given: Any
     then: Callable[..., Any]
     precision: str | None
 
-    def followed(self, end: Callable[[Any], Any]) -> Asked:
+    def followed(self, end: Callable[[Any], Any]) -> Deferred:
         """With something that is done to the end."""
         return self._replace(then=lambda *results: end(self.then(*results)))
 
 
-def answered(updates: Sequence[tuple[Any, Any]]) -> list[Any]:
+def resolve_all(updates: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Updates, each with whom it is of, as they end: those of one are asked at once."""
     ended = [update for _, update in updates]
     asking: dict[Any, list[int]] = {}
     for i, (whose, update) in enumerate(updates):
-        if isinstance(update, Asked):
+        if isinstance(update, Deferred):
             asking.setdefault(whose, []).append(i)
     for mine in asking.values():
         asked = ended[mine[0]]
@@ -243,9 +243,9 @@ class Jax(ArrayEngine):
         places = jnp.arange(X.shape[-1])
         X = jnp.where(X == X, X, jnp.inf) if jnp.issubdtype(X.dtype, jnp.floating) else X
         one, other = X[..., :, None], X[..., None, :]
-        return self.inverse(((other < one) | (other == one) & (places < places[:, None])).sum(-1))
+        return self.invert_permutation(((other < one) | (other == one) & (places < places[:, None])).sum(-1))
 
-    def inverse(self, order: Array) -> Array:
+    def invert_permutation(self, order: Array) -> Array:
         places = jnp.arange(order.shape[-1])
         return jnp.where(order[..., None, :] == places[:, None], places, 0).sum(-1)
 
@@ -256,7 +256,7 @@ class Jax(ArrayEngine):
     def qr(self, X: Array, surely: bool = False) -> Array:
         return _orthonormal(X)
 
-    def solve(self, R: Array, X: Array) -> Array:
+    def solve_triangular(self, R: Array, X: Array) -> Array:
         return jax.scipy.linalg.solve_triangular(R, X, trans="T")
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
@@ -282,20 +282,20 @@ class Jax(ArrayEngine):
         """Whether float32 is multiplied on tensor cores of fewer bits."""
         return self.free and platform() == "gpu"
 
-    def product(self, A: Any, B: Any) -> Array:
+    def matmul(self, A: Any, B: Any) -> Array:
         A, B = dense(A), dense(B)
         if not self.half:
             return A @ B
         square = A.shape[-2] == A.shape[-1]  # those are factors and bases: from the right, as others are multiplied with them
         return _product(B.mT, A.mT).mT if square else _product(A, B)
 
-    def precise(self, A: Array, B: Array, most: float | None = None) -> Array:
+    def matmul_precise(self, A: Array, B: Array, bound: float | None = None) -> Array:
         if not self.half:
             return A @ B
         (a, b), (c, d) = _halves(A), _halves(B)
-        return self.product(a, c) + (self.product(a, d) + self.product(b, c))
+        return self.matmul(a, c) + (self.matmul(a, d) + self.matmul(b, c))
 
-    def square(self, X: Array, most: float | None = None) -> Array:
+    def syrk(self, X: Array, bound: float | None = None) -> Array:
         if not self.half:
             return X @ X.mT
         top, rest = _halves(X)
@@ -305,9 +305,9 @@ class Jax(ArrayEngine):
     def average_gram(self, L: Any, X: Array, axis: int, beta: Any, alpha: Any) -> tuple[Any, Any]:
         """Each part of a pile by itself, so that it is read and written once."""
         if not isinstance(L, Pile):
-            return super().average_gram(L, X, axis, beta, alpha)
+            return linalg.average_gram.default(self, L, X, axis, beta, alpha)  # type: ignore[no-any-return]
         new = [beta * part + alpha * more for part, more in zip(L.each, L.like(gram(self, X, axis)).each, strict=True)]
-        kept = Pile(self.where(finite(self, some), some, part) for some, part in zip(new, L.each, strict=True))
+        kept = Pile(self.where(is_finite(self, some), some, part) for some, part in zip(new, L.each, strict=True))
         return kept, kept
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
@@ -321,13 +321,13 @@ class Jax(ArrayEngine):
             return super().either(predicate, yes, no, *operands)
         return jax.tree.map(functools.partial(jnp.where, predicate), yes(*operands), no(*operands))
 
-    def jointly(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
-        return Asked(function, given, then, precision())
+    def defer(self, function: Callable[..., Any], given: Any, then: Callable[..., Any]) -> Any:
+        return Deferred(function, given, then, precision())
 
-    def ended(self, update: Any) -> Any:
-        return answered([("this", update)])[0]
+    def resolve(self, update: Any) -> Any:
+        return resolve_all([("this", update)])[0]
 
-    def alike(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
+    def map_by_size(self, function: Callable[..., Any], stacks: Sequence[tuple[dict[int, Any], ...]]) -> list[dict[int, Any]]:
         """One text for each size, whatever the shapes of the tensors are: XLA takes seconds for a basis. One matrix at a time, as
         it tries kernels on all that it compiles for."""
         out: list[dict[int, Any]] = [{} for _ in stacks]
@@ -366,10 +366,10 @@ class Jax(ArrayEngine):
 
         return jax.lax.map(one, stacks)
 
-    def narrow(self, X: Array) -> Array:
+    def to_storage_dtype(self, X: Array) -> Array:
         return X
 
-    def most(self, X: Array, axis: int | None = None) -> Array:
+    def amax(self, X: Array, axis: int | None = None) -> Array:
         """XLA's own may lose a NaN on a CPU."""
         return jnp.where(jnp.isnan(X).any(axis), jnp.nan, X.max(axis))
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import linalg, ops, storage
+from .. import basis, ops, storage
 from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule, signature
+from ..linalg import Coefficients
 from ..program import Each, Pass, Program, Values
 from ..rounding import Half
 from ..spec import Shape, Slot, Spec
@@ -413,7 +414,7 @@ class Torch(ArrayEngine):
     def by_shape(self, function: Callable[[int, int], float], X: Any) -> Any:
         return np.array([function(*t.shape) for t in X]) if isinstance(X, Many) else super().by_shape(function, X)
 
-    def orthogonalize(self, X: Any, steps: int, coefficients: linalg.Coefficients, eps: float) -> Any:
+    def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
         if not isinstance(X, Many):
             return super().orthogonalize(X, steps, coefficients, eps)
         out = list(X.each)
@@ -428,23 +429,23 @@ class Torch(ArrayEngine):
     def norm(self, X: torch.Tensor, order: float = 2) -> torch.Tensor:
         return torch.linalg.vector_norm(X.reshape(X.shape[0], -1), order, dim=-1).reshape(-1, *[1] * (X.ndim - 1))
 
-    def lines(self, X: torch.Tensor, axis: int) -> torch.Tensor:
+    def sum_squares(self, X: torch.Tensor, axis: int) -> torch.Tensor:
         return torch.linalg.vector_norm(X, dim=axis, keepdim=True).square()  # X is read once, and nothing of its size written
 
     def floor(self, X: torch.Tensor, low: float) -> torch.Tensor:
         return X.clamp(min=low)
 
-    def cap(self, X: torch.Tensor, high: float) -> torch.Tensor:
+    def minimum(self, X: torch.Tensor, high: float) -> torch.Tensor:
         return X.clamp(max=high)
 
     def take(self, X: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
         shape = (*X.shape[:axis], index.shape[axis], *X.shape[axis + 1 :])
         return torch.gather(X, axis, index.expand(shape))  # take_along_dim would write down the index for every entry
 
-    def wide(self, X: torch.Tensor) -> torch.Tensor:
+    def to_float64(self, X: torch.Tensor) -> torch.Tensor:
         return X.double() if self.device.type == "cpu" else X
 
-    def narrow(self, X: torch.Tensor) -> torch.Tensor:
+    def to_storage_dtype(self, X: torch.Tensor) -> torch.Tensor:
         return X.to(self.dtype)
 
     def eigh(self, L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -457,21 +458,21 @@ class Torch(ArrayEngine):
     def qr(self, X: torch.Tensor, surely: bool = False) -> torch.Tensor:
         return torch.linalg.qr(X)[0]
 
-    def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+    def orthonormalize(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """On a device by matrix products, where Householder's reflections would wait for the memory."""
-        made = linalg.orthonormal if self.device.type == "cpu" else linalg.orthonormal_by_products
+        made = basis.orthonormalize.default if self.device.type == "cpu" else basis.orthonormalize_by_products
         return made(self, X, near, order, free)
 
-    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
+    def orthonormalize_panel(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
         """In float64: a Gram matrix has the square of the condition number."""
         wide = X.double()
-        super().few(wide, noise)
+        basis.orthonormalize_panel.default(self, wide, noise)
         X.copy_(wide)
 
     def cholesky(self, G: torch.Tensor) -> torch.Tensor:
         return torch.linalg.cholesky_ex(G)[0].mT
 
-    def solve(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+    def solve_triangular(self, R: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(R.mT, X, upper=False)
 
     def cast(self, X: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -489,7 +490,7 @@ class Torch(ArrayEngine):
     def counter(self, n: int) -> torch.Tensor:
         return torch.arange(n, dtype=torch.int64, device=self.device)
 
-    def real(self, words: torch.Tensor) -> torch.Tensor:
+    def to_real(self, words: torch.Tensor) -> torch.Tensor:
         return words.to(self.dtype)
 
     def concatenate(self, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import optax
 
 from .. import registry
 from ..engine import Several
-from ..engines.jax_ import Asked, Pile, answered, engine_in, precision
+from ..engines.jax_ import Deferred, Pile, engine_in, precision, resolve_all
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
@@ -244,7 +244,7 @@ class Transform:
                 check_together(programs)
             step = _matrix_step if member.kind.matrix else _program_step
             steps.append((id(member), step(spec, leaves, dtype, numbers, state.count + 1)))
-        for indices, x in zip(bundles.values(), answered(steps), strict=True):
+        for indices, x in zip(bundles.values(), resolve_all(steps), strict=True):
             for i, back in zip(indices, returned(x, [places[i] for i in indices]), strict=True):
                 updates[i] = added(ps[i], back.pop("change"), places[i], state.count + 1)
                 back = encoded(places[i], back, state.count + 1)
@@ -387,7 +387,7 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
 
     with exact_products(type(spec)):
         x = spec.update(E, x)
-    return x.followed(committed) if isinstance(x, Asked) else committed(x)
+    return x.followed(committed) if isinstance(x, Deferred) else committed(x)
 
 
 def added(p: Any, change: Any, place: LeafEntry, t: Any) -> Any:

@@ -144,31 +144,33 @@ class KronPSGD(Spec):
 
         # a factor is upper triangular (B, n, n) or diagonal (B, n)
         def multiply(f, U, rounds=False):
-            return E.upper(f, U, rounds) if f.ndim == 3 else f[..., None] * U
+            return linalg.triangular_matmul(E, f, U, rounds) if f.ndim == 3 else f[..., None] * U
 
         def multiply_for_step(f, U):
             return multiply(f, U, rounds=True)
 
         def multiply_transposed(f, U):
-            return E.upper_transposed(f, U) if f.ndim == 3 else f[..., None] * U
+            return linalg.triangular_matmul_transposed(E, f, U) if f.ndim == 3 else f[..., None] * U
 
         def divide(f, U):
-            return E.solve(f, U) if f.ndim == 3 else U / f[..., None]
+            return E.solve_triangular(f, U) if f.ndim == 3 else U / f[..., None]
 
         def fit(q):
             V = E.random("normal", key, x.t, stack) if self.probe is None else E.probe(self.probe, x).reshape(stack)
-            A = linalg.every(E, multiply, q, mhat if self.momentum_into_precond_update else E.map(taken, x).G.reshape(stack))
-            B = linalg.every(E, divide, q, V)
+            A = linalg.apply_factors(
+                E, multiply, q, mhat if self.momentum_into_precond_update else E.map(taken, x).G.reshape(stack)
+            )
+            B = linalg.apply_factors(E, divide, q, V)
             new = {}
             for i, f in q.items():
                 T1, T2 = (linalg.gram(E, X, i, diagonal=f.ndim == 2) for X in (A, B))
                 if f.ndim == 3:
                     share = 1 / linalg.spectral_bound(E, T1 + T2)
-                    new[i] = E.difference(f, E.scaled(E.upper_upper(E.difference(T1, T2), f), x.precond_lr * share))
+                    new[i] = E.subtract(f, E.scale(linalg.triangular_product(E, E.subtract(T1, T2), f), x.precond_lr * share))
                 else:
                     new[i] = f - x.precond_lr * (T1 - T2) * f / E.floor(E.norm(T1 + T2, math.inf), linalg.TINY)
             # one factor that is not finite spoils the tensor's others: keep them all as they were
-            sound = math.prod(linalg.finite(E, f).reshape(-1) for f in new.values()) > 0
+            sound = math.prod(linalg.is_finite(E, f).reshape(-1) for f in new.values()) > 0
             if len(q) > 1:
                 new = balanced(new)
             return {i: E.where(sound.reshape(-1, *[1] * (f.ndim - 1)), f, q[i]) for i, f in new.items()}
@@ -177,11 +179,11 @@ class KronPSGD(Spec):
             top = {i: E.norm(f, math.inf).reshape(-1) for i, f in q.items()}
             mean = math.prod(size ** (1 / len(q)) for size in top.values())
             coin = E.random("uniform", key, x.t, (stack[0],)) < x.balance_probability
-            return {i: E.scaled(f, E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1))) for i, f in q.items()}
+            return {i: E.scale(f, E.where(coin, mean / top[i], 1.0).reshape(-1, *[1] * (f.ndim - 1))) for i, f in q.items()}
 
         q = E.cond(x.fits, fit, lambda q: q, q)
-        u = linalg.every(E, multiply_transposed, q, linalg.every(E, multiply_for_step, q, mhat))
+        u = linalg.apply_factors(E, multiply_transposed, q, linalg.apply_factors(E, multiply_for_step, q, mhat))
         rms = E.norm(u) / math.sqrt(math.prod(stack[1:]))
-        u = (u * E.cap(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
+        u = (u * E.minimum(1.1 / (rms + 1e-12), 1.0)).reshape(x.p.shape)
         shrink = x.shrink if x.p.ndim > 2 else 0.0
         return x.set(u=u, shrink=shrink, key=key, **{f"q{i}": f for i, f in q.items()})

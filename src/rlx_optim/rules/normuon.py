@@ -122,7 +122,7 @@ class NorMuon(Spec):
         flat = self.by_columns(rows, columns)
         X = E.orthogonalize(U, *self.steps(), eps)
         across, count = (-2, rows) if flat else (-1, columns)
-        squares = E.lines(X, across)  # and from here on one number a line: X is read and written once more
+        squares = E.sum_squares(X, across)  # and from here on one number a line: X is read and written once more
         v = x.beta2 * (x.v[:, None, :] if flat else x.v[:, :, None]) + x.alpha2 * squares / count
         gain = 1 / (E.sqrt(E.floor(v, x.least)) + x.joins)
         sums = (each.reshape(each.shape[0], -1).sum(-1) for each in (squares, squares * gain * gain))
@@ -130,7 +130,7 @@ class NorMuon(Spec):
         gain = gain * (length / (E.floor(now, x.least_length) + x.joins_length))
         scale = math.sqrt(rows / columns if self.convention == "dion" else max(1.0, rows / columns))
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
-        u = E.scaled(X, gain).reshape(x.p.shape)
+        u = E.scale(X, gain).reshape(x.p.shape)
         return x.set(u=u, v=v.reshape(v.shape[0], -1), step=x.step * scale, shrink=shrink)
 
     def way(self):

@@ -34,7 +34,7 @@ n×n matrices a step and a QR of each L every precondition_frequency steps.
 import functools
 import math
 
-from .. import linalg
+from .. import basis, linalg
 from ..ops import less_power, maximum, sqrt, where
 from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
 
@@ -55,11 +55,11 @@ def based(E, begins, refreshes, stacks):
     """m, v and Q of each of the stacks (m, v, Q, L) in the bases that follow."""
 
     def begin(stacks):
-        Q = E.alike(functools.partial(first_basis, E), [(Q, L) for _, _, Q, L in stacks])
+        Q = basis.map_by_size(E, functools.partial(first_basis, E), [(Q, L) for _, _, Q, L in stacks])
         return [(m, v, new) for (m, v, _, _), new in zip(stacks, Q, strict=True)]
 
     def refresh(stacks):
-        found = E.alike(functools.partial(next_basis, E), [(Q, L) for _, _, Q, L in stacks])
+        found = basis.map_by_size(E, functools.partial(next_basis, E), [(Q, L) for _, _, Q, L in stacks])
         return [followed(E, m, v, Q, new) for (m, v, Q, _), new in zip(stacks, found, strict=True)]
 
     def same(stacks):
@@ -72,26 +72,26 @@ def based(E, begins, refreshes, stacks):
 
 
 def first_basis(E, Q, L):
-    return E.narrow(linalg.eigenbasis(E, E.wide(L[1]), E.wide(Q)))  # Q is the identity
+    return E.to_storage_dtype(basis.eigenbasis(E, E.to_float64(L[1]), E.to_float64(Q)))  # Q is the identity
 
 
 def next_basis(E, Q, L):
     """The basis, and the order that the columns of the one before have in it."""
-    near = E.wide(Q)
-    LQ = E.applied(L[0], near)
-    sizes = E.diagonal(near, LQ)  # the estimated eigenvalues diag(Q' L Q)
-    order = linalg.descending(E, sizes)
+    near = E.to_float64(Q)
+    LQ = basis.gram_matmul(E, L[0], near)
+    sizes = basis.column_dots(E, near, LQ)  # the estimated eigenvalues diag(Q' L Q)
+    order = basis.descending_order(E, sizes)
     # L times the permuted Q is the permuted L Q
-    LQ, near = E.reordered(LQ, order), E.reordered(near, order)
-    free = linalg.minor(E, linalg.permute(E, sizes, order, 1))
-    return E.narrow(E.orthonormal(LQ, near, order, free)), order
+    LQ, near = basis.permute_columns(E, LQ, order), basis.permute_columns(E, near, order)
+    free = basis.below_rounding(E, linalg.permute(E, sizes, order, 1))
+    return E.to_storage_dtype(basis.orthonormalize(E, LQ, near, order, free)), order
 
 
 def followed(E, m, v, Q, found):
     for i, (_, order) in found.items():
         v = linalg.permute(E, v, order, i)
     new = {i: basis for i, (basis, _) in found.items()}
-    return linalg.rotated(E, new, linalg.rotated(E, Q, m, back=True)), v, new
+    return linalg.rotate(E, new, linalg.rotate(E, Q, m, back=True)), v, new
 
 
 class SOAP(Spec):
@@ -187,14 +187,14 @@ class SOAP(Spec):
         stacked = (x.p.shape[0], *self.merged(shape))
         G, m, v = (X.reshape(stacked) for X in (E.map(taken, x).G, x.m, x.v))
         Q = {i: x[f"Q{i}"] for i in self.rotated(shape)}
-        L = {i: E.average_gram(x[f"L{i}"], G, i, x.beta, x.alpha) for i in Q}  # as it is stored, and before it is rounded
+        L = {i: linalg.average_gram(E, x[f"L{i}"], G, i, x.beta, x.alpha) for i in Q}  # as it is stored, and before it is rounded
 
         def stay(m, v):
             return m, m, v
 
         def move(m, v):
-            y = E.map(direction, x.set(g=linalg.rotated(E, Q, G), m=m, v=v))
-            return linalg.rotated(E, Q, y.u, back=True), y.m, y.v
+            y = E.map(direction, x.set(g=linalg.rotate(E, Q, G), m=m, v=v))
+            return linalg.rotate(E, Q, y.u, back=True), y.m, y.v
 
         u, m, v = E.either(x.begins, stay, move, m, v)
 
@@ -202,4 +202,4 @@ class SOAP(Spec):
             slots = {f"L{i}": stored for i, (stored, _) in L.items()} | {f"Q{i}": basis for i, basis in Q.items()}
             return x.set(u=u.reshape(x.p.shape), m=m.reshape(x.p.shape), v=v.reshape(x.p.shape), **slots)
 
-        return E.jointly(functools.partial(based, E, x.begins, x.refreshes), (m, v, Q, L), ended)
+        return E.defer(functools.partial(based, E, x.begins, x.refreshes), (m, v, Q, L), ended)

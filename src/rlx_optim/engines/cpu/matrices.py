@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import linalg
+from ... import basis, linalg
 from ...engine import ArrayEngine
 from ...linalg import Coefficients
 from ...pointers import address
@@ -34,11 +34,11 @@ class Matrices(ArrayEngine):
         """A thin tensor has few entries, and its factors have the square of its longest side."""
         return max(1, STACKED // max(1, math.prod(shape), max(shape, default=1) ** 2))
 
-    def wide(self, X: Any) -> np.ndarray:
+    def to_float64(self, X: Any) -> np.ndarray:
         found: np.ndarray = X() if callable(X) else rooms.copy(X, np.float64)
         return found
 
-    def narrow(self, X: np.ndarray) -> np.ndarray:
+    def to_storage_dtype(self, X: np.ndarray) -> np.ndarray:
         return rooms.copy(X, self.stored).astype(self.dtype, copy=False)
 
     def store(self, buffer: np.ndarray, value: np.ndarray) -> None:
@@ -53,7 +53,7 @@ class Matrices(ArrayEngine):
         out = rooms.room(L.shape, self.stored)
         for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
             average(one, u, beta, alpha, new)
-        return out.astype(self.dtype, copy=False), lambda: linalg.average_gram(self, L, X, axis, beta, alpha)[1]
+        return out.astype(self.dtype, copy=False), lambda: linalg.average_gram.default(self, L, X, axis, beta, alpha)[1]
 
     def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
         """Without a copy of X."""
@@ -61,9 +61,9 @@ class Matrices(ArrayEngine):
         norm: np.ndarray = np.sqrt(np.vecdot(flat, flat)) if order == 2 else np.maximum(flat.max(-1), -flat.min(-1))
         return norm.reshape(-1, *[1] * (X.ndim - 1))
 
-    def lines(self, X: np.ndarray, axis: int) -> np.ndarray:
+    def sum_squares(self, X: np.ndarray, axis: int) -> np.ndarray:
         """Likewise."""
-        sums: np.ndarray = np.vecdot(X, X) if axis == -1 else self.diagonal(X, X)
+        sums: np.ndarray = np.vecdot(X, X) if axis == -1 else self.column_dots(X, X)
         return np.expand_dims(sums, axis)
 
     def where(self, condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
@@ -83,25 +83,25 @@ class Matrices(ArrayEngine):
         values, Q = zip(*map(bases.eigen, L), strict=True)
         return np.stack(values), np.stack(Q)
 
-    def diagonal(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    def column_dots(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
         """Without their product."""
         found: np.ndarray = np.einsum("bij,bij->bj", A, B)
         return found
 
-    def scaled(self, X: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    def scale(self, X: np.ndarray, factors: np.ndarray) -> np.ndarray:
         X *= factors
         return X
 
-    def difference(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    def subtract(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
         np.subtract(A, B, out=B)
         return B
 
-    def applied(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
+    def gram_matmul(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
-            return super().applied(L, Q)  # type: ignore[no-any-return]
+            return basis.gram_matmul.default(self, L, Q)  # type: ignore[no-any-return]
         out = rooms.room(Q.shape, Q.dtype)
         for one, q, x in zip(L, Q, out, strict=True):
-            bases.applied(one, q, x, linalg.ROUNDING[q.dtype.itemsize])
+            bases.applied(one, q, x, basis.ROUNDING[q.dtype.itemsize])
         return out
 
     def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
@@ -113,7 +113,7 @@ class Matrices(ArrayEngine):
                 Q[i] = bases.reflected(x)[0]
         return Q
 
-    def extended(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
+    def extend_basis(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return self.qr(self.where(free[:, None, :], near, X))
         Q = rooms.copy(X)
@@ -123,24 +123,24 @@ class Matrices(ArrayEngine):
                 Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
         return Q
 
-    def orthonormal(self, X: np.ndarray, near: np.ndarray, order: np.ndarray, free: np.ndarray) -> np.ndarray:
+    def orthonormalize(self, X: np.ndarray, near: np.ndarray, order: np.ndarray, free: np.ndarray) -> np.ndarray:
         """Large ones one by one: what another of the stack asks for once more would be rounded otherwise."""
         if len(X) == 1 or X.shape[-1] < LARGE:
-            return linalg.orthonormal(self, X, near, order, free)  # type: ignore[no-any-return]
+            return basis.orthonormalize.default(self, X, near, order, free)  # type: ignore[no-any-return]
         each = zip(X, near, order, free, strict=True)
-        return np.concatenate([linalg.orthonormal(self, *(one[None] for one in of)) for of in each])
+        return np.concatenate([basis.orthonormalize.default(self, *(one[None] for one in of)) for of in each])
 
     def _by_products(self, Q: np.ndarray, first: int) -> bool:
         """Q <- its Q of QR, where the columns from `first` on are orthonormal already. Whether it is a basis."""
         one, two, loose = Q[..., :first], Q[..., first:], LOOSE * np.finfo(self.stored).eps
         if first:
-            linalg.gram_schmidt(self, one)
-            if not linalg.skew(self, one)[0] < SKEW:
+            basis.gram_schmidt(self, one)
+            if not basis.orthogonality_error(self, one)[0] < SKEW:
                 return False
         if first < len(Q[0]) and not self._completed(one[0], two[0], loose):
-            self.without(two, one)
-            linalg.gram_schmidt(self, two)
-        return bool(linalg.skew(self, Q)[0] < max(SKEW, 2 * loose))
+            self.project_out(two, one)
+            basis.gram_schmidt(self, two)
+        return bool(basis.orthogonality_error(self, Q)[0] < max(SKEW, 2 * loose))
 
     def _completed(self, one: np.ndarray, two: np.ndarray, loose: float) -> bool:
         """two <- what of it is orthogonal to orthonormal `one`, and orthonormal, where it nearly is both. Else False: it may have
@@ -149,24 +149,25 @@ class Matrices(ArrayEngine):
         if not bases.largest(shares) < STRAIGHT:
             return False
         bases.less(two, one.astype(np.float32), shares.astype(np.float32))
-        two /= np.sqrt(self.lines(two[None], -2)[0])
+        two /= np.sqrt(self.sum_squares(two[None], -2)[0])
         skewed = bases.skewed(two)
         if loose <= skewed < STRAIGHT:
-            two[...] = linalg.straightened(self, two[None])[0]
+            two[...] = basis.reorthogonalize(self, two[None])[0]
         return skewed < STRAIGHT
 
-    def without(self, rest: np.ndarray, first: np.ndarray, after: Any = None, before: Any = None) -> None:
+    def project_out(self, rest: np.ndarray, first: np.ndarray, after: Any = None, before: Any = None) -> None:
         if after is not None:
-            return super().without(rest, first, after, before)
+            basis.project_out.default(self, rest, first, after, before)
+            return
         for x, q in zip(rest, first, strict=True):
             bases.less(x, q, q.T @ x)
 
-    def reordered(self, X: np.ndarray, order: np.ndarray) -> np.ndarray:
+    def permute_columns(self, X: np.ndarray, order: np.ndarray) -> np.ndarray:
         for x, places in zip(X, order, strict=True):
             bases.reorder(x, places)
         return X
 
-    def reach(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
+    def inv_r_norms(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
         out = np.ones(free.shape)
         for q, x, bound, lengths in zip(Q, X, ~free, out, strict=True):
             lengths[bound] = bases.reach(q[:, bound], x[:, bound])
@@ -178,31 +179,31 @@ class Matrices(ArrayEngine):
         except np.linalg.LinAlgError:
             return np.full_like(G, np.nan)
 
-    def product(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    def matmul(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
         return np.matmul(A, B, out=rooms.room((*A.shape[:-1], B.shape[-1]), A.dtype))
 
-    def square(self, X: np.ndarray, most: float | None = None) -> np.ndarray:
+    def syrk(self, X: np.ndarray, bound: float | None = None) -> np.ndarray:
         return np.matmul(X, X.mT, out=rooms.room((*X.shape[:2], X.shape[1]), X.dtype))
 
-    def solve(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+    def solve_triangular(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
         for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
             solve_transposed(r, x)
         return out
 
-    def upper(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
+    def triangular_matmul(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
         out = np.empty_like(X, self.dtype)  # in the order of X
         for r, x, y in zip(R, X, out, strict=True):
             multiply(r, x, y)
         return out
 
-    def upper_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
+    def triangular_matmul_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.empty_like(X, self.dtype)
         for r, x, y in zip(R, X, out, strict=True):
             multiply_transposed(r, x, y)
         return out
 
-    def upper_upper(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
+    def triangular_product(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
         out = rooms.room(R.shape, self.dtype)
         for t, r, y in zip(T, R, out, strict=True):
             multiply_upper(t, r, y)

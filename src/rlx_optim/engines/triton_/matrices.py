@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import linalg
+from ... import basis, linalg
 from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Values, reordered
@@ -269,49 +269,49 @@ class Matrices(Torch):
         kept = plan.cached(("replay", X.shape, steps, coefficients), lambda: replay.Replay(X, steps, coefficients))
         return kept(X, norm, eps).reshape(whole.shape)
 
-    def product(self, A: Any, B: Any) -> torch.Tensor:
+    def matmul(self, A: Any, B: Any) -> torch.Tensor:
         A, B = dense(A), dense(B)
         with products.rounding(A, B):
             return A @ B
 
-    def less(self, X: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    def matmul_sub(self, X: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         with products.rounding(A, B):
             return torch.baddbmm(X, A, B, alpha=-1)
 
-    def precise(self, A: Any, B: Any, most: float | None = None) -> torch.Tensor:
+    def matmul_precise(self, A: Any, B: Any, bound: float | None = None) -> torch.Tensor:
         A, B = dense(A), dense(B)
-        return precise.product(A, B, most) if precise.pays(A, B) else super().precise(A, B)
+        return precise.product(A, B, bound) if precise.pays(A, B) else super().matmul_precise(A, B)
 
-    def square(self, X: Any, most: float | None = None) -> torch.Tensor:
+    def syrk(self, X: Any, bound: float | None = None) -> torch.Tensor:
         X = dense(X)
-        return precise.square(X, most) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().square(X)
+        return precise.square(X, bound) if precise.pays(X) and X.shape[1] % precise.SIDE == 0 else super().syrk(X)
 
     def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """Where the matrices are."""
         n, flag = L.shape[-1], self.now["_flag"]
         alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.placed.dtypes) == {torch.float32}
         if not alike:
-            return super().average_gram(L, X, axis, beta, alpha)
+            return linalg.average_gram.default(self, L, X, axis, beta, alpha)
         table = self._pass(self.now["_plan"], ("gram", axis), [L.placed], L.shape[0])
         ((address, _),) = table.addresses([L.placed], self.sender)
         precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
         L.written()
         return L, L
 
-    def diagonal(self, A: Any, B: Any) -> torch.Tensor:
+    def column_dots(self, A: Any, B: Any) -> torch.Tensor:
         A, B = dense(A), dense(B)
-        return panels.diagonal(A, B) if panels.plain(A, B) else super().diagonal(A, B)
+        return panels.diagonal(A, B) if panels.plain(A, B) else basis.column_dots.default(self, A, B)
 
-    def chosen(self, X: torch.Tensor, near: torch.Tensor, free: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def select_columns(self, X: torch.Tensor, near: torch.Tensor, free: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         made = panels.chosen if panels.plain(X, near) else super().chosen
         return made(X, near, free, order)
 
-    panel = panels.WIDTH
+    panel_width = panels.WIDTH
 
-    def few(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
+    def orthonormalize_panel(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
         panels.orthonormal(X, X.new_zeros(X.shape[0], X.shape[2]) if noise is None else noise)
 
-    def without(self, rest: torch.Tensor, first: torch.Tensor, after: Any = None, before: Any = None) -> None:
+    def project_out(self, rest: torch.Tensor, first: torch.Tensor, after: Any = None, before: Any = None) -> None:
         if precise.pays(rest, first):
             shares = precise.product(first.mT, rest, 1)
             precise.joined(rest, first, shares, 1, 1.0, -1.0)
@@ -323,13 +323,13 @@ class Matrices(Torch):
             for noise in (None,) if after is None else (after, None):
                 panels.without(rest, first, noise, before)
         else:
-            super().without(rest, first, after, before)
+            basis.project_out.default(self, rest, first, after, before)
 
-    def orthonormal(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+    def orthonormalize(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""
-        return linalg.orthonormal_by_products(self, X, near, order, free)
+        return basis.orthonormalize_by_products(self, X, near, order, free)
 
-    def alike(self, function: Any, stacks: Any) -> Any:
+    def map_by_size(self, function: Any, stacks: Any) -> Any:
         """Axes of one size at once; those of different sizes beside each other, in a graph."""
         out = [{} for _ in stacks]
         sizes: dict[Any, list[tuple[int, int]]] = {}
@@ -358,16 +358,16 @@ class Matrices(Torch):
             return super().random(kind, dense(keys), t, shape)
         return noise.draw(kind, dense(keys).contiguous(), t, shape)
 
-    def wide(self, X: Any) -> torch.Tensor:
-        return super().wide(dense(X))
+    def to_float64(self, X: Any) -> torch.Tensor:
+        return super().to_float64(dense(X))
 
     def norm(self, X: Any, order: float = 2) -> torch.Tensor:
         return super().norm(dense(X), order)
 
-    def lines(self, X: Any, axis: int) -> torch.Tensor:
-        return super().lines(dense(X), axis)
+    def sum_squares(self, X: Any, axis: int) -> torch.Tensor:
+        return super().sum_squares(dense(X), axis)
 
-    def scaled(self, X: Any, factors: Any) -> torch.Tensor:
+    def scale(self, X: Any, factors: Any) -> torch.Tensor:
         """What half precision gave is scaled where it is."""
         X = dense(X)
         return X.mul_(factors) if X.dtype is torch.float16 else X * factors

@@ -123,19 +123,19 @@ def parts(X: torch.Tensor, factor: torch.Tensor | float, low: tuple[bool, ...], 
     return out.mT if turned else out
 
 
-def product(A: torch.Tensor, B: torch.Tensor, most: float | None = None) -> torch.Tensor:
-    """A B; most: what no entry is above, a power of two."""
+def product(A: torch.Tensor, B: torch.Tensor, bound: float | None = None) -> torch.Tensor:
+    """A B; bound: what no entry is above, a power of two."""
     out = A.new_empty((*A.shape[:2], B.shape[2]))
-    if most is not None:
-        return joined(out, A, B, most, 0.0, 1.0)
+    if bound is not None:
+        return joined(out, A, B, bound, 0.0, 1.0)
     left, right = scales(sizes(A)), scales(sizes(B))
     multiplied(out, A, B, left, right, 0.0, 1.0)
     return out.mul_((1 / left)[:, None, None]).mul_((1 / right)[:, None, None])  # 1/(l·r) may be too small
 
 
-def joined(S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, most: float, beta: float, alpha: float) -> torch.Tensor:
-    """S ← beta·S + alpha·A B, in place; most: what no entry of A and B is above, a power of two."""
-    factor = 2.0 ** (HIGH - 1) / most
+def joined(S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bound: float, beta: float, alpha: float) -> torch.Tensor:
+    """S ← beta·S + alpha·A B, in place; bound: what no entry of A and B is above, a power of two."""
+    factor = 2.0 ** (HIGH - 1) / bound
     return multiplied(S, A, B, factor, factor, beta, alpha * factor**-2)
 
 
@@ -165,12 +165,12 @@ def average_gram(address: torch.Tensor, X: torch.Tensor, tall: bool, beta: Any, 
     _renew(X, factor, address, (torch.where(sound, alpha, 0.0).to(factor.dtype), torch.zeros_like(factor) + beta), tall)
 
 
-def square(X: torch.Tensor, most: float | None = None) -> torch.Tensor:
-    """XX'; most: what no entry is above."""
+def square(X: torch.Tensor, bound: float | None = None) -> torch.Tensor:
+    """XX'; bound: what no entry is above."""
     tall = X.stride(-1) != 1
     batch, n, _ = X.shape
     X = X.mT if tall else X
-    factor = scales(sizes(X)) if most is None else X.new_full((batch,), 2.0 ** (HIGH - 1) / most)
+    factor = scales(sizes(X)) if bound is None else X.new_full((batch,), 2.0 ** (HIGH - 1) / bound)
     out = X.new_empty((batch, n, n))
     address = out.data_ptr() + out.stride(0) * out.element_size() * torch.arange(batch, device=X.device)
     _renew(X, factor, address, None, tall)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...linalg import Coefficients, of_each_step
+from ...linalg import Coefficients, step_coefficients
 
 NOTE = "matrices of 128 and more orthogonalised by float16 products with float32 sums, rotations in tf32"
 #: the smaller side below which half precision saves nothing, and the ratio of sides from which the gram form pays
@@ -305,7 +305,7 @@ def iterate(X: torch.Tensor, steps: int, coefficients: Coefficients, form: str =
 def plain(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: bool) -> tuple[torch.Tensor, float]:
     n = min(X.shape[1:])
     A, B = (torch.empty((X.shape[0], n, n), dtype=X.dtype, device=X.device) for _ in range(2))
-    for a, b, c in of_each_step(coefficients, steps):
+    for a, b, c in step_coefficients(coefficients, steps):
         product(X, X, A, alpha=1 / (scale * scale), tall=tall)
         product(A, A, B, add=A, alpha=c, beta=b, gamma=a)
         left, right = (X, B) if tall else (B, X)
@@ -325,7 +325,7 @@ def gram(X: torch.Tensor, scale: float, steps: int, coefficients: Any, tall: boo
 
     R, P, T, Q = new(), new(), new(), None
     product(X, X, R, alpha=1 / (scale * scale), tall=tall)
-    for k, (a, b, c) in enumerate(of_each_step(coefficients, steps)):
+    for k, (a, b, c) in enumerate(step_coefficients(coefficients, steps)):
         if k in RESTARTS:
             X, scale, Q = apply(Q, X, 1 / scale), 1.0, None
             product(X, X, R, tall=tall)
