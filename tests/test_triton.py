@@ -448,8 +448,7 @@ def asked_ahead():
     return ahead, {name: len(seen[name]) - n for name, n in ahead.items()}
 
 
-def test_a_first_step_does_not_wait_for_numba():
-    """The second does, which the compiled look at what repeats is for."""
+def test_a_step_on_a_device_imports_nothing_of_the_cpu_engine():
     code = """
 import sys, torch, rlx_optim.torch as front
 params = [torch.nn.Parameter(torch.ones(5, n)) for n in (4, 6)]
@@ -458,13 +457,13 @@ for p in params:
 opt = front.AdamW(params, engine="triton")
 for _ in range(2):
     opt.step()
-    print("numba" in sys.modules, opt._again is not None)
+    print({"numba", "llvmlite"} & set(sys.modules))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300,
         check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["False False", "True True"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["set()", "set()"], done.stderr[-2000:]
 
 
 def test_stacks_of_matrices_run_on_as_many_tracks_as_there_are(monkeypatch):
