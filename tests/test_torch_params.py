@@ -430,3 +430,20 @@ def test_groups_with_param_names_that_do_not_fit():
             cls([{"params": [("w", w), ("b", b)], "param_names": ["w", "b"]}])
         opt = cls([{"params": w, "param_names": ["w"]}])
         assert opt.param_groups[0]["param_names"] == ["w"]
+
+
+def test_a_split_of_frozen_parameters_waits_for_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    opt = ours.SOAP([{"params": list(model.named_parameters()), "rule": "soap"}], split={"1.weight": 2})
+    model.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    assert opt.state[model[1].weight]["Q1"].shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize("ask", ["step", "state_dict", "routing_report"])
+def test_names_that_are_not_as_many_as_parameters(ask):
+    opt = ours.AdamW(nn.Linear(4, 4))
+    opt.param_groups[0]["params"] = opt.param_groups[0]["params"][:1]
+    with pytest.raises(ValueError, match="a group has 1 parameters and 2 param_names; change both together"):
+        getattr(opt, ask)()

@@ -42,8 +42,11 @@ def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[
     """A group's parameters with their names, or with what can be said of them. place: the group's, so that no two are
     called alike."""
     said = "" if place is None else f"{place}."
-    names = group.get("param_names") or [f"{said}{i} of shape {tuple(p.shape)}" for i, p in enumerate(group["params"])]
-    return zip(names, group["params"], strict=True)
+    params = group["params"]
+    names = group.get("param_names") or [f"{said}{i} of shape {tuple(p.shape)}" for i, p in enumerate(params)]
+    if len(names) != len(params):
+        raise ValueError(f"a group has {len(params)} parameters and {len(names)} param_names; change both together")
+    return zip(names, params, strict=True)
 
 
 def dicts_in(state: Mapping[Any, Any]) -> list[dict[str, Any]]:

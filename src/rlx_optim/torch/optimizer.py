@@ -290,6 +290,7 @@ class RuleOptimizer(Stepper):
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
             self._choose_home(name, param)
+            self._batch(name, param)  # a pattern for frozen parameters alone has its use when they are trained
         self._admit(entries, spec, added)
 
     def _admit(self, entries: Iterable[tuple[str | None, torch.Tensor]], spec: Spec, group: Mapping[str, Any]) -> None:
