@@ -541,7 +541,7 @@ def test_refusals(results):
         assert given["hessian"][1:] == (True, True)
     assert first["one rank"].startswith("Elsewhere")
     assert "its gradient on" in second["one rank"]
-    for name in ("Lamb", "Muon"):
+    for name in ("Lamb", "Muon", "Sophia"):
         for t in range(2):
             assert first[name, t] == (
                 "Elsewhere: a gradient or a setting was refused on another rank, which says why; nothing was stepped",

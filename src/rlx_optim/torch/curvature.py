@@ -25,7 +25,7 @@ class CurvatureOptimizer(RuleOptimizer):
         self._advised = False  # of a step without an estimate
 
     def _step(self, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
-        if not self._advised:
+        if not self._advised and self._agreeable_specs()[1] is None:  # a bad setting is refused by the step, on all ranks
             self._advised = True
             self._advise()
         super()._step(only, loss, problem)
