@@ -53,7 +53,7 @@ def test_an_order_by_counting(dtype):
     keys = np.random.default_rng(0).integers(0, 20, (5, 40)).astype(dtype)
     order = engine_in(jnp.float32).argsort(jnp.asarray(keys))
     np.testing.assert_array_equal(order, keys.argsort(-1, kind="stable"))
-    np.testing.assert_array_equal(engine_in(jnp.float32).inverse(order), np.asarray(order).argsort(-1))
+    np.testing.assert_array_equal(engine_in(jnp.float32).invert_permutation(order), np.asarray(order).argsort(-1))
 
 
 def test_an_order_with_nan_and_infinity():
@@ -96,8 +96,8 @@ def tf32(X):
 )
 def test_products_from_the_right_are_the_same(gpu, shapes):
     A, B = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes))
-    np.testing.assert_allclose(Jax(jnp.float32, free=True).product(A, B), A @ B, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.jit(Jax(jnp.float32, free=True).precise)(A, B), A @ B, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(Jax(jnp.float32, free=True).matmul(A, B), A @ B, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(Jax(jnp.float32, free=True).matmul_precise)(A, B), A @ B, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("asked", [None, "highest", "tensorfloat32"])

@@ -170,7 +170,7 @@ def test_what_decides_a_basis_is_multiplied_with_the_bits_of_float32():
     """But for what tensor cores cut off of sums (3.2e-6 of 512 squares on an H200, before halves were rounded); TF32 alone would be off by 3e-4."""
     E = engine_in(jnp.float32, free=True)
     A, B = np.random.default_rng(0).standard_normal((2, 2, 512, 512)).astype(np.float32)
-    for got, want in ((jax.jit(E.precise)(A, B), np.float64(A) @ B), (jax.jit(E.square)(A), np.float64(A) @ A.mT)):
+    for got, want in ((jax.jit(E.matmul_precise)(A, B), np.float64(A) @ B), (jax.jit(E.syrk)(A), np.float64(A) @ A.mT)):
         assert np.abs(np.float64(got) - want).max() < 5e-6 * np.abs(want).max()
 
 
