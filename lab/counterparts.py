@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx_optim.cli.walks import BAR, EVERY, SHAPES, Arrays, Problem, Settings
-
 from .peers import load
+from .walks import BAR, EVERY, SHAPES, Arrays, Problem, Settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,7 +113,7 @@ def show(as_json: bool) -> bool:
             f"Largest difference from the reference over the largest value; up to {BAR:g} is right. Bold ones broke engines once."
         )
         say("\n".join(f"{row.construct}, {row.engine}: {row.note}" for row in rows if not row.ok))
-        say("\n".join(f"{name}: {why}" for name, (_, missing) in ENGINES.items() if (why := missing()) is not None))
+        say("\n".join(f"{name}: {why}" for name, each in ENGINES.items() if (why := each.missing()) is not None))
     return all(row.ok for row in rows)
 
 

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import typer
 
 from rlx_optim.cli import NAMES, Problem, check_place, choose, machine, progress, say, show_table, write_json
-from rlx_optim.cli.walks import BAR, ENGINES, MATRIX_BAR, STEPS, bar_of, distance, problem, settings_of, walk
 from rlx_optim.named import list_optimizers
 from rlx_optim.registry import aliases
 
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch
 from .peers import LIBRARIES, installed
+from .walks import BAR, ENGINES, MATRIX_BAR, STEPS, bar_of, distance, problem, settings_of, walk
 
 NOTHING = "none"
 WRONG = ("differs", "failed")

@@ -15,8 +15,8 @@ from helpers import slowly
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.engines import present
 from rlx_optim.check.page import page
-from rlx_optim.check.rules import REASONS, RuleChecks, check_rule
-from rlx_optim.check.table import Check, Skip, Wrong, ran
+from rlx_optim.check.rules import REASONS, RuleSubject, check_rule
+from rlx_optim.check.table import Check, Skip, Wrong, run_check
 from rlx_optim.cli import main
 from rlx_optim.registry import OURS as RULES
 from rlx_optim.registry import spec_class
@@ -152,7 +152,7 @@ def test_no_check_passes_without_having_seen_something():
     subject = subject_of("wrong:Right")
 
     def said(run):
-        return ran(Check("one", "why", ("torch",), run), subject)
+        return run_check(Check("one", "why", ("torch",), run), subject)
 
     def skipped(s):
         raise Skip("not here")
@@ -197,7 +197,7 @@ def test_the_command(capsys, tmp_path):
     assert main(["check", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{name} " in shown for name in [*TORCH, *OPTAX, *REASONS])
-    asked = {kind for kind, _, _ in RuleChecks(spec_class("adamw"), {}).plan()}
+    asked = {each.name for each in RuleSubject(spec_class("adamw"), {}).checks()}
     assert all(any(kind.startswith(name) for name in REASONS) for kind in asked)
     assert all(any(kind.startswith(name) for kind in asked) for name in REASONS)
 

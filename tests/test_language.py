@@ -18,7 +18,8 @@ from lab.constructs import BROKE, CONSTRUCTS, Small
 from lab.language import check_construct, check_language
 from rlx_optim import language, ops
 from rlx_optim.check.engines import present, speaker
-from rlx_optim.check.rules import RuleChecks
+from rlx_optim.check.rules import RuleSubject
+from rlx_optim.check.table import Wrong
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
 from rlx_optim.optimizer import NamedOptimizer
@@ -770,7 +771,23 @@ class InTurn(Momentum):
 
 def test_a_rule_that_depends_on_order():
     bad = {row.check for row in rlx_optim.check_rule(InTurn, engines=["reference"]).rows if not row.ok}
-    assert "order" in bad
+    assert {"groups", "same again", "resume", "order", "one by one", "NaN", "schedule of lr"} <= bad
+
+
+class LooksAcross(Momentum):
+    """The last of equal tensors has nothing to say to the first but a NaN."""
+
+    matrix = True
+
+    def update(self, E, x):
+        x = E.map(simple, x)
+        return x.set(u=x.u + 0.0 * x.u.sum(0)[None])
+
+
+def test_a_rule_that_looks_across_tensors():
+    report = rlx_optim.check_rule(LooksAcross, engines=["cpu"])  # which steps tensors of one shape together
+    assert [(row.check, row.engine) for row in report.rows if not row.ok] == [("NaN", "cpu")]
+    assert str(report).count("a NaN in one tensor's gradient reaches another") == 1
 
 
 def test_check_rule_takes_specs():
@@ -1133,13 +1150,13 @@ def test_what_a_rule_makes_of_a_last_bit_is_no_fault_of_an_engine(engine):
 
 def test_an_engine_that_is_off_is_found_whatever_the_rule():
     for rule, off in ((Momentum, 1e-4), (Follows, 1e-2)):
-        asked = RuleChecks(rule, {}, [])
-        list(asked.findings(["language"]))
+        asked = RuleSubject(rule, {}, [])
         start, gradients = asked.problem()
         want = asked.walked([rule()], speaker("reference"), start, gradients)["p"]
-        assert asked.judged(want, [rule()], start, gradients) == (True, 0.0, "")
+        assert asked.judged(want, [rule()], start, gradients) == 0
         wrong = [p + np.float32(off) * (p - s) for p, s in zip(want, start, strict=True)]
-        assert not asked.judged(wrong, [rule()], start, gradients)[0]
+        with pytest.raises(Wrong, match="ends elsewhere"):
+            asked.judged(wrong, [rule()], start, gradients)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from test_cli import NAMES, printed, refused, run
 
-from lab import counterparts, parity
-from rlx_optim.cli import walks
+from lab import counterparts, parity, walks
 
 
 def test_every_optimizer_has_a_peer_or_a_reason():

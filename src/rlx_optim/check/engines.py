@@ -60,39 +60,55 @@ def _jax() -> Speaker:
     return Speaker(Traced())
 
 
+EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}  # of this package, by what they install
+
+
 def missing(*libraries: str, gpu: bool = False) -> str | None:
+    """Return which of these libraries is missing and how to get it, or that there is no GPU; None where all are here."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
-            return f"{library} is not installed"
+            wanted = f'"rlx-optim[{EXTRAS[library]}]"' if library in EXTRAS else library
+            return f"{library} is not installed (pip install {wanted})"
     if gpu and not importlib.import_module("torch").cuda.is_available():
         return "torch sees no CUDA device"
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineChoice:
+    """How an engine is made, why it is not here (None where it is), and what it is."""
+
+    make: Callable[[], Speaker]
+    missing: Callable[[], str | None]
+    what: str
+
+
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-#: by name: how an engine is made, and why it is not here
-ENGINES: Mapping[str, tuple[Callable[[], Speaker], Callable[[], str | None]]] = {
-    "reference": (lambda: Speaker(get_engine("reference")), lambda: None),
-    "cpu": (lambda: Speaker(get_engine("cpu")), no_compiler),
-    "cpu-float64": (lambda: Speaker(get_engine("cpu", "float64")), no_compiler),
-    "torch": (lambda: _torch("torch", "cpu"), lambda: missing("torch")),
-    "torch-cuda": (lambda: _torch("torch", "cuda"), lambda: missing("torch", gpu=True)),
-    "triton": (
+ENGINES: Mapping[str, EngineChoice] = {
+    "reference": EngineChoice(lambda: Speaker(get_engine("reference")), lambda: None, "NumPy in float64"),
+    "cpu": EngineChoice(lambda: Speaker(get_engine("cpu")), no_compiler, "compiled by numba, float32"),
+    "cpu-float64": EngineChoice(lambda: Speaker(get_engine("cpu", "float64")), no_compiler, "compiled by numba, float64"),
+    "torch": EngineChoice(lambda: _torch("torch", "cpu"), lambda: missing("torch"), "torch functions on CPU tensors"),
+    "torch-cuda": EngineChoice(
+        lambda: _torch("torch", "cuda"), lambda: missing("torch", gpu=True), "torch functions on CUDA tensors"
+    ),
+    "triton": EngineChoice(
         lambda: _torch("triton", "cpu" if INTERPRETED else "cuda"),
         lambda: missing("torch", "triton", gpu=not INTERPRETED),
+        "compiled by Triton, CUDA tensors",
     ),
-    "jax": (_jax, lambda: missing("jax")),
+    "jax": EngineChoice(_jax, lambda: missing("jax"), "traced by JAX"),
 }
 
 
 @functools.cache
 def speaker(name: str) -> Speaker:
-    return ENGINES[name][0]()
+    return ENGINES[name].make()
 
 
 def present() -> list[str]:
-    """The engines that are here."""
-    return [name for name, (_, missing) in ENGINES.items() if missing() is None]
+    """Return the engines that are here."""
+    return [name for name, engine in ENGINES.items() if engine.missing() is None]
 
 
 # ---- stepping ---------------------------------------------------------------------------------------------------------------

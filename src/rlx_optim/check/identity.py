@@ -15,7 +15,7 @@ import numpy as np
 
 from ..named import create
 from ..registry import aliases, known
-from .subject import UNASKED, Arrays, Subject, drawn, gap, replayed
+from .subject import UNASKED, Arrays, OptimizerSubject, drawn, gap, replayed
 from .table import Skip, Wrong, check
 
 STEPS = 20
@@ -58,7 +58,7 @@ BIAS = {
 USUAL = {"adamw": ("decoupled", "outside", "both"), "adam": ("coupled", "outside", "both")}
 
 
-def claim(s: Subject) -> str:
+def claim(s: OptimizerSubject) -> str:
     """The rule here that it says it is."""
     names = {_letters(name): name for name in known()} | {_letters(alias): name for alias, name in aliases().items()}
     word = _letters(s.claimed or s.target.rpartition(":")[2])
@@ -71,7 +71,7 @@ def _letters(word: str) -> str:
     return "".join(filter(str.isalnum, word.lower()))
 
 
-def shared(s: Subject, rule: str, probe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def shared(s: OptimizerSubject, rule: str, probe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings for it and for ours that mean the same: the probe's where both have the keyword, its own otherwise."""
     fields = known()[rule].fields
     foreign = {"torch": known()[rule].torch.settings, "optax": known()[rule].optax.settings}[s.kind]
@@ -196,7 +196,7 @@ def _but(label: str, words: str) -> str:
     return f"{label}; {words}" if " but for: " in label else f"{label} but for: {words}"
 
 
-def which(s: Subject) -> Answer:
+def which(s: OptimizerSubject) -> Answer:
     rule = claim(s)
     if known()[rule].observes:
         raise Skip("it steps by estimates of the Hessian, which libraries are given in ways of their own")
@@ -245,8 +245,8 @@ def which(s: Subject) -> Answer:
     return Answer(named, label, distance, same[0] if same else "")
 
 
-@check("which", "what calls itself AdamW may be another Adam: how far from ours, and what differs", taste=True)
-def identity(s: Subject) -> Any:
+@check("what calls itself AdamW may be another Adam: how far from ours, and what differs", taste=True, name="which")
+def identity(s: OptimizerSubject) -> Any:
     found = which(s)
     far = f"{found.named:.1e} from ours after {STEPS} steps"
     if found.distance <= CLOSE and "but for" in found.label and found.named > CLOSE:

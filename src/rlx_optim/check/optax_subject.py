@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .subject import SHAPES, Arrays, Gradient, Subject, drawn, replayed
+from .subject import SHAPES, Arrays, Gradient, OptimizerSubject, drawn, replayed
 from .table import Wrong
 
 Tree = Any
@@ -20,23 +20,14 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 MANY = 50  # steps that are worth a compilation
 
 
-class OptaxSubject(Subject):
+class OptaxSubject(OptimizerSubject):
     kind = "optax"
 
-    def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
-        super().__init__(target, made, settings)
-        try:
-            with self.undisturbed():
-                tx = self.make()
-                if not (hasattr(tx, "init") and hasattr(tx, "update")):
-                    raise TypeError(f"it gave {tx!r}")
-                self.walk(drawn({"w": (4, 3)}), replayed({"w": (4, 3)}), 2)
-        except Exception as problem:
-            message = (str(problem).strip() or "(no message)").splitlines()[0]
-            raise ValueError(f"{target} gives no transformation that steps: {type(problem).__name__}: {message}") from problem
-
     def make(self, **settings: Any) -> Any:
-        return self.made(**{**self.settings, **settings})
+        tx = self.made(**{**self.settings, **settings})
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(f"it gives no transformation but {tx!r}")
+        return tx
 
     @functools.cached_property
     def extra(self) -> bool:
@@ -57,16 +48,22 @@ class OptaxSubject(Subject):
     def compiled(self, tx: Any) -> Any:
         return jax.jit(lambda g, state, p: self.update(tx, g, state, p), compiler_options=FAST)
 
-    def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
+    def walk(
+        self, start: Arrays, gradient: Gradient, steps: int, in_dtype: str = "float32", zeroed_at: int = -1, **settings: Any
+    ) -> Arrays:
         keys = {name: f"p{i}_{name}" for i, name in enumerate(start)}  # JAX sorts by name
-        params: Tree = {keys[name]: jnp.asarray(p) for name, p in start.items()}
-        tx = self.make(**settings)
-        step = self.compiled(tx) if steps > MANY else functools.partial(self.eager, tx)
-        state = tx.init(params)
-        for t in range(steps):
-            found = gradient(t, {name: np.asarray(params[key]) for name, key in keys.items()})
-            params, state = step({key: jnp.asarray(found[name], params[key].dtype) for name, key in keys.items()}, state, params)
-        return {name: np.asarray(params[key]) for name, key in keys.items()}
+        with jax.enable_x64(True) if in_dtype == "float64" else contextlib.nullcontext():
+            params: Tree = {keys[name]: jnp.asarray(p, in_dtype) for name, p in start.items()}
+            tx = self.make(**settings)
+            step = self.compiled(tx) if steps > MANY else functools.partial(self.eager, tx)
+            state = tx.init(params)
+            for t in range(steps):
+                params = jax.tree.map(jnp.zeros_like, params) if t == zeroed_at else params
+                found = gradient(t, {name: np.asarray(params[key]) for name, key in keys.items()})
+                params, state = step({key: jnp.asarray(found[name], in_dtype) for name, key in keys.items()}, state, params)
+        if other := next((p.dtype for p in params.values() if p.dtype != in_dtype), None):
+            raise Wrong(f"{in_dtype} parameters became {other}", str(other))
+        return {name: np.asarray(params[key], "float64" if in_dtype == "float64" else "float32") for name, key in keys.items()}
 
     # ---- trees -------------------------------------------------------------------------------------------------------------
     def start(self, dtype: Any = jnp.float32) -> Tree:
@@ -83,11 +80,15 @@ class OptaxSubject(Subject):
             params, state = self.eager(tx, given(t), state, params)
         return params, state
 
+    def ended(self, tx: Any, steps: int = 6, grads: Any = None) -> Tree:
+        """Return parameters after some steps from the start."""
+        params = self.start()
+        return self.run(tx, params, tx.init(params), 0, steps, grads)[0]
+
     @functools.cached_property
     def plain(self) -> Tree:
         """Parameters after six steps."""
-        tx, params = self.make(), self.start()
-        return self.run(tx, params, tx.init(params), 0, 6)[0]
+        return self.ended(self.make())
 
     @functools.cached_property
     def jitted(self) -> tuple[Tree, int]:

@@ -17,30 +17,22 @@ small{color:#57606a}.passed b{color:#1a7f37}.failed b,.error b{color:#cf222e}.sk
 """
 
 
-def summary(report: Report) -> str:
-    """The result in a line."""
-    counts = report.counts()
-    wrong = counts["failed"] + counts["error"]
-    taste = f"; {counts['taste']} more are matters of taste" if counts["taste"] else ""
-    verdict = f"{wrong} of them wrong" if wrong else "none of them wrong"
-    return f"{counts['passed'] + wrong} checks ran, {verdict}, {counts['skipped']} skipped{taste}"
-
-
 def page(report: Report) -> str:
     rows = []
     for each in report.results:
-        mood = "taste" if each.taste and each.status != "passed" else each.status
+        mood = "taste" if each.word == "taste" else each.status
         word = f"{each.status} <small>(taste)</small>" if each.taste else each.status
+        name = ", ".join(filter(None, (each.name, each.engine)))
         rows.append(
             f'<tr class="{mood}"><td><b>{word}</b></td>'
-            f"<td>{html.escape(each.name)}<br><small>{html.escape(each.reason)}</small></td>"
+            f"<td>{html.escape(name)}<br><small>{html.escape(each.reason)}</small></td>"
             f'<td class="seen">{html.escape(each.shown)}</td><td>{html.escape(each.note)}</td></tr>'
         )
-    settings = html.escape(json.dumps(report.as_dict()["settings"]))
+    settings = html.escape(json.dumps(report.given()))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{html.escape(report.target)}</title><style>{STYLE}</style><h1>{html.escape(report.target)}</h1>"
-        f"<p>{html.escape(summary(report))}. <small>Settings beside the defaults: {settings}</small></p>"
+        f"<p>{html.escape(report.summary())}. <small>Settings beside the defaults: {settings}</small></p>"
         f"<table><tr><th>result<th>check<th>seen<th>what is wrong, or why it was skipped</tr>{''.join(rows)}</table></html>\n"
     )

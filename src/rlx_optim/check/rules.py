@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import fnmatch
 import functools
 import inspect
 import itertools
 import math
-import textwrap
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +19,8 @@ from ..optimizer import NamedOptimizer
 from ..program import Program, commit_measures, trace
 from ..spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 from .engines import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
+from .subject import Subject, distance, neighbours
+from .table import Check, RuleReport, Skip, Wrong, chosen, expect, run_checks
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
 SMALL: tuple[Shape, ...] = ((5, 4), (3, 6), (7,))
@@ -33,92 +31,75 @@ COUNTED = 1_000  # steps in which a counter must move
 #: what is tried in the place of a hyperparameter's value, where it is in range
 NUMBERS = (0.5, 0.1, 0.01, 0.9, 2.0, 1.0, 0.0, -0.5)
 LEAST = 1e-12  # of p: what moves it less does nothing
-Asked = Callable[[], tuple[bool, float | None, str]]
+Seen = float | str | tuple[float | str, str]  # a number or "", and perhaps a note
 
-#: why each is asked; those of hyperparameters are asked of every one
+#: why each is asked, and how to mend what it finds; what was raised says that by itself. Those of hyperparameters are asked of
+#: every one
 REASONS = {
-    "language": "what is outside the language of rules no engine can run",
-    "declared": "only what is declared can be set, scheduled, saved and documented",
-    "slots": "a slot that nobody reads or writes is memory for nothing",
-    "counters": "a counter that never moves is a constant in every checkpoint",
-    "jit": "a jitted update of optax traces the step count, and every number that is a schedule",
-    "engine": "every engine that is here ends where the reference does",
-    "groups": "groups that differ in every number are stepped each by its own",
-    "same again": "the same steps must give the same bits",
-    "resume": "state that was saved half-way goes on bit for bit",
-    "order": "which tensor comes first must not matter",
-    "one by one": "tensors stepped one by one end where they end together",
-    "NaN": "a NaN in one gradient must not reach another tensor",
-    "zero": "gradients of zero must not make anything NaN",
-    "ranks": "on DTensors of two gloo processes it ends where one process does: owners see what the rule reads",
-    "hyperparameter": "one that does nothing is a bug that no loss curve shows",
-    "schedule": "a constant schedule is that number, and one that moves compiles nothing",
-}
-#: beside what a check found; what was raised says by itself how to mend it
-HINTS = {
-    "declared": "declare it: lr: float = real(1e-3), or with flag, integer, choice of rlx_optim.rule; a constant is a ClassVar",
-    "slots": "take it out of `slots`, or let `update` give it to a rule and take its next value from there",
-    "counters": "`scalars` (or the `update` of a matrix rule) gives its next value: {name: counters[name] + 1}",
-    "jit": "t, counters and schedules are traced there, in float32: with the words of rlx_optim.rule, where(t > 3, a, b) for if, "
-    "maximum(t, 2) for max, sqrt(t) for math.sqrt; an `update` on matrices computes with E and operators, and chooses by E.cond",
-    "engine": "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
-    "groups": "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
-    "resume": "state must be in slots or counters: nothing else is saved",
-    "same again": "a step may depend on p, g, slots, counters, t and hyperparameters alone",
-    "order": "tensors are stepped in any order: a rule must not remember what came before",
-    "one by one": "a tensor's step must not depend on which others are stepped with it, unless by an all_… reduction",
-    "NaN": "a NaN must not leave its tensor: only all_… reductions may look at several",
-    "zero": "keep divisions away from 0 with an eps, or maximum(…)",
-    "ranks": "a step may depend on p, g, slots, counters, t and hyperparameters alone, and the commit on p, u and numbers",
-    "hyperparameter": "it changes nothing: does `scalars` give it, does the rule read it, is it in `structure`?",
-    "schedule": "a number of `scalars` must do: what picks code or slots is structural (flag, integer, choice)",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One check on one engine. seen: how far off, where that is a number."""
-
-    check: str
-    engine: str
-    ok: bool
-    seen: float | None
-    note: str = ""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether it was not asked, which the note says why."""
-        return self.ok and self.seen is None and bool(self.note) and self.check != "language"
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleReport:
-    """What `check_rule` found; `str` is a table."""
-
-    rule: str
-    rows: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    def __str__(self) -> str:
-        wide, names = max(len(row.check) for row in self.rows), max(len(row.engine) for row in self.rows)
-        lines = [f"{self.rule}: {'fit to be used' if self.ok else 'something is wrong'}"]
-        for row in self.rows:
-            seen = "" if row.seen is None else f"{row.seen:.1e}" if row.seen else "0"
-            word = "skip " if row.skipped else "ok   " if row.ok else "WRONG"
-            lines.append(f"  {word} {row.check:{wide}}  {row.engine:{names}}  {seen}".rstrip())
-            lines += textwrap.wrap(row.note, 96, initial_indent="        ", subsequent_indent="        ")
-        wrong = sum(not row.ok for row in self.rows)
-        ran = sum(not row.skipped for row in self.rows)
-        return "\n".join([*lines, f"{ran} checks, {wrong or 'none'} of them wrong, {len(self.rows) - ran} not asked"])
-
-    def as_dict(self) -> dict[str, Any]:
-        rows = [dataclasses.asdict(row) for row in self.rows]
-        for row in rows:
-            row["seen"] = row["seen"] if row["seen"] is None or math.isfinite(row["seen"]) else None
-        return {"rule": self.rule, "ok": self.ok, "rows": rows}
+    "language": ("what is outside the language of rules no engine can run", ""),
+    "declared": (
+        "only what is declared can be set, scheduled, saved and documented",
+        "declare it: lr: float = real(1e-3), or with flag, integer, choice of rlx_optim.rule; a constant is a ClassVar",
+    ),
+    "slots": (
+        "a slot that nobody reads or writes is memory for nothing",
+        "take it out of `slots`, or let `update` give it to a rule and take its next value from there",
+    ),
+    "counters": (
+        "a counter that never moves is a constant in every checkpoint",
+        "`scalars` (or the `update` of a matrix rule) gives its next value: {name: counters[name] + 1}",
+    ),
+    "jit": (
+        "a jitted update of optax traces the step count, and every number that is a schedule",
+        "t, counters and schedules are traced there, in float32: with the words of rlx_optim.rule, where(t > 3, a, b) for if, "
+        "maximum(t, 2) for max, sqrt(t) for math.sqrt; an `update` on matrices computes with E and operators, and chooses by "
+        "E.cond",
+    ),
+    "engine": (
+        "every engine that is here ends where the reference does",
+        "the rule is too delicate for float32: subtract near-equal numbers in `scalars`, which is float64",
+    ),
+    "groups": (
+        "groups that differ in every number are stepped each by its own",
+        "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
+    ),
+    "same again": (
+        "the same steps must give the same bits",
+        "a step may depend on p, g, slots, counters, t and hyperparameters alone",
+    ),
+    "resume": (
+        "state that was saved half-way goes on bit for bit",
+        "state must be in slots or counters: nothing else is saved",
+    ),
+    "order": (
+        "which tensor comes first must not matter",
+        "tensors are stepped in any order: a rule must not remember what came before",
+    ),
+    "one by one": (
+        "tensors stepped one by one end where they end together",
+        "a tensor's step must not depend on which others are stepped with it, unless by an all_… reduction",
+    ),
+    "NaN": (
+        "a NaN in one gradient must not reach another tensor",
+        "a NaN must not leave its tensor: only all_… reductions may look at several",
+    ),
+    "zero": (
+        "gradients of zero must not make anything NaN",
+        "keep divisions away from 0 with an eps, or maximum(…)",
+    ),
+    "ranks": (
+        "on DTensors of two gloo processes it ends where one process does: owners see what the rule reads",
+        "a step may depend on p, g, slots, counters, t and hyperparameters alone, and the commit on p, u and numbers",
+    ),
+    "hyperparameter": (
+        "one that does nothing is a bug that no loss curve shows",
+        "it changes nothing: does `scalars` give it, does the rule read it, is it in `structure`?",
+    ),
+    "schedule": (
+        "a constant schedule is that number, and one that moves compiles nothing",
+        "a number of `scalars` must do: what picks code or slots is structural (flag, integer, choice)",
+    ),
+}  # fmt: skip
 
 
 def check_rule(
@@ -127,83 +108,82 @@ def check_rule(
     """Step a rule on every engine that is here, against the reference: over shapes, over groups that differ, resumed, with bad
     gradients, with every hyperparameter changed and scheduled. only: names of checks, or patterns like schedule*; the first,
     language, is always one of them. settings: where they are not the defaults."""
-    asked = RuleChecks(rule, settings, engines)
-    return RuleReport(rule.__name__, tuple(asked.findings(only)))
+    subject = RuleSubject(rule, settings, engines)
+    report: RuleReport = run_checks(subject, chosen(subject, subject.checks(), only=only))
+    return report
 
 
-class RuleChecks:
-    """What is asked of a rule, one by one."""
+class RuleSubject(Subject):
+    """A rule under check. Parameters are stepped by the engines themselves, or through the named API."""
 
-    def __init__(self, rule: type[Spec], settings: dict[str, Any], engines: Sequence[str] | None = None):
+    kind, report = "rule", RuleReport
+
+    def __init__(self, rule: type[Spec], settings: Mapping[str, Any], engines: Sequence[str] | None = None):
         if not (isinstance(rule, type) and issubclass(rule, Spec)):
             raise TypeError(f"check_rule takes a Spec class, got {rule!r}")
         required = {name: 0.1 for name, field in rule.fields.items() if field.default is REQUIRED}
-        self.rule, self.settings = rule, required | settings
+        super().__init__(rule.__name__, required | dict(settings))
+        self.rule, self.described = rule, f"of {rule.__name__}"
         self.engines = [engine for engine in engines or present() if engine != "reference"]
-        self.shapes: list[Shape] = []
-        self.gathers = False
 
-    # ---- what is done ----------------------------------------------------------------------------------------------------
-    def findings(self, only: Sequence[str] = ()) -> Iterator[Finding]:
-        first, *others = self.plan()
-        names = list(dict.fromkeys(check for check, _, _ in (first, *others)))
-        chosen = {name for name in names if not only or any(fnmatch.fnmatchcase(name, word) for word in only)}
-        if not chosen:
-            raise ValueError(f"no check of {self.rule.__name__} is called {', '.join(only)}; known are {', '.join(names)}")
-        yield (spoken := self.told(*first))
-        yield from (self.told(*each) for each in others if spoken.ok and each[0] in chosen)
+    # ---- what is asked ---------------------------------------------------------------------------------------------------
+    def checks(self) -> Iterator[Check]:
+        """Yield every check on every engine where it is asked."""
 
-    def plan(self) -> Iterator[tuple[str, str, Asked]]:
-        """(check, engine, what is asked), the language first: the others step the shapes that it found."""
-        yield "language", "trace", self.language
-        yield "declared", "trace", self.declared
-        yield "slots", "reference", self.touched
+        def asked(name: str, engine: str, run: Callable[[], Seen]) -> Check:
+            reason, hint = REASONS[next(key for key in REASONS if name.startswith(key))]
+            first = name == "language"
+            return Check(name, reason, ("rule",), lambda s: s.explained(run, hint, first), engine=engine, essential=first)
+
+        yield asked("language", "trace", lambda: ("", self.taken[1]))
+        yield asked("declared", "trace", self.declared)
+        yield asked("slots", "reference", self.touched)
         if "torch" in self.engines:  # before an engine uses CUDA, after which nothing can be forked
-            yield "ranks", "torch", self.over_ranks
-        for engine in self.engines:
-            yield "engine", engine, functools.partial(self.beside, engine, False)
-        for engine in self.engines:
-            yield "groups", engine, functools.partial(self.beside, engine, True)
-        yield "groups", "reference", self.alone
-        yield "jit", "optax", self.jitted
-        yield "counters", "reference", self.counted
-        best = next((engine for engine in ("cpu",) if engine in self.engines), "reference")
+            yield asked("ranks", "torch", self.over_ranks)
+        for check, apart in (("engine", False), ("groups", True)):
+            for engine in self.engines:
+                yield asked(check, engine, functools.partial(self.beside, engine, apart))
+        yield asked("groups", "reference", self.alone)
+        yield asked("jit", "optax", self.jitted)
+        yield asked("counters", "reference", self.counted)
+        best = "cpu" if "cpu" in self.engines else "reference"
         for check, run in {
             "same again": self.again, "resume": self.resumed, "order": self.reversed, "one by one": self.single,
             "NaN": self.local, "zero": self.zero,
         }.items():  # fmt: skip
             for engine in dict.fromkeys(("reference", best)):
-                yield check, engine, functools.partial(run, speaker(engine))
+                yield asked(check, engine, functools.partial(run, speaker(engine)))
         for name, field in self.rule.fields.items():
-            yield f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field)
+            yield asked(f"hyperparameter {name}", "reference", functools.partial(self.moves, name, field))
             if field.annotation in ("float", "float | None") and not field.structural:
-                yield f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best)
+                yield asked(f"schedule of {name}", best, functools.partial(self.scheduled, name, field, best))
 
-    def told(self, check: str, engine: str, run: Asked) -> Finding:
-        """What a check found; whatever is raised is what it found."""
-        hint = next((HINTS[key] for key in HINTS if check.startswith(key)), "")
+    def explained(self, run: Callable[[], Seen], hint: str, first: bool) -> Seen:
+        """Run a check, and say beside what is wrong how to mend it, or where in the rule's file something was raised."""
         try:
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")  # a rule's advice is not asked for here
-                ok, seen, note = run()
+            if not first and self.spoken is None:
+                raise Skip("the rule is outside the language")
+            return run()
+        except Skip:
+            raise
+        except Wrong as wrong:
+            raise Wrong("; ".join(filter(None, (str(wrong), hint))), wrong.seen) from None
         except Exception as problem:
             text, place = str(problem).strip(), self.place(problem)
             if type(problem).__module__.startswith("jax"):  # it says a page about tracing, and nothing of the words for it
-                text, hint = text.partition("\n")[0], f"{place}; {hint}"
-            else:
-                hint = place
-            ok, seen, note = False, None, f"{type(problem).__name__}: {text}"
-        return Finding(check, engine, ok, seen, note if ok else "; ".join(part for part in (note, hint) if part))
+                text, place = text.partition("\n")[0], f"{place}; {hint}"
+            raise Wrong("; ".join(filter(None, (f"{type(problem).__name__}: {text}", place)))) from problem
 
     def place(self, problem: Exception) -> str:
-        """The line of the rule's file that raised something; a LanguageError says its own."""
+        """Return the line of the rule's file that raised something; a LanguageError says its own."""
         file = self.rule.update.__code__.co_filename
         lines = [each.lineno for each in traceback.extract_tb(problem.__traceback__) if each.filename == file]
         return f"raised at {file}:{lines[-1]}" if lines and not isinstance(problem, LanguageError) else ""
 
-    # ---- checks: whether it holds, what was seen, a note ----------------------------------------------------------------
-    def language(self) -> tuple[bool, float | None, str]:
-        spec, left = self.rule(**self.settings), []
+    @functools.cached_property
+    def taken(self) -> tuple[list[Shape], str, bool]:
+        """The shapes that the rule takes, which it leaves to others, and whether it reduces over all tensors."""
+        spec, shapes, left, gathers = self.rule(**self.settings), list[Shape](), list[str](), False
         for shape in SHAPES:
             if (why := spec.takes(shape)) is not None:
                 left.append(f"{shape}: {why}")
@@ -212,37 +192,50 @@ class RuleChecks:
             program: Program | None = None if spec.matrix else trace(spec, slots)
             if program is not None:
                 program.check(self.rule.__name__, ["a tensor"], [shape])
-                self.gathers = self.gathers or program.gathers is not None
-            self.shapes.append(shape)
-        if not self.shapes:
-            return False, None, f"it takes none of these shapes: {'; '.join(left)}"
-        return True, None, f"left to others: {'; '.join(left)}" if left else ""
+                gathers = gathers or program.gathers is not None
+            shapes.append(shape)
+        if not shapes:
+            raise Wrong(f"it takes none of these shapes: {'; '.join(left)}")
+        return shapes, f"left to others: {'; '.join(left)}" if left else "", gathers
 
-    def declared(self) -> tuple[bool, float | None, str]:
+    @functools.cached_property
+    def spoken(self) -> list[Shape] | None:
+        """The shapes that the rule takes; None where it is outside the language."""
+        try:
+            return self.taken[0]
+        except Exception:
+            return None
+
+    def by_itself(self) -> None:
+        """Skip where tensors are meant to look at each other."""
+        if self.taken[2]:
+            raise Skip("not asked of a rule that reduces over all tensors")
+
+    # ---- checks ----------------------------------------------------------------------------------------------------------
+    def declared(self) -> Seen:
         """What stands in the class as a plain value, though it is a hyperparameter's."""
         kinds = [kind for kind in self.rule.__mro__ if issubclass(kind, Spec) and kind is not Spec]
         said = {name: str(word) for kind in kinds for name, word in inspect.get_annotations(kind).items()}
         names = {name for name, word in said.items() if "ClassVar" not in word and name not in (*self.rule.fields, *vars(Spec))}
         names |= {name for kind in kinds for name in vars(kind) if name in self.rule.fields}  # a plain value over a declared one
         names |= {"lr"} - self.rule.fields.keys()
-        plain = [
-            f"{name} is {getattr(self.rule, name)!r:.80}" if hasattr(self.rule, name) else f"there is no {name}" for name in names
-        ]
-        return not plain, None, f"{', '.join(sorted(plain))}, and not a hyperparameter" if plain else ""
+        values = {name: f"is {getattr(self.rule, name)!r:.80}" for name in names if hasattr(self.rule, name)}
+        plain = sorted(f"{name} {values[name]}" if name in values else f"there is no {name}" for name in names)
+        return expect(not plain, f"{', '.join(plain)}, and not a hyperparameter")
 
-    def touched(self) -> tuple[bool, float | None, str]:
+    def touched(self) -> Seen:
         """Whether every slot is read or written; of matrix rules, whether it changes anything, or is changed."""
         spec, names, touched = self.rule(**self.settings), set[str](), {self.rule.evaluated}
-        for shape in self.shapes:
+        for shape in self.taken[0]:
             slots = spec.slots(shape)
             names |= slots.keys()
             touched |= self.felt(spec, shape) if self.rule.matrix else _traced(spec, slots)
         often = f" in {LONG} steps" if self.rule.matrix else ""
-        idle = ", ".join(sorted(names - touched))
-        return not idle, None, f"nobody reads or writes {idle}{often}" if idle else ""
+        idle = sorted(names - touched)
+        return expect(not idle, f"nobody reads or writes {', '.join(idle)}{often}")
 
     def felt(self, spec: Spec, shape: Shape) -> set[str]:
-        """The slots of a tensor that some steps change, or that change some steps."""
+        """Return the slots of a tensor that some steps change, or that change some steps."""
         start, gradients = self.problem((shape,), LONG)
 
         def walk(other: str = "") -> tuple[Arrays, Arrays]:
@@ -262,7 +255,7 @@ class RuleChecks:
 
         return {name for name in first if name != "p" and (not np.array_equal(first[name], want[name]) or changes(name))}
 
-    def counted(self) -> tuple[bool, float | None, str]:
+    def counted(self) -> Seen:
         """Whether every counter moves: in some steps, or as `scalars` and `decisions` count many, with some setting."""
         first, trail = self.rule(**self.settings).counters(), self.named({}) or {}
         still = {name for name, value in first.items() if all(found == value for found in trail.get(name, ()))}
@@ -274,54 +267,52 @@ class RuleChecks:
                 for t in range(1, COUNTED + 1):
                     now = now | {name: value for name, value in spec.numbers(t, now).items() if name in now}
                     still -= {name for name, value in now.items() if value != first[name]}
-        return not still, None, f"{', '.join(sorted(still))} never moves" if still else ""
+        return expect(not still, f"{', '.join(sorted(still))} never moves")
 
-    def jitted(self) -> tuple[bool, float | None, str]:
+    def jitted(self) -> Seen:
         """Jitted updates of `rlx_optim.optax` beside the reference; the learning rate is a number, then traced."""
         if (why := missing("jax", "optax") or (None if "lr" in self.rule.fields else "it has no lr")) is not None:
-            return True, None, f"not asked: {why}"
+            raise Skip(f"not asked: {why}")
         spec = self.rule(**self.settings)
-        start, gradients = self.problem([shape for shape in SMALL if spec.takes(shape) is None] or self.shapes[:2])
-        found: tuple[bool, float | None, str] = True, None, ""
+        start, gradients = self.problem([shape for shape in SMALL if spec.takes(shape) is None] or self.taken[0][:2])
+        found: Seen = ""
         for scheduled in (False, True)[: 1 + isinstance(spec.values().get("lr"), float)]:
-            if found[0]:
-                got = updated_by_optax(spec, start, gradients, scheduled)
-                found = self.judged(got, [spec], start, gradients)
+            found = self.judged(updated_by_optax(spec, start, gradients, scheduled), [spec], start, gradients)
         return found
 
-    def beside(self, engine: str, apart: bool) -> tuple[bool, float | None, str]:
+    def beside(self, engine: str, apart: bool) -> Seen:
         """Beside the reference."""
         start, gradients = self.problem()
         specs = self.specs() if apart else [self.rule(**self.settings)]
         return self.judged(self.walked(specs, speaker(engine), start, gradients, apart)["p"], specs, start, gradients, apart)
 
-    def judged(
-        self, got: Sequence[np.ndarray], specs: Sequence[Spec], start: Any, gradients: Any, apart: bool = False
-    ) -> tuple[bool, float | None, str]:
-        """How far tensors end from where the reference leaves them, in the distance travelled. They may by what a few units in
-        the last place of the input move the reference itself: no float32 arithmetic is better than that."""
+    def judged(self, got: Sequence[np.ndarray], specs: Sequence[Spec], start: Any, gradients: Any, apart: bool = False) -> Seen:
+        """Return how far tensors end from where the reference leaves them, in the distance travelled. They may by what a few
+        units in the last place of the input move the reference itself: no float32 arithmetic is better than that."""
 
         def gaps(found: Sequence[np.ndarray]) -> list[float]:
-            return [_apart(f, w, s) for f, w, s in zip(found, want, start, strict=True)]
+            return [distance(f, w, s) for f, w, s in zip(found, want, start, strict=True)]
 
         who = speaker("reference")
         want = self.walked(specs, who, start, gradients, apart)["p"]
-        found, bar = gaps(got), MATRIX_BAR if self.rule.matrix else BAR
-        worst = max(found)
-        if worst <= bar:
-            return True, worst, ""
+        found = gaps(got)
+        if max(found) <= self.bar:
+            return max(found)
         nudges = [self.walked(specs, who, *_nudged(start, gradients, seed), apart)["p"] for seed in range(NUDGES)]
         moved = [max(each) for each in zip(*map(gaps, nudges), strict=True)]
-        far = [i for i, gap in enumerate(found) if not gap <= max(bar, UNITS * moved[i])]
+        far = [i for i, gap in enumerate(found) if not gap <= max(self.bar, UNITS * moved[i])]
         if far:
-            return False, max(found[i] for i in far), f"a tensor of shape {start[far[0]].shape} ends elsewhere"
-        return True, worst, "ill-conditioned: a unit in the last place of its input moves the reference about as far"
+            raise Wrong(f"a tensor of shape {start[far[0]].shape} ends elsewhere", max(found[i] for i in far))
+        return max(found), "ill-conditioned: a unit in the last place of its input moves the reference about as far"
 
-    def alone(self) -> tuple[bool, float | None, str]:
+    @property
+    def bar(self) -> float:
+        return MATRIX_BAR if self.rule.matrix else BAR
+
+    def alone(self) -> Seen:
         """Groups together, and each by itself."""
+        self.by_itself()
         (start, gradients), specs, who = self.problem(), self.specs(), speaker("reference")
-        if self.gathers:
-            return True, None, "not asked of a rule that reduces over all tensors"
         together = self.walked(specs, who, start, gradients, True)["p"]
         for i in range(len(start)):
             walk = Walk([specs[i % len(specs)]], who, [start[i]], names=[f"tensor {i}"])
@@ -330,22 +321,20 @@ class RuleChecks:
                 walk.step([g[i]])
             if not np.array_equal(walk.found()["p"][0], together[i], equal_nan=True):
                 changed = ", ".join(f"{k}={v!r}" for k, v in specs[i % len(specs)].values().items())
-                return False, None, f"a tensor of shape {start[i].shape} in a group with {changed} takes another's values"
-        return True, 0.0, ""
+                raise Wrong(f"a tensor of shape {start[i].shape} in a group with {changed} takes another's values")
+        return 0.0
 
-    def again(self, who: Speaker) -> tuple[bool, float | None, str]:
-        start, gradients = self.problem()
-        first, second = (self.walked([self.rule(**self.settings)], who, start, gradients) for _ in range(2))
-        return self.same(first, second, "the same steps give other numbers the second time")
+    def again(self, who: Speaker) -> Seen:
+        return self.same(self.plainly(who), self.plainly(who), "the same steps give other numbers the second time")
 
-    def resumed(self, who: Speaker) -> tuple[bool, float | None, str]:
-        start, gradients = self.problem()
-        whole = self.walked([self.rule(**self.settings)], who, start, gradients)
-        before = Walk([self.rule(**self.settings)], who, start)
+    def resumed(self, who: Speaker) -> Seen:
+        (start, gradients), spec = self.problem(), self.rule(**self.settings)
+        whole = self.plainly(who)
+        before = Walk([spec], who, start)
         for g in gradients[:2]:
             before.step(g)
-        self.walked([self.rule(**self.settings)], who, start, gradients)  # others step in between
-        after = Walk([self.rule(**self.settings)], who, before.found()["p"])
+        self.plainly(who)  # others step in between
+        after = Walk([spec], who, before.found()["p"])
         for old, new in zip(before.records, after.records, strict=True):
             new.t, new.counters = old.t, dict(old.counters)
             for name, value in new.state.items():
@@ -354,82 +343,67 @@ class RuleChecks:
             after.step(g)
         return self.same(whole, after.found(), "state that was saved and restored half-way goes on differently")
 
-    def reversed(self, who: Speaker) -> tuple[bool, float | None, str]:
+    def reversed(self, who: Speaker) -> Seen:
+        self.by_itself()
         start, gradients = self.problem()
-        spec = self.rule(**self.settings)
-        there = self.walked([spec], who, start, gradients)["p"]
         names = [f"tensor {i}" for i in range(len(start))][::-1]
-        back = self.walked([spec], who, start[::-1], [g[::-1] for g in gradients], names=names)["p"][::-1]
-        if self.gathers:
-            return True, None, "not asked of a rule that reduces over all tensors"
-        return self.same({"p": there}, {"p": back}, "tensors that come in another order end elsewhere")
+        back = self.walked([self.rule(**self.settings)], who, start[::-1], [g[::-1] for g in gradients], names=names)
+        return self.same(
+            {"p": self.plainly(who)["p"]}, {"p": back["p"][::-1]}, "tensors that come in another order end elsewhere"
+        )
 
-    def single(self, who: Speaker) -> tuple[bool, float | None, str]:
-        if self.gathers:
-            return True, None, "not asked of a rule that reduces over all tensors"
-        start, gradients = self.problem()
-        spec = self.rule(**self.settings)
-        together = self.walked([spec], who, start, gradients)["p"]
+    def single(self, who: Speaker) -> Seen:
+        self.by_itself()
+        (start, gradients), specs = self.problem(), [self.rule(**self.settings)]
+        together = self.plainly(who)["p"]
         singly = [
-            self.walked([spec], who, [p], [[g[i]] for g in gradients], names=[f"tensor {i}"])["p"][0] for i, p in enumerate(start)
+            self.walked(specs, who, [p], [[g[i]] for g in gradients], names=[f"tensor {i}"])["p"][0] for i, p in enumerate(start)
         ]
+        what = "tensors stepped one by one end elsewhere"
         if self.rule.matrix:  # products of stacks may be rounded otherwise than those of matrices
-            worst = max(_apart(a, b, s) for a, b, s in zip(singly, together, start, strict=True))
-            return worst <= MATRIX_BAR, worst, ""
-        return self.same({"p": together}, {"p": singly}, "tensors stepped one by one end elsewhere")
+            worst = max(distance(a, b, s) for a, b, s in zip(singly, together, start, strict=True))
+            return expect(worst <= MATRIX_BAR, what, worst)
+        return self.same({"p": together}, {"p": singly}, what)
 
-    def local(self, who: Speaker) -> tuple[bool, float | None, str]:
-        if self.gathers:
-            return True, None, "not asked of a rule that reduces over all tensors"
+    def local(self, who: Speaker) -> Seen:
+        self.by_itself()
         start, gradients = self.problem()
         start, gradients = [*start, start[-1]], [[*g, g[-1]] for g in gradients]
         bad = [[*g[:-1], np.full_like(g[-1], math.nan)] for g in gradients]
-        spec = self.rule(**self.settings)
-        clean, dirty = (self.walked([spec], who, start, g)["p"][:-1] for g in (gradients, bad))
+        clean, dirty = (self.walked([self.rule(**self.settings)], who, start, g)["p"][:-1] for g in (gradients, bad))
         return self.same({"p": clean}, {"p": dirty}, "a NaN in one tensor's gradient reaches another")
 
-    def zero(self, who: Speaker) -> tuple[bool, float | None, str]:
+    def zero(self, who: Speaker) -> Seen:
         start, gradients = self.problem()
         none = [[np.zeros_like(x) for x in g] for g in gradients]
         found = self.walked([self.rule(**self.settings)], who, start, none)
         bad = [name for name, arrays in found.items() if not all(np.isfinite(a).all() for a in arrays)]
-        return not bad, None, f"gradients of zero make {', '.join(bad)} NaN or infinite" if bad else ""
+        return expect(not bad, f"gradients of zero make {', '.join(bad)} NaN or infinite")
 
-    def over_ranks(self) -> tuple[bool, float | None, str]:
+    def over_ranks(self) -> Seen:
         """Two processes, beside one."""
-        from .rule_ranks import over_ranks
-        from .table import Skip
+        from .ranks import over_ranks
 
         if self.rule.matrix and commit_measures(self.rule(**self.settings)):
-            return True, None, "its commit measures p or u, which is refused where matrices are spread over ranks"
+            raise Skip("its commit measures p or u, which is refused where matrices are spread over ranks")
         start, gradients = self.problem()
-        try:
-            want, got = over_ranks(self.rule, self.settings, start, gradients)
-        except Skip as why:
-            return True, None, str(why)
-        bar = MATRIX_BAR if self.rule.matrix else BAR
-        worst = max(_apart(a, b, s) for a, b, s in zip(got["p"], want["p"], start, strict=True))
-        if not worst <= bar:
-            return False, worst, "parameters end elsewhere than in one process"
-        bad = [name for name in want if name != "p" and not gap(got[name], want[name]) <= 10 * bar]
-        return not bad, worst, f"{bad[0]} ends elsewhere than in one process" if bad else ""
+        want, got = over_ranks(self.rule, self.settings, start, gradients)
+        worst = max(distance(a, b, s) for a, b, s in zip(got["p"], want["p"], start, strict=True))
+        expect(worst <= self.bar, "parameters end elsewhere than in one process", worst)
+        bad = [name for name in want if name != "p" and not gap(got[name], want[name]) <= 10 * self.bar]
+        return expect(not bad, f"{bad and bad[0]} ends elsewhere than in one process", worst)
 
-    def moves(self, name: str, field: Field) -> tuple[bool, float | None, str]:
+    def moves(self, name: str, field: Field) -> Seen:
         """Whether a hyperparameter does something to p or to the state: by itself, or beside another that is changed too, or a
         learning rate that falls."""
         if field.annotation.startswith("Callable"):
-            return True, None, "a function: not tried"
-        others: list[dict[str, Any]] = [{}]
-        others += [
-            {other: value}
-            for other, each in self.rule.fields.items()
-            if other != name
-            for value in self.alternatives(other, each)
-        ]
+            raise Skip("a function: not tried")
         if name in (untried := {"state_dtype": "too small to be coded", "rounding": "of float32"}):
-            return True, None, f"not tried: tensors here are {untried[name]}"
+            raise Skip(f"not tried: tensors here are {untried[name]}")
+        others: list[dict[str, Any]] = [{}]
+        others += [{k: value} for k, each in self.rule.fields.items() if k != name for value in self.alternatives(k, each)]
         tried = False
-        falling = itertools.product((False, True), others) if name != "lr" else itertools.product((False,), others)
+        falling = itertools.product((False, True) if name != "lr" else (False,), others)
         for falls, context in sorted(falling, key=lambda each: len(each[1])):  # what is alone comes first
             want = self.named(context, falls=falls)
             for value in self.alternatives(name, field, context):
@@ -437,32 +411,32 @@ class RuleChecks:
                 got = self.named(context | {name: value}, falls=falls)
                 if want is not None and got is not None and (moved := _moved(got, want)) > LEAST:
                     beside = [f"{k}={v!r}" for k, v in context.items()] + ["an lr that falls"] * falls
-                    return True, moved, f"beside {', '.join(beside)}" if beside else ""
+                    return moved, f"beside {', '.join(beside)}" if beside else ""
         if not tried and name in MODIFIERS:
-            return True, None, "every other value is refused"
+            raise Skip("every other value is refused")
         if name == "cautious" and self.rule.caution is not None:
-            return True, 0.0, "it changes nothing: the direction has the gradient's signs"
-        return False, 0.0, f"{name} was changed, alone and beside others, and nothing moved"
+            return 0.0, "it changes nothing: the direction has the gradient's signs"
+        raise Wrong(f"{name} was changed, alone and beside others, and nothing moved", 0.0)
 
-    def scheduled(self, name: str, field: Field, engine: str) -> tuple[bool, float | None, str]:
+    def scheduled(self, name: str, field: Field, engine: str) -> Seen:
         value = next(iter(self.alternatives(name, field)), None)
         if not isinstance(value, float):
-            return True, None, "no other value was in range"
+            raise Skip("no other value was in range")
         flat, moving = self.named({name: value}, engine), self.named({name: lambda i: value}, engine)
         if flat is None or moving is None or _moved(flat, moving) > 0:
-            return False, None, f"{name} as a schedule that is always {value} does other than {name}={value}"
+            raise Wrong(f"{name} as a schedule that is always {value} does other than {name}={value}")
         self.named({name: lambda i: value * (1 - 1e-3 * i)}, engine)
         before = _kernels()
         self.named({name: lambda i: value * (1 - 2e-3 * i)}, engine)
         made = _kernels() - before
-        return not made, None, f"{made} kernels were compiled while {name} moved" if made else ""
+        return expect(not made, f"{made} kernels were compiled while {name} moved")
 
     # ---- what they share -------------------------------------------------------------------------------------------------
     def problem(self, shapes: Sequence[Shape] = (), steps: int = STEPS) -> tuple[list[np.ndarray], list[list[np.ndarray]]]:
         rng = np.random.default_rng(0)
 
         def draw(scale: float) -> list[np.ndarray]:
-            return [np.asarray(scale * rng.standard_normal(shape), np.float32) for shape in shapes or self.shapes]
+            return [np.asarray(scale * rng.standard_normal(shape), np.float32) for shape in shapes or self.taken[0]]
 
         return draw(0.1), [draw(0.1) for _ in range(steps)]
 
@@ -474,52 +448,46 @@ class RuleChecks:
             walk.step(g)
         return walk.found()
 
+    def plainly(self, who: Speaker) -> Arrays:
+        """Return parameters and state after the plain problem."""
+        return self.walked([self.rule(**self.settings)], who, *self.problem())
+
     def specs(self) -> list[Spec]:
-        """Two groups that differ in every number that may differ."""
+        """Return two groups that differ in every number that may differ."""
         spec, changed = self.rule(**self.settings), dict[str, Any]()
         for name, field in self.rule.fields.items():
-            for value in self.alternatives(name, field):
-                if field.structural or value is None or spec.values()[name] is None:
-                    continue
-                try:
-                    self.rule(**{**self.settings, **changed, name: value})
-                except (TypeError, ValueError):
-                    continue
-                changed[name] = value
-                break
+            for value in () if field.structural or spec.values()[name] is None else self.alternatives(name, field):
+                if value is not None and self.accepts({**changed, name: value}):
+                    changed[name] = value
+                    break
         return [spec, spec.replace(**changed)]
 
-    def alternatives(self, name: str, field: Field, context: dict[str, Any] | None = None) -> Iterator[Any]:
-        """Other values of a hyperparameter that are in range beside the others."""
-        settings = {**self.settings, **(context or {})}
+    def accepts(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the rule takes these settings beside those of the check."""
         try:
-            now = self.rule(**settings).values()[name]
+            self.rule(**{**self.settings, **settings})
         except (TypeError, ValueError):
+            return False
+        return True
+
+    def alternatives(self, name: str, field: Field, context: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """Yield other values of a hyperparameter that are in range beside the others."""
+        context = context or {}
+        if not self.accepts(context):
             return
-        tried: Sequence[Any] = NUMBERS
-        if isinstance(now, bool):
-            tried = (not now,)
-        elif field.annotation.startswith("bool"):
+        now = self.rule(**{**self.settings, **context}).values()[name]
+        tried: Sequence[Any] = neighbours(now, NUMBERS)
+        if field.annotation.startswith("bool") and not isinstance(now, bool):
             tried = (True, False)
         elif field.annotation.startswith("Literal"):
             tried = [*_options(field.annotation), None]
-        elif field.annotation == "int":
-            tried = (1, 2, 3, now + 1)
-        elif isinstance(now, tuple):
-            tried = [(*now[:i], value, *now[i + 1 :]) for i, value in itertools.product(range(len(now)), NUMBERS)]
         elif isinstance(now, float):
-            tried = (now * 0.5, now * 2.0, *NUMBERS, None)
-        for value in tried:
-            try:
-                if value != now:
-                    self.rule(**{**settings, name: value})
-                    yield value
-            except (TypeError, ValueError):
-                continue
+            tried = (*tried, None)
+        yield from (value for value in tried if value != now and self.accepts({**context, name: value}))
 
     def named(self, settings: dict[str, Any], engine: str = "reference", falls: bool = False) -> Arrays | None:
-        """Parameters, slots and counters after each of some steps through the named API, with gradients that depend on p; None
-        where the settings are refused together. falls: the learning rate does."""
+        """Return parameters, slots and counters after each of some steps through the named API, with gradients that depend on p;
+        None where the settings are refused together. falls: the learning rate does."""
         base = CurvatureOptimizer if self.rule.observes else NamedOptimizer
         given = {**self.settings, **settings}
         try:
@@ -546,36 +514,30 @@ class RuleChecks:
         return found
 
     @staticmethod
-    def same(first: Arrays, second: Arrays, otherwise: str) -> tuple[bool, float | None, str]:
+    def same(first: Arrays, second: Arrays, otherwise: str) -> Seen:
+        """Return 0 where two walks end with the same bits."""
         for name, arrays in first.items():
             for a, b in zip(arrays, second[name], strict=True):
                 if not np.array_equal(a, b, equal_nan=True):
-                    return False, float(np.nanmax(np.abs(a - b))), f"{otherwise}: {name} of shape {a.shape}"
-        return True, 0.0, ""
+                    raise Wrong(f"{otherwise}: {name} of shape {a.shape}", float(np.nanmax(np.abs(a - b))))
+        return 0.0
 
 
 def _traced(spec: Spec, slots: Mapping[str, Slot]) -> set[str]:
-    """The slots that a step or an estimate reads or writes."""
+    """Return the slots that a step or an estimate reads or writes."""
     programs = [trace(spec, slots, what) for what in ("step", "observe")[: 1 + spec.observes]]
     read = {n for program in programs for step in program.steps for n in step.takes}
     return {name for program in programs for name, n in program.inputs.items() if n in read or name in program.buffers}
 
 
-def _apart(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:
-    """The largest difference over the distance travelled. One unit in the last place is free."""
-    moved = np.abs(want.astype(np.float64) - start).max()
-    gap = (np.abs(got.astype(np.float64) - want) - np.spacing(np.abs(want))).max()
-    return float(max(gap, 0.0) / max(moved, 1e-30)) if np.isfinite(gap) else math.inf
-
-
 def _moved(got: Arrays, want: Arrays) -> float:
-    """The largest difference of what both have in one shape."""
+    """Return the largest difference of what both have in one shape."""
     pairs = [pair for name in got.keys() & want.keys() for pair in zip(got[name], want[name], strict=False)]
     return max((float(np.abs(a.astype(np.float64) - b).max()) for a, b in pairs if a.shape == b.shape and a.size), default=0.0)
 
 
 def _nudged(start: Any, gradients: Any, seed: int) -> tuple[Any, Any]:
-    """Every number, one unit in the last place up or down."""
+    """Return every number, one unit in the last place up or down."""
     rng = np.random.default_rng(seed)
 
     def nudged(array: np.ndarray) -> np.ndarray:
@@ -585,8 +547,7 @@ def _nudged(start: Any, gradients: Any, seed: int) -> tuple[Any, Any]:
 
 
 def _options(annotation: str) -> list[str]:
-    inside = annotation.partition("[")[2].partition("]")[0]
-    return [each.strip().strip("'") for each in inside.split(",")]
+    return [each.strip().strip("'") for each in annotation.partition("[")[2].partition("]")[0].split(",")]
 
 
 def _kernels() -> int:

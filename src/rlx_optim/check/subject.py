@@ -7,15 +7,16 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import re
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .table import Skip, Wrong
+from .table import CHECKS, Check, Report, Skip, Wrong, expect
 
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
@@ -51,33 +52,68 @@ def replayed(shapes: Mapping[str, tuple[int, ...]], scale: float = 1.0) -> Gradi
     return gradient
 
 
+def distance(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:
+    """Return the largest difference of a tensor over the distance it travelled; one unit in the last place is free."""
+    if not want.size:
+        return 0.0
+    apart = (np.abs(got.astype(np.float64) - want) - np.spacing(np.abs(want).astype(np.float32)).astype(np.float64)).max()
+    moved = np.abs(want.astype(np.float64) - start).max()
+    return float(max(apart, 0.0) / max(moved, 1e-30)) if np.isfinite(apart) else math.inf
+
+
 def gap(got: Arrays, want: Arrays, start: Arrays) -> float:
-    """The largest difference over the distance travelled, the worst of all tensors; one unit in the last place is free."""
-    worst = 0.0
-    for name, value in want.items():
-        if not value.size:
-            continue
-        free = np.spacing(np.abs(value).astype(np.float32)).astype(np.float64)
-        apart = (np.abs(got[name].astype(np.float64) - value) - free).max()
-        moved = np.abs(value.astype(np.float64) - start[name]).max()
-        worst = max(worst, float(max(apart, 0.0) / max(moved, 1e-12))) if np.isfinite(apart) else float("inf")
-    return worst
+    """Return the distance of the worst of all tensors."""
+    return max((distance(got[name], value, start[name]) for name, value in want.items()), default=0.0)
+
+
+def neighbours(now: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
+    """Return other values of a setting that may be in range; refusals are found out by trying."""
+    if isinstance(now, bool):
+        return (not now,)
+    if isinstance(now, int):
+        return (1, 2, 3, now + 1)
+    if isinstance(now, (tuple, list)):
+        return tuple((*now[:i], x, *now[i + 1 :]) for i, x in itertools.product(range(len(now)), numbers))
+    return (now * 0.5, now * 2.0, *numbers) if isinstance(now, float) else tuple(numbers)
 
 
 def finite(arrays: Arrays) -> bool:
     return all(np.isfinite(a.astype(np.float64)).all() for a in arrays.values())
 
 
-class Subject(abc.ABC):
-    """An optimizer under check. Libraries differ in `walk` and `keywords`; what is probed is kept."""
+class Subject:
+    """What is checked. described: how a message names it."""
 
     kind: str
+    described: str
+    report = Report
+
+    def __init__(self, target: str, settings: Mapping[str, Any]):
+        self.target, self.settings = target, dict(settings)
+        self.asked: set[str] = set()  # checks of taste that the user asked for by a word of their own
+
+    def checks(self) -> Iterable[Check]:
+        """Return every check that can be asked, in the order in which they run."""
+        return [each for each in CHECKS.values() if self.kind in each.kinds]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leave the library as it was."""
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            yield
+
+
+class OptimizerSubject(Subject, abc.ABC):
+    """An optimizer of a library. Libraries differ in `walk` and `keywords`; what is probed is kept."""
+
     claimed: str | None = None  # the rule that it is said to be
     ranks = 2
+    draws = False  # whether a step draws from the library's generator
 
     def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
-        self.target, self.made, self.settings = target, made, dict(settings)
-        self.asked: set[str] = set()  # checks of taste that the user asked for by a word of their own
+        super().__init__(target, settings)
+        self.made, self.described = made, f"for {self.kind}"
         signature = inspect.signature(made)
         self.keywords = {
             name: p
@@ -90,20 +126,19 @@ class Subject(abc.ABC):
                 self.settings.setdefault(name, 0.01)
             elif p.default is p.empty and name not in self.settings:
                 raise ValueError(f"{target} needs {name}: give it with --kwargs '{{\"{name}\": …}}'")
+        try:
+            with self.undisturbed():
+                self.walk(drawn({"w": (4, 3)}), replayed({"w": (4, 3)}), 2)
+        except Exception as problem:
+            message = (str(problem).strip() or "(no message)").splitlines()[0]
+            raise ValueError(f"{target} takes no step on a 4×3 parameter: {type(problem).__name__}: {message}") from problem
 
     # ---- what libraries do their own way ---------------------------------------------------------------------------------
     @abc.abstractmethod
-    def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
-        """Parameters after some steps."""
-
-    draws = False  # whether a step draws from the library's generator
-
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Leave the library as it was."""
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            yield
+    def walk(
+        self, start: Arrays, gradient: Gradient, steps: int, in_dtype: str = "float32", zeroed_at: int = -1, **settings: Any
+    ) -> Arrays:
+        """Return parameters of a dtype after some steps. zeroed_at: the step before which they are put to zero."""
 
     # ---- what is found out about it --------------------------------------------------------------------------------------
     @functools.cached_property
@@ -173,9 +208,7 @@ class Subject(abc.ABC):
     def near(self, got: Arrays, want: Arrays, start: Arrays, what: str, bar: float | None = None) -> float:
         """How far apart two walks end; Wrong where it is more than rounding."""
         apart = gap(got, want, start)
-        if apart > (self.bar if bar is None else bar):
-            raise Wrong(f"{what}: {apart:.1e} of the distance travelled", apart)
-        return apart
+        return expect(not apart > (self.bar if bar is None else bar), f"{what}: {apart:.1e} of the distance travelled", apart)
 
     @contextlib.contextmanager
     def refusable(self, what: str) -> Iterator[None]:
@@ -214,27 +247,21 @@ class Subject(abc.ABC):
     def alternatives(self, name: str) -> list[Any]:
         """Other values that may be in range; refusals are found out by trying."""
         now = self.given(name)
-        tried: tuple[Any, ...] = NUMBERS
-        if isinstance(now, bool):
-            tried = (not now,)
-        elif isinstance(now, str):
-            tried = self._words(name)
-        elif isinstance(now, int):
-            tried = (1, 2, 3, now + 1, *NUMBERS)
-        elif isinstance(now, (tuple, list)):
-            tried = tuple((*now[:i], x, *now[i + 1 :]) for i, x in itertools.product(range(len(now)), NUMBERS))
-        elif isinstance(now, float):
-            tried = (now * 0.5, now * 2.0, *NUMBERS)
+        tried = neighbours(now, NUMBERS)
+        if isinstance(now, str):
+            tried = self.words(name)
+        elif isinstance(now, int) and not isinstance(now, bool):
+            tried = (*tried, *NUMBERS)
         elif now is None:
-            tried = (*NUMBERS, True, False, 1, 2, (0.5, 0.6), *self._words(name))
+            tried = (*tried, True, False, 1, 2, (0.5, 0.6), *self.words(name))
         return [value for value in tried if type(value) is not type(now) or value != now]
 
-    def _words(self, name: str) -> tuple[Any, ...]:
+    def words(self, name: str) -> tuple[Any, ...]:
         """What a keyword of words takes, by its annotation or by what the refusal of another says."""
         annotation = self.keywords[name].annotation
         found = [word for part in (annotation, *typing.get_args(annotation)) for word in typing.get_args(part)]
         try:
-            self.walk(drawn(self.small), replayed(self.small), 1, **{name: "no such word"})
+            self.walk(drawn(self.small), replayed(self.small), 1, **dict[str, Any]({name: "no such word"}))
         except Exception as problem:
             found += re.findall(r"['\"](\w+)['\"]", str(problem))
         return tuple(dict.fromkeys(word for word in found if isinstance(word, str)))

@@ -1,7 +1,8 @@
-"""What a check is and what comes of it.
+"""What a check is, what comes of it, and how a report reads.
 
-A check is a function of a subject that gives the number it saw. It fails by raising `Wrong`, and says by `Skip` why it cannot be
-asked. One that gives nothing has not run, which is an error: nothing passes unseen.
+A check is a function of a subject that returns what it saw: a number, a word, "" where there is nothing to show, or one of
+these with a note. It fails by raising `Wrong`, and says by `Skip` why it cannot be asked. One that returns None has not run,
+which is an error: nothing passes unseen.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 STATUS = ("passed", "failed", "skipped", "error")
 KINDS = ("torch", "optax")
 CHECKS: dict[tuple[str, tuple[str, ...]], Check] = {}  # by name and kinds, in the order in which they run
+Run = Callable[[Any], Any]
 
 
 class Skip(Exception):
@@ -30,17 +33,27 @@ class Wrong(Exception):
         self.seen = seen
 
 
+def expect(holds: bool, otherwise: str, seen: Any = "") -> Any:
+    """Return what was seen where it holds; raise Wrong where it does not."""
+    if not holds:
+        raise Wrong(otherwise, None if seen == "" else seen)
+    return seen
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """reason: why it matters, in a line. taste: good people differ, so it is shown and not counted. ranks: needs processes."""
+    """reason: why it matters, in a line. taste: good people differ, so it is shown and not counted. ranks: needs processes.
+    engine: where it runs, for checks of rules. essential: the others are asked only where it passes."""
 
     name: str
     reason: str
     kinds: tuple[str, ...]
-    run: Callable[[Any], Any]
+    run: Run
     quick: bool = True
     taste: bool = False
     ranks: bool = False
+    engine: str = ""
+    essential: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +67,20 @@ class Result:
     reason: str
     taste: bool
     seconds: float
+    engine: str = ""
 
     @property
     def ok(self) -> bool:
         return self.taste or self.status in ("passed", "skipped")
+
+    @property
+    def skipped(self) -> bool:
+        return self.status == "skipped"
+
+    @property
+    def check(self) -> str:
+        """The name, as rows of `check_rule` call it."""
+        return self.name
 
     @property
     def shown(self) -> str:
@@ -65,10 +88,15 @@ class Result:
             return self.seen or ""
         return f"{self.seen:.1e}" if isinstance(self.seen, float) and self.seen else f"{self.seen:g}"
 
+    @property
+    def word(self) -> str:
+        bad = self.status in ("failed", "error")
+        return "taste" if self.taste and bad else dict(zip(STATUS, ("ok", "WRONG", "skip", "ERROR"), strict=True))[self.status]
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found of one optimizer."""
+    """What was found of one optimizer; `str` is a table."""
 
     target: str
     settings: dict[str, Any]
@@ -81,62 +109,127 @@ class Report:
 
     def counts(self) -> dict[str, int]:
         counted = {status: sum(each.status == status and not each.taste for each in self.results) for status in STATUS}
-        return counted | {"taste": sum(each.taste and each.status in ("failed", "error") for each in self.results)}
+        return counted | {"taste": sum(each.word == "taste" for each in self.results)}
+
+    def summary(self) -> str:
+        """Return the result in a line."""
+        counts = self.counts()
+        wrong = counts["failed"] + counts["error"]
+        taste = f"; {counts['taste']} more are matters of taste" if counts["taste"] else ""
+        return f"{counts['passed'] + wrong} checks ran, {wrong or 'none'} of them wrong, {counts['skipped']} skipped{taste}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line a check, and under it what is wrong and why that matters; what was said before is not repeated."""
+        yield f"{self.target}: {'fit to be used' if self.ok else 'something is wrong'}"
+        wide, engines = (max(len(getattr(each, name)) for each in self.results) for name in ("name", "engine"))
+        said = set[str]()
+        for each in self.results:
+            where = f"  {each.engine:{engines}}" if engines else ""
+            yield f"  {each.word:5} {each.name:{wide}}{where}  {each.shown[:40] if each.note else each.shown}".rstrip()
+            why = f"Why it matters: {each.reason}." if each.status in ("failed", "error") else ""
+            for text in (each.note, why):
+                if text and text not in said:
+                    yield f"        {text}"
+                elif text and text == each.note:
+                    yield "        The same as above."
+                said.add(text)
+        yield f"{self.target}: {self.summary()}"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            part for line in self.lines() for part in textwrap.wrap(line, 96, subsequent_indent=" " * 8, break_on_hyphens=False)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         rows = [dataclasses.asdict(each) for each in self.results]
         for row in rows:
+            del row["engine"]
             row["seen"] = str(row["seen"]) if isinstance(row["seen"], float) and not math.isfinite(row["seen"]) else row["seen"]
-        settings = {
+        return {"target": self.target, "settings": self.given(), "ok": self.ok, "counts": self.counts(), "results": rows}
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings beside the defaults, as JSON can hold them."""
+        return {
             name: value if isinstance(value, (int, float, str, list)) else repr(value) for name, value in self.settings.items()
         }
-        return {"target": self.target, "settings": settings, "ok": self.ok, "counts": self.counts(), "results": rows}
+
+
+class RuleReport(Report):
+    """What `check_rule` found; `str` is a table."""
+
+    @property
+    def rule(self) -> str:
+        return self.target
+
+    @property
+    def rows(self) -> tuple[Result, ...]:
+        return self.results
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "check": row.name,
+                "engine": row.engine,
+                "ok": row.ok,
+                "seen": row.seen if isinstance(row.seen, (int, float)) and math.isfinite(row.seen) else None,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {"rule": self.rule, "ok": self.ok, "rows": rows}
 
 
 def check(
-    name: str, reason: str, kind: str = "both", *, quick: bool = True, taste: bool = False, ranks: bool = False
-) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Enter a function into the table."""
+    reason: str, kind: str = "both", *, name: str = "", quick: bool = True, taste: bool = False, ranks: bool = False
+) -> Callable[[Run], Run]:
+    """Enter a function into the table, under its own name unless another is given."""
 
-    def enter(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        kinds = KINDS if kind == "both" else (kind,)
-        CHECKS[name, kinds] = Check(name, reason, kinds, run, quick, taste, ranks)
+    def enter(run: Run) -> Run:
+        kinds, called = KINDS if kind == "both" else (kind,), name or run.__name__.strip("_").replace("_", "-")
+        CHECKS[called, kinds] = Check(called, reason, kinds, run, quick, taste, ranks)
         return run
 
     return enter
 
 
-def chosen(kind: str, *, quick: bool = False, only: Sequence[str] = (), ranks: int = 0) -> Iterator[Check]:
-    """The checks for that kind of optimizer. only: names, or patterns like resume*."""
-    for each in CHECKS.values():
-        named = any(fnmatch.fnmatchcase(each.name, word) for word in only)
-        if kind in each.kinds and (named if only else (each.quick or not quick) and (ranks > 1 or not each.ranks)):
-            yield each
+def chosen(subject: Any, known: Iterable[Check], *, quick: bool = False, only: Sequence[str] = (), ranks: int = 0) -> list[Check]:
+    """Return the checks to run. only: names, or patterns like resume*; an essential check is always among them."""
+    known = list(known)
+    if not only:
+        return [each for each in known if (each.quick or not quick) and (ranks > 1 or not each.ranks)]
+    named = [any(fnmatch.fnmatchcase(each.name, word) for word in only) for each in known]
+    if not any(named):
+        names = ", ".join(dict.fromkeys(each.name for each in known))
+        raise ValueError(f"no check {subject.described} is called {', '.join(only)}; known are {names}")
+    return [each for each, wanted in zip(known, named, strict=True) if wanted or each.essential]
 
 
-def ran(each: Check, subject: Any) -> Result:
+def run_check(each: Check, subject: Any) -> Result:
     """Run one check; whatever is raised is what it found."""
     began = time.perf_counter()
     seen: Any = None
     try:
         with subject.undisturbed():
             seen = each.run(subject)
-        status, note = ("passed", "") if seen is not None else ("error", "the check ended without having seen anything")
+        seen, note = seen if isinstance(seen, tuple) else (seen, "")
+        status, note = ("passed", note) if seen is not None else ("error", "the check ended without having seen anything")
     except Skip as why:
         status, note = "skipped", str(why)
     except Wrong as wrong:
         status, seen, note = "failed", wrong.seen, str(wrong)
     except Exception as problem:
         status, note = "error", f"{type(problem).__name__}: {(str(problem).strip() or '(no message)').splitlines()[0][:200]}"
-    seen = float(seen) if isinstance(seen, float) else seen if seen is None or isinstance(seen, int) else str(seen)
+    seen = float(seen) if isinstance(seen, float) else seen if seen is None or isinstance(seen, int) else str(seen) or None
     taste = each.taste and each.name not in subject.asked
-    return Result(each.name, status, seen, note, each.reason, taste, round(time.perf_counter() - began, 3))
+    return Result(each.name, status, seen, note, each.reason, taste, round(time.perf_counter() - began, 3), each.engine)
 
 
-def told(subject: Any, checks: Iterable[Check], tick: Callable[[str], None] = lambda name: None) -> Report:
-    """Run checks and give the report."""
+def run_checks(subject: Any, checks: Iterable[Check], tick: Callable[[str], None] = lambda name: None) -> Any:
+    """Run checks, no further than an essential one that fails, and return the report."""
     results = []
     for each in checks:
         tick(each.name)
-        results.append(ran(each, subject))
-    return Report(subject.target, subject.settings, tuple(results))
+        results.append(run_check(each, subject))
+        if each.essential and not results[-1].ok:
+            break
+    return subject.report(subject.target, subject.settings, tuple(results))

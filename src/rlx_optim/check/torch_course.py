@@ -17,11 +17,10 @@ KEPT = 1e-12
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------------
-@check("gradients-unwritten", "others read p.grad after the step: logs, clips, other optimizers", "torch")
+@check("others read p.grad after the step: logs, clips, other optimizers", "torch")
 def gradients_unwritten(s: TorchSubject) -> Any:
-    for settings in ({}, {"maximize": True}) if "maximize" in s.keywords else ({},):
-        params = s.params()
-        opt = s.make(params, **settings)
+    for settings in [dict[str, Any](), {"maximize": True}][: 1 + ("maximize" in s.keywords)]:
+        params, opt = s.begin(0, **settings)
         for t in range(4):
             s.grads(params, t)
             before = [p.grad.clone() for p in params]
@@ -32,10 +31,9 @@ def gradients_unwritten(s: TorchSubject) -> Any:
     return 0.0
 
 
-@check("gradients-unkept", "zero_grad(set_to_none=False) overwrites gradients: what was kept of them is lost", "torch")
+@check("zero_grad(set_to_none=False) overwrites gradients: what was kept of them is lost", "torch")
 def gradients_unkept(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
+    params, opt = s.begin()
     for t in range(6):
         s.grads(params, t)
         kept = [p.grad for p in params]
@@ -45,11 +43,9 @@ def gradients_unkept(s: TorchSubject) -> Any:
     return bitwise(params, s.after(), "overwriting old gradients changes later steps: state shares their memory")
 
 
-@check("none-gradients", "a parameter without gradient is left alone, and its state too", "torch")
+@check("a parameter without gradient is left alone, and its state too", "torch")
 def none_gradients(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 3)
+    params, opt = s.begin(3)
     before, state = copies(params), state_of(opt)
     opt.zero_grad(set_to_none=True)
     opt.step()
@@ -59,10 +55,9 @@ def none_gradients(s: TorchSubject) -> Any:
     return 0.0
 
 
-@check("freeze", "a layer that is frozen for a while rests, and the others do not notice", "torch")
+@check("a layer that is frozen for a while rests, and the others do not notice", "torch")
 def freeze(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
+    params, opt = s.begin()
     for t in range(6):
         s.grads(params, t)
         frozen = 2 <= t < 4
@@ -78,7 +73,7 @@ def freeze(s: TorchSubject) -> Any:
     return s.close(params[1:], s.after()[1:], "others moved elsewhere while one was frozen", s.params()[1:])
 
 
-@check("join", "add_param_group half-way: the new are stepped and saved, the old do not notice", "torch")
+@check("add_param_group half-way: the new are stepped and saved, the old do not notice", "torch")
 def join(s: TorchSubject) -> Any:
     if not s.takes_groups:
         raise Skip("it takes one group alone")
@@ -104,20 +99,14 @@ def join(s: TorchSubject) -> Any:
     bitwise(with_all, params, "resumed after a group was added it goes on elsewhere")
     s.placeless()
     s.independent()
-    return s.close(params[:2], s_after(s, 2, 8), "older parameters end elsewhere because others joined", s.params()[:2])
+    alone = s.params()[:2]
+    s.run(s.make(alone), alone, 0, 8)
+    return s.close(params[:2], alone, "older parameters end elsewhere because others joined", s.params()[:2])
 
 
-def s_after(s: TorchSubject, count: int, steps: int) -> Any:
-    params = s.params()[:count]
-    s.run(s.make(params), params, 0, steps)
-    return params
-
-
-@check("leave", "a parameter that is taken out of its group rests, and the others go on", "torch")
+@check("a parameter that is taken out of its group rests, and the others go on", "torch")
 def leave(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 3)
+    params, opt = s.begin(3)
     out = opt.param_groups[0]["params"].pop(0)
     opt.state.pop(out, None)
     place = next(i for i, p in enumerate(params) if p is out)
@@ -137,8 +126,7 @@ def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]
     (LARS): then gradients have no part in it."""
     ends = []
     for first in (steps, steps + 10):
-        params = s.params()
-        opt = s.make(params, **({} if lr is None else {"lr": lr()}), **s.without_decay())
+        params, opt = s.begin(0, **({} if lr is None else {"lr": lr()}), **s.without_decay())
         s.run(opt, params, 0, steps)
         before = copies(params)
         for group in opt.param_groups:
@@ -151,7 +139,7 @@ def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]
     return far if moved(params, ends[0]) > KEPT else 0.0
 
 
-@check("lr-read", "param_groups[…]['lr'] is read at every step", "torch")
+@check("param_groups[…]['lr'] is read at every step", "torch")
 def lr_read(s: TorchSubject) -> Any:
     s.lr()
     far = stopped(s, 2, None, lambda group: group.update(lr=0.0))
@@ -160,13 +148,11 @@ def lr_read(s: TorchSubject) -> Any:
     return 0.0
 
 
-@check("lr-tensor", "a tensor as lr is that number, and is read when it changes", "torch")
+@check("a tensor as lr is that number, and is read when it changes", "torch")
 def lr_tensor(s: TorchSubject) -> Any:
     lr = s.lr()
     with s.refusable("a tensor as lr"):
-        params = s.params()
-        opt = s.make(params, lr=torch.tensor(lr), **s.without_decay())
-        s.run(opt, params, 0, 6)
+        params, opt = s.begin(6, lr=torch.tensor(lr), **s.without_decay())
     seen = s.close(params, s.after(lr=lr, **s.without_decay()), "lr as a tensor ends elsewhere than lr as a number")
     if isinstance(opt.param_groups[0]["lr"], torch.Tensor):
         far = stopped(s, 6, lambda: torch.tensor(lr), lambda group: group["lr"].fill_(0.0))
@@ -175,7 +161,7 @@ def lr_tensor(s: TorchSubject) -> Any:
     return seen
 
 
-@check("schedulers", "torch's schedulers move the learning rate as they move that of SGD", "torch")
+@check("torch's schedulers move the learning rate as they move that of SGD", "torch")
 def schedulers(s: TorchSubject) -> Any:
     rates, lr = torch.optim.lr_scheduler, s.lr()
     made: dict[str, Any] = {
@@ -207,36 +193,34 @@ def schedulers(s: TorchSubject) -> Any:
     return worst
 
 
-@check("maximize", "maximize is the step on the negated gradient", "torch")
+@check("maximize is the step on the negated gradient", "torch")
 def maximize(s: TorchSubject) -> Any:
     s.needs("maximize")
     up, down = s.params(), s.params()
     first, second = s.make(up, maximize=True), s.make(down, maximize=False)
     if hasattr(first, "update_hessian"):
         raise Skip("the Hessian that it estimates is negated too")
-    for t in range(6):
-        s.grads(up, t)
-        s.grads(down, t)
+
+    def negate() -> None:
         for p in down:
             p.grad = -p.grad
-        s.step(first, up, t)
-        s.step(second, down, t)
+
+    s.run(first, up, 0, 6)
+    s.run(second, down, 0, 6, negate)
     return s.close(up, down, "maximize=True ends elsewhere than negated gradients")
 
 
 # ---- randomness, memory -----------------------------------------------------------------------------------------------------
-@check("rng-free", "a step that draws from torch's generator changes dropout and data order", "torch", taste=True)
+@check("a step that draws from torch's generator changes dropout and data order", "torch", taste=True)
 def rng_free(s: TorchSubject) -> Any:
     if s.draws:
         raise Wrong("step draws from torch's global generator", "drawn")
     return "not drawn"
 
 
-@check("memory", "what an optimizer holds must not grow from step to step", "torch")
+@check("what an optimizer holds must not grow from step to step", "torch")
 def memory(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 12)
+    params, opt = s.begin(12)
     gc.freeze()  # what is there now is not looked at again
     try:
         sizes = []

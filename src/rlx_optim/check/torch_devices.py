@@ -1,20 +1,21 @@
-"""Checks of a torch class: compilers and devices."""
+"""Checks of a torch class: compilers, devices and processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from .ranks import run_ranks
 from .table import Skip, Wrong, check
 from .torch_subject import Params, TorchSubject, numbers, seed
 
 
-@check("compile", "torch.compile around the step gives the same numbers", "torch", quick=False)
-def compiled(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
+@check("torch.compile around the step gives the same numbers", "torch", quick=False)
+def compile_(s: TorchSubject) -> Any:
+    params, opt = s.begin()
     if hasattr(opt, "update_hessian"):
         raise Skip("its estimates are made outside of step")
     step: Any = torch.compile(opt.step, backend="eager")
@@ -41,7 +42,7 @@ def fed(s: TorchSubject, params: Any, t: int) -> None:
         p.grad = twin.grad.to(p.device) if p.grad is None else p.grad.copy_(twin.grad)
 
 
-@check("cuda", "on CUDA it ends where it ends on the CPU", "torch")
+@check("on CUDA it ends where it ends on the CPU", "torch")
 def cuda(s: TorchSubject) -> Any:
     params, opt = on_cuda(s)
     if s.random or hasattr(opt, "update_hessian"):
@@ -52,7 +53,7 @@ def cuda(s: TorchSubject) -> Any:
     return s.near(numbers(params), numbers(s.after()), numbers(s.params()), "CUDA ends elsewhere than the CPU", max(s.bar, 1e-3))
 
 
-@check("cuda-sync", "a step that waits for the device stops the queue of kernels", "torch")
+@check("a step that waits for the device stops the queue of kernels", "torch")
 def cuda_sync(s: TorchSubject) -> Any:
     params, opt = on_cuda(s)
     for t in range(3):
@@ -69,7 +70,7 @@ def cuda_sync(s: TorchSubject) -> Any:
     return "no wait"
 
 
-@check("cuda-graph", "with capturable=True a step can be captured, and replays the same", "torch")
+@check("with capturable=True a step can be captured, and replays the same", "torch")
 def cuda_graph(s: TorchSubject) -> Any:
     s.needs("capturable")
     params, opt = on_cuda(s, capturable=True)
@@ -94,3 +95,61 @@ def cuda_graph(s: TorchSubject) -> Any:
         s.step(other, plain, t)
     start = [p.detach().cuda() for p in s.params()]
     return s.close(params, plain, "a captured step replays elsewhere", start)
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------------------
+def small_model(bias: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 18, bias=bias), nn.Tanh(), nn.Linear(18, 5, bias=bias), nn.Tanh(), nn.Linear(5, 7, bias=bias)
+    )  # fmt: skip
+
+
+def train(module: nn.Module, opt: Any) -> None:
+    for t in range(5):
+        module(torch.randn(8, 12, generator=torch.Generator().manual_seed(t))).pow(2).mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def train_on_rank(rank: int, join: Callable[[], Any], how: str, target: str, settings: dict[str, Any], bias: bool) -> Any:
+    from . import found
+
+    mesh = join()
+    whole: Any = small_model(bias)
+    module: Any = whole
+    if how == "ddp":
+        module = nn.parallel.DistributedDataParallel(whole)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (*(layer for layer in whole if isinstance(layer, nn.Linear)), whole):
+            fully_shard(layer, mesh=mesh)
+    train(module, found(target)(list(module.parameters()), **settings))
+    return numbers([p.full_tensor() if how == "sharded" else p for p in whole.parameters()])
+
+
+def spread(s: TorchSubject, how: str) -> Any:
+    bias = len(s.small) > 1
+    single = small_model(bias)
+    start = numbers(list(single.parameters()))
+    opt = s.make(list(single.parameters()))
+    if hasattr(opt, "update_hessian"):
+        raise Skip("its estimates are made outside of step")
+    train(single, opt)
+    ends = run_ranks("spawn", train_on_rank, (how, s.target, s.settings, bias), s.ranks, 300)
+    what = f"{s.ranks} ranks end elsewhere than one process"
+    return s.near(ends, numbers(list(single.parameters())), start, what, max(s.bar, 1e-4))
+
+
+@check("under DistributedDataParallel ranks end where one process does", "torch", quick=False, ranks=True)
+def ddp(s: TorchSubject) -> Any:
+    return spread(s, "ddp")
+
+
+@check(
+    "on DTensors of fully_shard ranks end where one process does: norms and matrices are of the whole tensor",
+    "torch", quick=False, ranks=True,
+)  # fmt: skip
+def sharded(s: TorchSubject) -> Any:
+    return spread(s, "sharded")

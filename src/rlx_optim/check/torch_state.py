@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,67 +20,109 @@ FAR = 2**24  # float32 counts no further
 
 
 # ---- state ------------------------------------------------------------------------------------------------------------------
-def resumed(s: TorchSubject, carry: Callable[[Any], Any], dtype: torch.dtype = torch.float32) -> Any:
-    """Save half-way, carry the state over, go on beside the original: bit for bit."""
-    params = s.params(dtype)
-    with s.refusable(str(dtype)):
-        opt = s.make(params)
-    s.run(opt, params, 0, 4)
-    others = copies(params)
+Carry = Callable[[TorchSubject, Any, Any], tuple[Any, Any]]  # from parameters and their optimizer to twins that go on alike
+
+
+def loaded(change: Callable[[Any], Any]) -> Carry:
+    """Return a carry by state_dict and load_state_dict, which must give the same state dict again."""
+
+    def carry(s: TorchSubject, params: Any, opt: Any) -> tuple[Any, Any]:
+        others = copies(params)
+        again = s.make(others)
+        again.load_state_dict(change(opt.state_dict()))
+        if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
+            raise Wrong(f"what was loaded is not what was saved: {where}", where)
+        return others, again
+
+    return carry
+
+
+def through_a_file(saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def reordered(thing: Any) -> Any:
+    if isinstance(thing, dict):
+        return {key: reordered(value) for key, value in reversed(thing.items())}
+    return [reordered(value) for value in thing] if isinstance(thing, list) else copy.deepcopy(thing)
+
+
+def through_dcp(s: TorchSubject, params: Any, opt: Any, flat: bool) -> tuple[Any, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+    options, others = StateDictOptions(flatten_optimizer_state_dict=flat), copies(params)
+    saved = copy.deepcopy(get_optimizer_state_dict(nn.ParameterList(params), opt, options=options))
     again = s.make(others)
-    saved = opt.state_dict()
-    again.load_state_dict(carry(saved))
-    if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
-        raise Wrong(f"what was loaded is not what was saved: {where}", where)
-    s.run(opt, params, 4, 8)
-    s.run(again, others, 4, 8)
-    if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
-        raise Wrong(f"resumed, its state goes on elsewhere: {where}", where)
-    return bitwise(others, params, "resumed, it goes on elsewhere")
+    set_optimizer_state_dict(nn.ParameterList(others), again, saved, options=options)
+    return others, again
 
 
-@check("resume", "a run that is resumed goes on bit for bit", "torch")
-def resume(s: TorchSubject) -> Any:
-    return resumed(s, copy.deepcopy)
+def resumed(s: TorchSubject, carries: Mapping[str, Carry], dtype: torch.dtype = torch.float32, compared: bool = True) -> Any:
+    """Carry a run over half-way, and go on beside the original: bit for bit."""
+    for what, carry in carries.items():
+        with s.refusable(str(dtype)):
+            params, opt = s.begin(0, dtype)
+        s.run(opt, params, 0, 4)
+        others, again = carry(s, params, opt)
+        before = copies(params)
+        s.run(again, others, 4, 8)
+        bitwise(params, before, f"{what} steps the original")
+        s.run(opt, params, 4, 8)
+        if where := compared and different(opt.state_dict(), again.state_dict(), "state_dict"):
+            raise Wrong(f"{what} has state that goes on elsewhere: {where}", where)
+        bitwise(others, params, f"{what} goes on elsewhere")
+    return 0.0
 
 
-@check("resume-pickle", "a state dict survives pickle", "torch")
-def resume_pickle(s: TorchSubject) -> Any:
-    return resumed(s, lambda saved: pickle.loads(pickle.dumps(saved)))
+def copied(how: Callable[[Any], Any], scheduled: bool) -> Carry:
+    def carry(s: TorchSubject, params: Any, opt: Any) -> tuple[Any, Any]:
+        if scheduled and "lr" in s.keywords:
+            torch.optim.lr_scheduler.StepLR(opt, 100)  # wraps opt.step: a copy must not step the original
+        others, again = how((params, opt))
+        return others, again
+
+    return carry
 
 
-@check("resume-file", "torch.save and torch.load(weights_only=True), which is the default, are how checkpoints are kept", "torch")
-def resume_file(s: TorchSubject) -> Any:
-    def carry(saved: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-    return resumed(s, carry)
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
 
 
-@check("resume-order", "the order of keys in a state dict means nothing", "torch")
-def resume_order(s: TorchSubject) -> Any:
-    def turned(thing: Any) -> Any:
-        if isinstance(thing, dict):
-            return {key: turned(value) for key, value in reversed(thing.items())}
-        return [turned(value) for value in thing] if isinstance(thing, list) else thing
+LOADED = "what is resumed"
+RESUMED: tuple[tuple[str, str, dict[str, Carry], dict[str, Any]], ...] = (
+    ("resume", "a run that is resumed goes on bit for bit", {LOADED: loaded(copy.deepcopy)}, {}),
+    ("resume-pickle", "a state dict survives pickle", {LOADED: loaded(pickled)}, {}),
+    (
+        "resume-file", "torch.save and torch.load(weights_only=True), which is the default, are how checkpoints are kept",
+        {LOADED: loaded(through_a_file)}, {},
+    ),
+    ("resume-order", "the order of keys in a state dict means nothing", {LOADED: loaded(reordered)}, {}),
+    (
+        "resume-bfloat16", "loading must not cast float32 state to the parameter's dtype",
+        {LOADED: loaded(copy.deepcopy)}, {"dtype": torch.bfloat16},
+    ),
+    ("resume-float64", "a float64 run is resumed in float64", {LOADED: loaded(copy.deepcopy)}, {"dtype": torch.float64}),
+    (
+        "copies", "deepcopy and pickle of the optimizer itself go on alike, under a scheduler too",
+        {
+            f"a copy by {word}{' under a scheduler' * scheduled}": copied(how, scheduled)
+            for scheduled in (False, True) for word, how in (("deepcopy", copy.deepcopy), ("pickle", pickled))
+        }, {"compared": False},
+    ),
+    (
+        "dcp", "torch.distributed.checkpoint's state dicts resume bit for bit",
+        {f"what DCP resumes (flatten={flat})": functools.partial(through_dcp, flat=flat) for flat in (False, True)},
+        {"compared": False},
+    ),
+)  # fmt: skip
+for _name, _reason, _carries, _settings in RESUMED:
+    check(_reason, "torch", name=_name)(functools.partial(resumed, carries=_carries, **_settings))
 
-    return resumed(s, lambda saved: turned(copy.deepcopy(saved)))
 
-
-@check("resume-bfloat16", "loading must not cast float32 state to the parameter's dtype", "torch")
-def resume_bfloat16(s: TorchSubject) -> Any:
-    return resumed(s, copy.deepcopy, torch.bfloat16)
-
-
-@check("resume-float64", "a float64 run is resumed in float64", "torch")
-def resume_float64(s: TorchSubject) -> Any:
-    return resumed(s, copy.deepcopy, torch.float64)
-
-
-@check("resume-settings", "lr and every other number of a group come back with the state", "torch")
+@check("lr and every other number of a group come back with the state", "torch")
 def resume_settings(s: TorchSubject) -> Any:
     params = s.params()
     opt, again = s.make(params), s.make(s.params())
@@ -98,11 +141,9 @@ def resume_settings(s: TorchSubject) -> Any:
     return f"{count} numbers"
 
 
-@check("resume-mismatch", "a state for other parameters is refused", "torch")
+@check("a state for other parameters is refused", "torch")
 def resume_mismatch(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 1)
+    _, opt = s.begin(1)
     fewer = s.make(s.params()[:-1])
     try:
         fewer.load_state_dict(state_of(opt))
@@ -111,16 +152,9 @@ def resume_mismatch(s: TorchSubject) -> Any:
     raise Wrong("a state with more parameters is taken without a word", "taken")
 
 
-@check(
-    "resume-alias",
-    "loading should copy: two optimizers on one state dict should not step each other's averages",
-    "torch",
-    taste=True,
-)
+@check("loading should copy: two optimizers on one state dict should not step each other's averages", "torch", taste=True)
 def resume_alias(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 2)
+    params, opt = s.begin(2)
     saved, kept = opt.state_dict(), state_of(opt)
     others = copies(params)
     again = s.make(others)
@@ -131,55 +165,9 @@ def resume_alias(s: TorchSubject) -> Any:
     return 0.0
 
 
-@check("copies", "deepcopy and pickle of the optimizer itself go on alike, under a scheduler too", "torch")
-def copied(s: TorchSubject) -> Any:
-    for scheduled in (False, "lr" in s.keywords):
-        params = s.params()
-        opt = s.make(params)
-        s.run(opt, params, 0, 3)
-        if scheduled:
-            torch.optim.lr_scheduler.StepLR(opt, 100)  # wraps opt.step: a copy must not step the original
-        pairs = {"deepcopy": copy.deepcopy((params, opt)), "pickle": pickle.loads(pickle.dumps((params, opt)))}
-        before = copies(params)
-        for how, (others, again) in pairs.items():
-            s.run(again, others, 3, 6)
-            bitwise(params, before, f"a copy by {how} steps the original")
-        s.run(opt, params, 3, 6)
-        for how, (others, _) in pairs.items():
-            bitwise(others, params, f"a copy by {how} goes on elsewhere")
-    return 0.0
-
-
-@check("dcp", "torch.distributed.checkpoint's state dicts resume bit for bit", "torch")
-def dcp(s: TorchSubject) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-
-    for flat in (False, True):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        model = net(s)
-        opt = s.make(model.parameters())
-        s.run(opt, list(model.parameters()), 0, 3)
-        saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
-        twin = copy.deepcopy(model)
-        again = s.make(twin.parameters())
-        set_optimizer_state_dict(twin, again, saved, options=options)
-        s.run(opt, list(model.parameters()), 3, 6)
-        s.run(again, list(twin.parameters()), 3, 6)
-        bitwise(list(twin.parameters()), list(model.parameters()), f"resumed through DCP (flatten={flat}) it goes on elsewhere")
-    return 0.0
-
-
-def net(s: TorchSubject) -> nn.Module:
-    seed(0)
-    bias = len(s.small) > 1
-    return nn.Sequential(nn.Linear(6, 8, bias=bias), nn.Tanh(), nn.Linear(8, 4, bias=bias))
-
-
-@check("count", "float32 stops counting at 16777216; what depends on the count then stands still", "torch")
+@check("float32 stops counting at 16777216; what depends on the count then stands still", "torch")
 def count(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 1)
+    params, opt = s.begin(1)
     saved, found = state_of(opt), 0
     for place in [*saved["state"].values(), *saved["param_groups"]]:
         value = place.get("step") if isinstance(place, dict) else None
@@ -206,7 +194,7 @@ def count(s: TorchSubject) -> Any:
 
 
 # ---- torch's interface ------------------------------------------------------------------------------------------------------
-@check("closure", "step(closure) runs it once, with gradients on, and gives its loss", "torch")
+@check("step(closure) runs it once, with gradients on, and gives its loss", "torch")
 def closure(s: TorchSubject) -> Any:
     params = s.params()
     opt, calls = s.make(params), []
@@ -223,15 +211,14 @@ def closure(s: TorchSubject) -> Any:
     if given is None or float(given) != 1.5:
         raise Wrong(f"step(closure) gave {given!r}, not the loss", str(given))
     seed(1000)
-    want = s.params()
-    plain = s.make(want)
+    want, plain = s.begin()
     s.grads(want, 0)
     if (given := plain.step()) is not None:
         raise Wrong(f"step() without a closure gave {given!r}", str(given))
     return s.close(params, want, "a step with a closure ends elsewhere")
 
 
-@check("hooks", "hooks before and after steps, saving and loading run, once, and can be removed", "torch")
+@check("hooks before and after steps, saving and loading run, once, and can be removed", "torch")
 def hooks(s: TorchSubject) -> Any:
     params = s.params()
     opt, log = s.make(params), list[str]()
@@ -264,7 +251,7 @@ def hooks(s: TorchSubject) -> Any:
     return f"{len(log)} ran"
 
 
-@check("signatures", "trainers call step, zero_grad, state_dict and load_state_dict by keyword", "torch")
+@check("trainers call step, zero_grad, state_dict and load_state_dict by keyword", "torch")
 def signatures(s: TorchSubject) -> Any:
     methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
     for name in methods:
@@ -274,10 +261,9 @@ def signatures(s: TorchSubject) -> Any:
     return f"{len(methods)} methods"
 
 
-@check("zero-grad", "zero_grad gives None, or zeros where asked", "torch")
+@check("zero_grad gives None, or zeros where asked", "torch")
 def zero_grad(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
+    params, opt = s.begin()
     s.grads(params, 0)
     opt.zero_grad(set_to_none=False)
     if not all(p.grad is not None and not p.grad.any() for p in params):
@@ -288,11 +274,9 @@ def zero_grad(s: TorchSubject) -> Any:
     return "None, and zeros"
 
 
-@check("autograd", "parameters stay leaves, and state has no history", "torch")
+@check("parameters stay leaves, and state has no history", "torch")
 def autograd(s: TorchSubject) -> Any:
-    params = s.params()
-    opt = s.make(params)
-    s.run(opt, params, 0, 3)
+    params, opt = s.begin(3)
     if not all(p.is_leaf and p.requires_grad for p in params):
         raise Wrong("a parameter is no longer a leaf that requires gradients", "no leaf")
     for state in opt.state.values():
@@ -302,7 +286,7 @@ def autograd(s: TorchSubject) -> Any:
     return "no history"
 
 
-@check("grad-scaler", "GradScaler skips a step with an infinite gradient, and otherwise changes nothing", "torch")
+@check("GradScaler skips a step with an infinite gradient, and otherwise changes nothing", "torch")
 def grad_scaler(s: TorchSubject) -> Any:
     params, scaler = s.params(), torch.amp.GradScaler("cpu", init_scale=8.0)
     opt = s.make(params)
@@ -314,8 +298,7 @@ def grad_scaler(s: TorchSubject) -> Any:
             p.grad *= 8
         scaler.step(opt)
         scaler.update(8.0)
-    want = s.params()
-    plain = s.make(want)
+    want, plain = s.begin()
     for t in range(4):
         seed(1000 + t)
         s.grads(want, t)
@@ -332,7 +315,7 @@ def grad_scaler(s: TorchSubject) -> Any:
     return seen
 
 
-@check("sparse", "a sparse gradient is refused, or means what its dense form means", "torch")
+@check("a sparse gradient is refused, or means what its dense form means", "torch")
 def sparse(s: TorchSubject) -> Any:
     p, q = s.params(shapes={"w": (6, 4)})[0], s.params(shapes={"w": (6, 4)})[0]
     place, value = torch.tensor([[1, 1, 4]]), torch.ones(3, 4)
@@ -349,7 +332,7 @@ def sparse(s: TorchSubject) -> Any:
     return s.near(numbers([p]), numbers([q]), start, "a sparse gradient ends elsewhere than its dense form", max(s.bar, 1e-3))
 
 
-@check("complex", "complex parameters are refused, or stepped as pairs of real numbers", "torch", taste=True)
+@check("complex parameters are refused, or stepped as pairs of real numbers", "torch", taste=True)
 def complex_(s: TorchSubject) -> Any:
     p = nn.Parameter(torch.view_as_complex(torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))))
     start = torch.view_as_real(p.detach()).clone()

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .subject import Arrays, Gradient, Subject, drawn, gap, replayed
+from .subject import Arrays, Gradient, OptimizerSubject, drawn, gap
 from .table import Skip, Wrong
 
 Params = list[Any]  # nn.Parameter, whose grad is there
@@ -25,17 +25,8 @@ def seed(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-class TorchSubject(Subject):
+class TorchSubject(OptimizerSubject):
     kind = "torch"
-
-    def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
-        super().__init__(target, made, settings)
-        try:
-            with self.undisturbed():
-                self.walk(drawn({"w": (4, 3)}), replayed({"w": (4, 3)}), 2)
-        except Exception as problem:
-            message = (str(problem).strip() or "(no message)").splitlines()[0]
-            raise ValueError(f"{target} takes no step on a 4×3 parameter: {type(problem).__name__}: {message}") from problem
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -66,16 +57,23 @@ class TorchSubject(Subject):
                 p.grad = g
         opt.step()
 
-    def walk(self, start: Arrays, gradient: Gradient, steps: int, **settings: Any) -> Arrays:
-        params = {name: nn.Parameter(torch.tensor(p)) for name, p in start.items()}
+    def walk(
+        self, start: Arrays, gradient: Gradient, steps: int, in_dtype: str = "float32", zeroed_at: int = -1, **settings: Any
+    ) -> Arrays:
+        dtype = getattr(torch, in_dtype)
+        params = {name: nn.Parameter(torch.tensor(p).to(dtype)) for name, p in start.items()}
+        listed = list(params.values())
         seed(0)
-        opt = self.make(list(params.values()), **settings)
+        opt = self.make(listed, **settings)
         for t in range(steps):
-            found = gradient(t, {name: p.detach().numpy() for name, p in params.items()})
+            found = gradient(t, dict(zip(params, numbers(listed).values(), strict=True)))
             for name, p in params.items():
-                p.grad = torch.tensor(found[name], dtype=p.dtype)
-            self.step(opt, list(params.values()), t)
-        return {name: p.detach().numpy().copy() for name, p in params.items()}
+                p.data.zero_() if t == zeroed_at else None
+                p.grad = torch.tensor(found[name]).to(dtype)
+            self.step(opt, listed, t)
+            if other := next((p.dtype for p in listed if p.dtype != dtype), None):
+                raise Wrong(f"{in_dtype} parameters became {other}", str(other))
+        return dict(zip(params, numbers(listed).values(), strict=True))
 
     # ---- lists of parameters -----------------------------------------------------------------------------------------------
     def params(self, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Params:
@@ -86,16 +84,25 @@ class TorchSubject(Subject):
             generator = torch.Generator().manual_seed(1000 * t + i)
             p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=torch.float32)).to(p.dtype)
 
-    def run(self, opt: Any, params: Sequence[torch.Tensor], begin: int, end: int) -> None:
+    def run(
+        self, opt: Any, params: Sequence[torch.Tensor], begin: int, end: int, change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Step on gradients of their own. change: what is done to them before each step."""
         for t in range(begin, end):
             self.grads(params, t)
+            change()
             self.step(opt, params, t)
+
+    def begin(self, steps: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Params, Any]:
+        """Return parameters, and the optimizer that has stepped them so often."""
+        params = self.params(dtype)
+        opt = self.make(params, **settings)
+        self.run(opt, params, 0, steps)
+        return params, opt
 
     def after(self, steps: int = 6, dtype: torch.dtype = torch.float32, **settings: Any) -> Params:
         """Parameters after some steps of the plain way."""
-        params = self.params(dtype)
-        self.run(self.make(params, **settings), params, 0, steps)
-        return params
+        return self.begin(steps, dtype, **settings)[0]
 
     def close(self, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str, start: Any = None) -> float:
         before = self.params() if start is None else start

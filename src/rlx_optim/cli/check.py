@@ -20,28 +20,31 @@ from typing import Annotated, Any
 
 import typer
 
-from ..check import CHECKS, FILES, check_optimizer, checks_of, found, missing
-from ..check.page import page, summary
-from ..check.rules import REASONS, RuleReport, check_rule
-from ..check.table import Check, Report, Result
+from ..check import CHECKS, FILES, checks_of, found, missing, subject_of
+from ..check.page import page
+from ..check.rules import REASONS
+from ..check.table import Check, chosen, run_checks
 from ..named import list_optimizers
-from ..registry import aliases, spec_class
-from ..spec import Spec
+from ..registry import aliases
 from . import Problem, check_place, load_lab, one, progress, say, write_json
 
 
-def target_of(name: str) -> Any:
-    """A rule by its name here, or what PACKAGE:CLASS names."""
+def target_of(name: str) -> str:
+    """Return a rule's name as it is registered, or PACKAGE:CLASS where that names something."""
     if ":" not in name:
-        return spec_class(one("optimizer", name, list_optimizers(), aliases()))
+        return one("optimizer", name, list_optimizers(), aliases())
     try:
-        return found(name)
+        found(name)
     except ModuleNotFoundError as problem:
         extra = {"torch": "torch", "jax": "jax", "optax": "jax"}.get(problem.name or "")
         install = f'{problem.name} is not installed: pip install "rlx-optim[{extra}]"'
         raise Problem(f"{name}: {install if extra else problem}") from None
-    except (ImportError, AttributeError, ValueError, SyntaxError) as problem:
-        raise Problem(f"{name}: {problem}") from None
+    except (Exception, SystemExit) as problem:  # whatever a module does when it is imported
+        kind = (
+            "" if isinstance(problem, (ImportError, AttributeError, ValueError, SyntaxError)) else f"{type(problem).__name__}: "
+        )
+        raise Problem(f"{name}: {kind}{problem}") from None
+    return name
 
 
 def list_all(as_json: bool) -> None:
@@ -51,41 +54,13 @@ def list_all(as_json: bool) -> None:
             checks_of(kind)
         else:
             say(f"{kind}: {why}", sys.stderr)
-    known = [*CHECKS.values(), *(Check(name, reason, ("rule",), check_rule) for name, reason in REASONS.items())]
+    known = [*CHECKS.values(), *(Check(name, reason, ("rule",), found) for name, (reason, _) in REASONS.items())]
     if as_json:
-        return write_json(
-            [
-                {"name": c.name, "kinds": c.kinds, "quick": c.quick, "taste": c.taste, "ranks": c.ranks, "reason": c.reason}
-                for c in known
-            ]
-        )
+        fields = ("name", "kinds", "quick", "taste", "ranks", "reason")
+        return write_json([{field: getattr(each, field) for field in fields} for each in known])
     for c in known:
         marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
         say(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
-
-
-def show(report: Report) -> None:
-    """A line a check: the number it saw, and what is wrong."""
-    wide = max(len(each.name) for each in report.results)
-    for each in report.results:
-        word = {"passed": "ok", "failed": "WRONG", "error": "ERROR", "skipped": "skip"}[each.status]
-        word = "taste" if each.taste and each.status in ("failed", "error") else word
-        say(f"  {word:5} {each.name:{wide}}  {each.shown[:40] if each.note else each.shown}".rstrip())
-        if each.note:
-            say(f"        {each.note}")
-        if each.status in ("failed", "error"):
-            say(f"        why it matters: {each.reason}")
-    say(f"{report.target}: {summary(report)}")
-
-
-def tabled(target: str, settings: dict[str, Any], rule: RuleReport) -> Report:
-    """What was found of a rule, as the suite's report."""
-    status = {True: "skipped", False: "passed"}
-    rows = [
-        Result(row.check, status[row.skipped] if row.ok else "failed", row.seen, row.note, row.engine, False, 0.0)
-        for row in rule.rows
-    ]
-    return Report(target, settings, tuple(rows))
 
 
 def settings_of(text: str) -> dict[str, Any]:
@@ -124,27 +99,23 @@ def command(
         return list_all(as_json)
     if target is None:
         raise typer.Exit(int(not load_lab("check --language", "language").show(as_json)))
-    thing = target_of(target)
-    if isinstance(thing, type) and issubclass(thing, Spec):
-        if claimed or ranks:
-            raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
-        for name in settings.keys() - thing.fields.keys():
-            raise Problem(f"--kwargs: {target} has no {name!r}; it has {', '.join(thing.fields)}")
-        try:
-            rule = check_rule(thing, engines=["cpu"] if quick else None, only=words, **settings)
-        except (TypeError, ValueError) as problem:
-            raise Problem(str(problem)) from None
-        if as_html is not None:
-            as_html.write_text(page(tabled(target, settings, rule)), encoding="utf-8")
-        write_json(rule.as_dict()) if as_json else say(str(rule))
-        raise typer.Exit(int(not rule.ok))
     claimed = one("optimizer", claimed, list_optimizers(), aliases()) if claimed else ""
     try:
-        with progress(len(CHECKS) or 1) as tick:
-            report = check_optimizer(target, settings, quick=quick, only=words, claimed=claimed or None, ranks=ranks, tick=tick)
+        engines = ["cpu"] if quick else None
+        subject = subject_of(target_of(target), settings, claimed=claimed or None, ranks=ranks or 2, engines=engines)
+        if subject.kind == "rule":
+            if claimed or ranks:
+                raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
+            for name in settings.keys() - subject.rule.fields.keys():
+                raise Problem(f"--kwargs: {target} has no {name!r}; it has {', '.join(subject.rule.fields)}")
+        checks = chosen(subject, subject.checks(), quick=quick, only=words, ranks=ranks)
+        with progress(len(checks)) as tick:
+            report = run_checks(subject, checks, tick)
     except (TypeError, ValueError) as problem:
         raise Problem(str(problem)) from None
+    except SystemExit as problem:
+        raise Problem(f"{target}: SystemExit: {problem}") from None
     if as_html is not None:
         as_html.write_text(page(report), encoding="utf-8")
-    write_json(report.as_dict()) if as_json else show(report)
+    write_json(report.as_dict()) if as_json else say("\n".join(report.lines()))
     raise typer.Exit(int(not report.ok))

@@ -1,13 +1,12 @@
 """One small problem, walked by an optimizer on any engine, and how far two walks end from each other.
 
-`doctor` checks engines with it, `parity` measures them and their peers.
+`parity` measures engines and their peers with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..curvature import CurvatureOptimizer
-from ..engines import no_compiler
-from ..named import create
-from ..registry import required, spec_class
+from rlx_optim.check.engines import missing
+from rlx_optim.curvature import CurvatureOptimizer
+from rlx_optim.engines import no_compiler
+from rlx_optim.named import create
+from rlx_optim.registry import required, spec_class
 
 Arrays = dict[str, np.ndarray]
 Settings = dict[str, Any]
@@ -108,9 +108,9 @@ def torch_(name: str, settings: Settings, todo: Problem, engine: str = "torch", 
 
 def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
-    from ..optax.estimates import with_estimates
-    from ..optax.leaves import ScheduledRule
-    from ..optax.transform import Transform, transformation
+    from rlx_optim.optax.estimates import with_estimates
+    from rlx_optim.optax.leaves import ScheduledRule
+    from rlx_optim.optax.transform import Transform, transformation
 
     kind, fallback = spec_class(name), spec_class(name).otherwise_default
     other = None if fallback is None else ScheduledRule(spec_class(fallback.name), fallback.settings)
@@ -128,22 +128,6 @@ def jax_(name: str, settings: Settings, todo: Problem) -> Arrays:
     with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits unless told
         (after, _), _ = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g))(start, grads)
     return {k: np.asarray(p) for k, p in after.items()}
-
-
-def installed(*libraries: str) -> str | None:
-    """None, or which of these libraries is missing and how to get it."""
-    extras = {"torch": '"rlx-optim[torch]"', "jax": '"rlx-optim[jax]"', "optax": '"rlx-optim[jax]"'}
-    for library in libraries:
-        if importlib.util.find_spec(library) is None:
-            return f"{library} is not installed (pip install {extras.get(library, library)})"
-    return None
-
-
-def no_gpu(*libraries: str) -> str | None:
-    reason = installed("torch", *libraries)
-    if reason is None and not importlib.import_module("torch").cuda.is_available():
-        reason = "torch sees no CUDA device"
-    return reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +151,10 @@ ENGINES = {
     "reference": Place(named, lambda: None, "NumPy in float64"),
     "cpu": Place(_cpu("float32"), no_compiler, "compiled by numba, float32"),
     "cpu-float64": Place(_cpu("float64"), no_compiler, "compiled by numba, float64"),
-    "torch": Place(_torch("torch", "cpu"), lambda: installed("torch"), "torch functions on CPU tensors"),
-    "torch-cuda": Place(_torch("torch", "cuda"), no_gpu, "torch functions on CUDA tensors"),
-    "triton": Place(_torch("triton", "cuda"), lambda: no_gpu("triton"), "compiled by Triton, CUDA tensors"),
-    "jax": Place(jax_, lambda: installed("jax", "optax"), "traced by JAX, as optax transformations"),
+    "torch": Place(_torch("torch", "cpu"), lambda: missing("torch"), "torch functions on CPU tensors"),
+    "torch-cuda": Place(_torch("torch", "cuda"), lambda: missing("torch", gpu=True), "torch functions on CUDA tensors"),
+    "triton": Place(_torch("triton", "cuda"), lambda: missing("torch", "triton", gpu=True), "compiled by Triton, CUDA tensors"),
+    "jax": Place(jax_, lambda: missing("jax", "optax"), "traced by JAX, as optax transformations"),
 }
 
 
