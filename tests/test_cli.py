@@ -1,7 +1,9 @@
 """The command line: list, info, memory, doctor, what all commands share, and how fast it starts."""
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
@@ -17,8 +19,10 @@ import rlx_optim
 from rlx_optim.named import spec_class
 
 pytest.importorskip("typer")
+from lab import walks
 from rlx_optim import cli
-from rlx_optim.cli import doctor, info, listing, memory, walks
+from rlx_optim.check import engines
+from rlx_optim.cli import doctor, info, listing, memory
 
 NAMES = rlx_optim.list_optimizers()
 ALL = cli.COMMANDS | cli.LAB
@@ -96,9 +100,23 @@ def test_help_is_quick():
     assert not loaded & {"numba", "scipy", "torch", "jax", "optax", "matplotlib", "lab", "rlx_optim.engines.cpu"}
 
 
+#: a letter changed, left out or added, two exchanged, something behind it
+SLIPS = {
+    "adanw": "adamw",
+    "sopa": "soap",
+    "loin": "lion",
+    "admaw": "adamw",
+    "radm": "radam",
+    "adamw8bit": "adamw",
+    "nada": "nadamw",
+}
+
+
 def test_a_name_almost_right_is_suggested(capsys):
     assert "Did you mean 'doctor'?" in refused(capsys, "docter")
     assert "did you mean 'muon'?" in refused(capsys, "info", "moun")
+    for word, meant in SLIPS.items():
+        assert f"unknown optimizer {word!r}; did you mean {meant!r}? Known are" in refused(capsys, "info", word)
     assert "did you mean 'gpt2-124m'?" in refused(capsys, "memory", "--shapes", "gpt2-124")
     assert "did you mean 'torch'?" in refused(capsys, "parity", "--peers", "troch")
     assert "did you mean 'cpu'?" in refused(capsys, "parity", "--engines", "cpuu")
@@ -208,7 +226,8 @@ def test_errors_are_folded_for_the_terminal_that_stderr_is(tmp_path):
     os.close(ours)
     assert len(said) > 4
     assert max(map(len, said)) <= 50
-    assert " ".join(said).split()[-1] == "'lion'?"
+    assert "unknown optimizer 'lio'; did you mean 'lion'? Known are" in " ".join(" ".join(said).split())
+    assert " ".join(said).split()[-1] == NAMES[-1]
 
 
 def test_headings_are_folded(capsys, monkeypatch):
@@ -302,6 +321,7 @@ def test_a_stdout_that_is_full_or_closed(argv):
     full = (2, "rlx-optim: the output cannot be written: No space left on device\n")
     assert redirected(*argv, to="> /dev/full") == full
     assert redirected(*argv, to=">&-") == (0, "")
+    assert redirected("info", "lio", to="2> /dev/full") == (2, "")
 
 
 def test_a_reader_that_goes_away():
@@ -536,11 +556,42 @@ def test_check_of_what_cannot_be_read_or_has_no_such_setting(tmp_path, capsys, m
     assert "unknown optimizer 'foo'" in refused(capsys, "check", "torch.optim:AdamW", "--as", "foo")
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("race", "--seeds", "nan"), "'--seeds': Input should be a valid integer"),
+        (("race", "--seeds", "nan"), "got 'nan'"),
+        (("race", "--seeds=1.5"), "got '1.5'"),
+        (("check", "torch.optim:SGD", "--ranks", "-3"), "got '-3'"),
+        (("memory", "--model", "deep.json"), "deep.json is not JSON: maximum recursion depth"),
+        (("convert", "a.pt", "b.safetensors", "--names", "names.txt"), "--names: names.txt: 'utf-8' codec can't decode"),
+        (("check", "raising_rule:X"), "raising_rule:X: RuntimeError: boom"),
+        (("check", "ending_rule:X"), "ending_rule:X: SystemExit: 3"),
+        (("check", "..:x"), "..:x: TypeError: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_refused_is_named(argv, words, tmp_path, capsys, monkeypatch):
+    (tmp_path / "deep.json").write_text("[" * 50_000)
+    (tmp_path / "names.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "raising_rule.py").write_text("raise RuntimeError('boom')")
+    (tmp_path / "ending_rule.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert words in refused(capsys, *argv)
+
+
+def test_a_program_may_collect_the_output():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run("--version") == 0
+    assert out.getvalue() == f"rlx-optim {rlx_optim.__version__}\n"
+
+
 # ---- doctor ---------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def few_engines(monkeypatch):
     """The doctor with what imports quickly."""
-    monkeypatch.setattr(doctor, "ENGINES", {name: walks.ENGINES[name] for name in ("reference", "cpu")})
+    monkeypatch.setattr(doctor, "ENGINES", {name: engines.ENGINES[name] for name in ("reference", "cpu")})
 
 
 def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
@@ -557,23 +608,24 @@ def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
 
 
 def test_the_doctor_says_why_an_engine_is_not_here(few_engines, capsys, monkeypatch):
-    absent = dataclasses.replace(walks.ENGINES["cpu"], missing=lambda: 'x is not installed (pip install "rlx-optim[x]")')
+    absent = dataclasses.replace(engines.ENGINES["cpu"], missing=lambda: 'x is not installed (pip install "rlx-optim[x]")')
     monkeypatch.setitem(doctor.ENGINES, "cpu", absent)
     assert run("doctor") == 0
     assert 'x is not installed (pip install "rlx-optim[x]")' in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_doctor_finds_a_broken_and_a_wrong_engine(few_engines, capsys, monkeypatch):
-    for walk, status, word in (
-        (lambda *_: 1 / 0, "broken", "ZeroDivisionError"),
-        (lambda name, settings, todo: todo.start, "wrong", "adamw is off by 1"),
-    ):
-        monkeypatch.setitem(walks.ENGINES, "cpu", dataclasses.replace(walks.ENGINES["cpu"], walk=walk))
-        monkeypatch.setitem(doctor.ENGINES, "cpu", walks.ENGINES["cpu"])
+    cpu, right = engines.ENGINES["cpu"], doctor.step_rule
+    for made, status, word in ((lambda: 1 / 0, "broken", "ZeroDivisionError"), (lambda: "still", "wrong", "adamw is off by 1")):
+        monkeypatch.setitem(doctor.ENGINES, "cpu", dataclasses.replace(cpu, make=made))
+        monkeypatch.setattr(
+            doctor, "step_rule",
+            lambda spec, engine: [(p, p) for p, _ in right(spec, cpu.make())] if engine == "still" else right(spec, engine),
+        )  # fmt: skip
         found = printed(capsys, "doctor", code=1)
-        (cpu,) = (e for e in found["engines"] if e["engine"] == "cpu")
-        assert cpu["status"] == status
-        assert word in cpu["why"]
+        (told,) = (e for e in found["engines"] if e["engine"] == "cpu")
+        assert told["status"] == status
+        assert word in told["why"]
         assert not found["healthy"]
 
 
@@ -600,7 +652,8 @@ def test_distance():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(walks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    assert walks.ENGINES["torch"].missing() == engines.ENGINES["torch"].missing()
     assert walks.ENGINES["torch"].missing() == 'torch is not installed (pip install "rlx-optim[torch]")'
     assert walks.ENGINES["jax"].missing() == 'jax is not installed (pip install "rlx-optim[jax]")'
     assert walks.ENGINES["cpu"].missing() == "numba is not installed (pip install numba)"

@@ -270,7 +270,7 @@ def test_unknown_words(name):
 def test_other_constructor_errors():
     with pytest.raises(TypeError, match="SGD: lr is required"):
         rlx_optim.SGD()
-    with pytest.raises(ValueError, match="unknown optimizer 'adamm'; known are sgd, adam"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adamm'; did you mean 'adamw'\? Known are sgd, adam"):
         rlx_optim.create("adamm")
     with pytest.raises(TypeError, match="at most 5 positional"):
         rlx_optim.AdamW(1, 2, 3, 4, 5, 6)

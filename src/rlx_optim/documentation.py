@@ -5,14 +5,13 @@ It comes from the docstrings in its file; what the front ends have beside hyperp
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .registry import documentation, spec_class
+from .registry import documentation, nearest, spec_class
 from .spec import Otherwise, Spec
 
 NONFINITE = "Literal['propagate', 'raise', 'skip']"
@@ -148,7 +147,7 @@ def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError
     bad = sorted(set(given) - set(known))
     meant: dict[str, str] = {}
     for word in bad:
-        found = [*(each for each in SYNONYMS.get(word, ()) if each in known), *difflib.get_close_matches(word, known, 1)]
+        found = [*(each for each in SYNONYMS.get(word, ()) if each in known), *filter(None, [nearest(word, known)])]
         meant |= {word: found[0]} if found else {}
     hint = "".join(f"; {word} is called {here} here" for word, here in meant.items())
     hint += GROUPS if "groups" in bad and "params" in known else ""

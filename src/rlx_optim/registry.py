@@ -19,6 +19,7 @@ import keyword
 import sys
 import types
 import warnings
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from .spec import REQUIRED, Spec
@@ -144,9 +145,30 @@ def spec_class(name: str) -> type[Spec]:
         return _KINDS[key]
     kinds, others = known(), aliases()
     if others.get(key, key) not in kinds:
-        near = "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(key, [*kinds, *others], 1))
-        raise ValueError(f"unknown optimizer {name!r}; known are {', '.join([*kinds, *others])}{near}")
+        near = nearest(key, [*kinds, *others])
+        asked = f"did you mean {near!r}? Known" if near else "known"
+        raise ValueError(f"unknown optimizer {name!r}; {asked} are {', '.join([*kinds, *others])}")
     return kinds[others.get(key, key)]
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that fewest slips lead to; a letter changed, left out or added and two exchanged are one each. Of
+    names that are equally near, one that begins with the word comes first, then one of its length."""
+    word = word.lower()
+    near = difflib.get_close_matches(word, list(dict.fromkeys(known)), 9)
+
+    def slips(name: str) -> int:
+        rows = [list(range(len(name) + 1))]
+        for i, a in enumerate(word, 1):
+            rows.append([i])
+            for j, b in enumerate(name, 1):
+                least = min(rows[i - 1][j] + 1, rows[i][j - 1] + 1, rows[i - 1][j - 1] + (a != b))
+                if i > 1 and j > 1 and (a, word[i - 2]) == (name[j - 2], b):
+                    least = min(least, rows[i - 2][j - 2] + 1)
+                rows[i].append(least)
+        return rows[-1][-1]
+
+    return min(near, key=lambda name: (slips(name), not name.startswith(word), abs(len(name) - len(word))), default=None)
 
 
 def titled(title: str, module: str) -> type[Spec]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import difflib
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+from ..registry import nearest
 from ..threads import available, get_threads
 
 try:
@@ -66,8 +67,9 @@ class Problem(Exception):
 # ---- what the commands share ------------------------------------------------------------------------------------------
 def unknown(kind: str, name: str, known: Sequence[str]) -> Problem:
     """The message about a name that nobody knows."""
-    near = "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, known, 1))
-    return Problem(f"unknown {kind} {name!r}; known are {', '.join(known)}{near}")
+    near = nearest(name, known)
+    asked = f"did you mean {near!r}? Known" if near else "known"
+    return Problem(f"unknown {kind} {name!r}; {asked} are {', '.join(known)}")
 
 
 def choose(kind: str, text: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[str]:
@@ -156,14 +158,21 @@ def _own_version() -> str:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, and the function that says what begins."""
+def progress(total: int, begun: int = -1) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr, and give the function that moves it: by one when the next thing begins, unless `advance` is another
+    number. note: what is said behind the bar. begun: where it starts; -1, because what begins is not done yet."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda name: bar.update(task, description=name, advance=1)
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=begun, note="")
+
+        def tick(name: str | None = None, advance: float = 1, note: str | None = None) -> None:
+            fields: dict[str, Any] = {} if note is None else {"note": note}
+            bar.update(task, description=name, advance=advance, **fields)
+
+        yield tick
 
 
 def width(stream: TextIO | None = None) -> int:
@@ -186,10 +195,13 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def complain(text: str) -> None:
     """Print an error on stderr: folded for a terminal, or where COLUMNS is set; one line for a program that reads it."""
     line = " ".join(f"rlx-optim: {text}".split())
-    if sys.stderr.isatty() or os.environ.get("COLUMNS"):
-        say(line, sys.stderr)
-    else:
-        print(line, file=sys.stderr)
+    try:
+        if sys.stderr.isatty() or os.environ.get("COLUMNS"):
+            say(line, sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+    except OSError:  # nobody can be told, and the exit code says it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def size(count: float) -> str:
@@ -360,7 +372,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return app(args=argv, prog_name="rlx-optim", standalone_mode=False) or 0
     except (Problem, usage_error) as error:
-        complain(str(error) if isinstance(error, Problem) else error.format_message())
+        complain(str(error) if isinstance(error, Problem) else name_value(error, sys.argv[1:] if argv is None else argv))
         return 2
     except typer.Abort:
         return INTERRUPTED
@@ -368,6 +380,15 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(ending.__context__, BrokenPipeError):  # typer and rich would end with 1
             raise ending.__context__ from None
         raise
+
+
+def name_value(error: Any, argv: Sequence[str]) -> str:
+    """Return what a usage error says, with the value that was given for its option."""
+    said: str = error.format_message()
+    names = getattr(getattr(error, "param", None), "opts", ())
+    given = [after for word, after in itertools.pairwise(argv) if word in names]
+    given += [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
+    return said if not given or given[-1] in said else f"{said}, got {given[-1]!r}"
 
 
 def _tame_output() -> None:
@@ -379,4 +400,5 @@ def _tame_output() -> None:
 
 
 def _unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a string that a program collects has none
+    return encoding.lower().replace("-", "") == "utf8"

@@ -40,8 +40,8 @@ def command(
         listed = (
             None if names is None else [line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()]
         )
-    except OSError as problem:
-        raise Problem(f"--names: {names}: {problem.strerror}") from None
+    except (OSError, UnicodeError) as problem:
+        raise Problem(f"--names: {names}: {getattr(problem, 'strerror', None) or problem}") from None
     from ..torch.foreign import convert
 
     try:

@@ -112,7 +112,7 @@ def read_shapes(text: str) -> Shapes:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
     except OSError as problem:
         raise Problem(f"--model: {text}: {problem.strerror}") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise Problem(f"--model: {text} is not JSON: {problem}") from None
     named = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(named, dict) or not named:

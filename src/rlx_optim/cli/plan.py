@@ -8,7 +8,6 @@ Computed from shapes with the functions that share real parameters out; nothing 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Annotated
 
@@ -20,7 +19,7 @@ from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..spec import Shape, Spec
 from ..storage import FORMATS, bytes_of
-from . import NAMES, Problem, choose, say, show_table, size, unknown
+from . import NAMES, Problem, choose, one, say, show_table, size, write_json
 from .shapes import KNOWN, shapes_of
 
 SIZES = {"float32": 4, "bfloat16": 2}
@@ -109,17 +108,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks."""
-    if dtype not in SIZES:
-        raise unknown("dtype", dtype, list(SIZES))
-    if state_dtype not in FORMATS:
-        raise unknown("state dtype", state_dtype, list(FORMATS))
+    dtype, state_dtype = one("dtype", dtype, list(SIZES)), one("state dtype", state_dtype, list(FORMATS))
     counts = [part.strip().replace("_", "") for part in ranks.split(",")]
     if not all(count.isdecimal() and 0 < int(count) <= 100_000 for count in counts):
         raise Problem(f"--ranks must be whole numbers from 1 to 100000, comma-separated, got {ranks!r}")
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     rows = [planned(model, name, int(count), SIZES[dtype], state_dtype) for name in chosen for count in counts]
     if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-        return
+        return write_json([dataclasses.asdict(row) for row in rows])
     say(f"{model}: {rows[0].parameters:,} parameters in {dtype}, one step; bytes that a rank sends to others")
     show_table(HEAD, [cells(row) for row in rows], [False] * len(rows), SPARE, texts=1)

@@ -6,11 +6,10 @@ rlx-optim race --model logreg --optimizers adamw,muon,soap --seeds 5 --tune --ou
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,7 +19,7 @@ from ..named import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, run
 from ..registry import aliases
-from . import NAMES, Problem, choose, digits, machine, one, say, show_table, size, write_json
+from . import NAMES, Problem, choose, digits, machine, one, progress, say, show_table, size, write_json
 
 REPORT, RESULTS = "report.html", "results.json"
 #: help of options that the races of language models have too
@@ -41,24 +40,6 @@ def new_folder(given: Path | None, resumed: str | None = None) -> Path:
     except OSError as problem:
         raise Problem(f"--out: cannot write {folder}: {problem.strerror}") from None
     return folder
-
-
-@contextlib.contextmanager
-def live(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
-    """A bar on stderr: what runs, its loss, the time left. Gives the two functions that move it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("[bold]{task.description:28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("loss {task.fields[loss]:<8}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, loss="")
-        yield (
-            lambda name: bar.update(task, description=name),
-            lambda loss: bar.update(task, advance=1, loss=f"{loss:.4g}"),
-        )
 
 
 def show_grid(found: dict[str, Any]) -> None:
@@ -127,9 +108,9 @@ def conclude(race: Race, folder: Path, command_: str, as_json: bool, code: int =
 
 
 def train(race: Race) -> None:
-    """Run everything, with a bar."""
-    with live(race.total) as (begin, tick):
-        run(race, begin, tick)
+    """Run everything, with a bar that says what runs, its loss and the time left."""
+    with progress(race.total, 0) as tick:
+        run(race, lambda name: tick(name, 0), lambda loss: tick(note=f"loss {loss:.4g}"))
 
 
 def command(

@@ -17,61 +17,24 @@ DECAY = {"weight_decay": 0.1}
 
 Table = Mapping[str, Mapping[str, dict[str, Any]]]
 
+#: by optimizer: the rate of digits-mlp, that of logreg, and what both have besides
+RATES: dict[str, tuple[float, float, dict[str, Any]]] = {
+    "sgd": (0.2, 1.0, SGD), "adam": (2e-2, 0.1, {}), "adamw": (3e-2, 0.1, DECAY), "nadamw": (3e-2, 0.1, DECAY),
+    "radam": (0.1, 0.3, {}), "qhadamw": (3e-2, 0.1, DECAY), "stableadamw": (3e-2, 0.1, DECAY), "ademamix": (3e-2, 0.1, DECAY),
+    "adan": (3e-2, 0.3, {}), "adopt": (2e-2, 0.3, {}), "laprop": (2e-2, 0.3, {}), "lamb": (2e-2, 5e-2, {}),
+    "lars": (6.0, 15.0, {}), "adafactor": (0.1, 0.1, {}), "lion": (3e-3, 3e-2, DECAY), "soap": (2e-2, 0.1, {}),
+    "kronpsgd": (1e-2, 0.1, {}), "muon": (4e-2, 0.3, {}), "sophia": (4e-3, 3e-2, DECAY), "mars": (3e-2, 0.1, {}),
+    "prodigy": (1.0, 1.0, {}), "normuon": (4e-2, 0.3, {}), "scion": (1e-2, 3e-2, {"scale": 10.0, "momentum": 0.1}),
+    "schedulefreeadamw": (9e-2, 0.1, {}), "schedulefreesgd": (1.0, 3.0, {}),
+}  # fmt: skip
+#: what those have besides that hand tensors to an AdamW
+HANDING: dict[str, dict[str, dict[str, Any]]] = {
+    "digits-mlp": {name: {**(HEAD if name == "mars" else {}), "otherwise": {"lr": 1e-2}} for name in ("muon", "mars", "normuon")},
+    "logreg": {name: {**HEAD, "otherwise": {"lr": 0.1}} for name in ("muon", "mars", "normuon")},
+}
 SETTINGS: Table = {
-    "digits-mlp": {
-        "sgd": {"lr": 0.2, **SGD},
-        "adam": {"lr": 2e-2},
-        "adamw": {"lr": 3e-2, **DECAY},
-        "nadamw": {"lr": 3e-2, **DECAY},
-        "radam": {"lr": 0.1},
-        "qhadamw": {"lr": 3e-2, **DECAY},
-        "stableadamw": {"lr": 3e-2, **DECAY},
-        "ademamix": {"lr": 3e-2, **DECAY},
-        "adan": {"lr": 3e-2},
-        "adopt": {"lr": 2e-2},
-        "laprop": {"lr": 2e-2},
-        "lamb": {"lr": 2e-2},
-        "lars": {"lr": 6.0},
-        "adafactor": {"lr": 0.1},
-        "lion": {"lr": 3e-3, **DECAY},
-        "soap": {"lr": 2e-2},
-        "kronpsgd": {"lr": 1e-2},
-        "muon": {"lr": 4e-2, "otherwise": {"lr": 1e-2}},
-        "sophia": {"lr": 4e-3, **DECAY},
-        "mars": {"lr": 3e-2, **HEAD, "otherwise": {"lr": 1e-2}},
-        "prodigy": {"lr": 1.0},
-        "normuon": {"lr": 4e-2, "otherwise": {"lr": 1e-2}},
-        "scion": {"lr": 1e-2, "scale": 10.0, "momentum": 0.1},
-        "schedulefreeadamw": {"lr": 9e-2},
-        "schedulefreesgd": {"lr": 1.0},
-    },
-    "logreg": {
-        "sgd": {"lr": 1.0, **SGD},
-        "adam": {"lr": 0.1},
-        "adamw": {"lr": 0.1, **DECAY},
-        "nadamw": {"lr": 0.1, **DECAY},
-        "radam": {"lr": 0.3},
-        "qhadamw": {"lr": 0.1, **DECAY},
-        "stableadamw": {"lr": 0.1, **DECAY},
-        "ademamix": {"lr": 0.1, **DECAY},
-        "adan": {"lr": 0.3},
-        "adopt": {"lr": 0.3},
-        "laprop": {"lr": 0.3},
-        "lamb": {"lr": 5e-2},
-        "lars": {"lr": 15.0},
-        "adafactor": {"lr": 0.1},
-        "lion": {"lr": 3e-2, **DECAY},
-        "soap": {"lr": 0.1},
-        "kronpsgd": {"lr": 0.1},
-        "muon": {"lr": 0.3, **HEAD, "otherwise": {"lr": 0.1}},
-        "sophia": {"lr": 3e-2, **DECAY},
-        "mars": {"lr": 0.1, **HEAD, "otherwise": {"lr": 0.1}},
-        "prodigy": {"lr": 1.0},
-        "normuon": {"lr": 0.3, **HEAD, "otherwise": {"lr": 0.1}},
-        "scion": {"lr": 3e-2, "scale": 10.0, "momentum": 0.1},
-        "schedulefreeadamw": {"lr": 0.1},
-        "schedulefreesgd": {"lr": 3.0},
-    },
+    model: {name: {"lr": row[place], **row[2], **handing.get(name, {})} for name, row in RATES.items()}
+    for place, (model, handing) in enumerate(HANDING.items())
 }
 
 
