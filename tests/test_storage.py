@@ -42,6 +42,44 @@ def relative(a, b):
 
 
 # ---- the codes ------------------------------------------------------------------------------------------------------------
+def test_every_codec_gives_its_components():
+    x = start()["w"]
+    for codec in storage.CODECS.values():
+        found = encode(NUMPY, codec.name, abs(x) if codec.signed is False else x, 1)
+        types = {end: str(NUMPY.types[dtype].__name__) if dtype else "float32" for end, dtype in codec.components.items()}
+        assert {end: each.dtype.name for end, each in found.items()} == types
+        slot = Slot(x.shape, meaning="second moment" if codec.signed is False else "first moment", storage=codec.name)
+        assert {end: each.shape for end, each in found.items()} == {
+            e: shape for e, (shape, _) in storage.components(slot).items()
+        }
+    for wanted in storage.FORMATS:  # one codec for values of each kind
+        for meaning in ("first moment", "second moment"):
+            assert storage.CODECS[storage.storage_of(Slot(x.shape, meaning=meaning), wanted)].format == wanted
+
+
+def test_a_further_format_is_one_codec(monkeypatch):
+    """For engines that are array libraries: the reference steps with it, and knows what it takes."""
+
+    def to_linear(codec, E, x, t, first):
+        scale = storage.largest(E, x)
+        code = E.xp.round(codec.top * x * storage.spread(E, 1 / E.floor(scale, storage.TINY), x.shape))
+        return {"": E.cast(code, "int8"), "_scale": scale}
+
+    def from_linear(codec, E, codes, scale):
+        return storage.spread(E, scale, codes.shape) * E.cast(codes, "float32") / codec.top
+
+    codec = storage.Codec("linear", "linear8", {"": "int8", "_scale": "float32"}, to_linear, from_linear, top=127.0)
+    monkeypatch.setitem(storage.CODECS, codec.name, codec)
+    monkeypatch.setitem(storage.COMPONENTS, codec.name, codec.components)
+    monkeypatch.setattr(storage, "FORMATS", (*storage.FORMATS, codec.format))
+    opt = made("lion", state_dtype="linear8", engine="reference")
+    params, exact = walk(opt, start(), 5), walk(made("lion", engine="reference"), start(), 5)
+    assert opt._records["w"].state["m"].storage == "linear"
+    assert opt.state("w")["m"].dtype == np.int8
+    assert opt.state_bytes() < sum(each.nbytes for each in params.values()) / 2
+    assert relative(params["w"], exact["w"]) < 1e-3
+
+
 def test_codes_by_hand():
     x = np.zeros((2, 130), np.float32)
     x[0, :3], x[0, 129], x[1, 0] = (4.0, -1.0, 0.25), -3.0, 1e-8

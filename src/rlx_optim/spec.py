@@ -151,6 +151,7 @@ TRAINED = "p"
 
 
 # ---- modifiers ------------------------------------------------------------------------------------------------------
+QUOTED = ", ".join(f'"{each}"' for each in storage.FORMATS)
 #: hyperparameters that every rule has beside its own: `modifiers` says what they do
 MODIFIERS: dict[str, Field] = {
     "cautious": dataclasses.replace(
@@ -162,9 +163,9 @@ MODIFIERS: dict[str, Field] = {
     ),
     "state_dtype": Field(
         "float32",
-        'one of "float32", "bfloat16", "int8", or a mapping from slots to these',
+        f"one of {QUOTED}, or a mapping from slots to these",
         storage.checked,
-        'Literal["float32", "bfloat16", "int8"] | Mapping[str, str]',
+        f"Literal[{QUOTED}] | Mapping[str, str]",
         structural=True,
         fixed=True,
         meaning="what large tensors' moments are kept in (docs/memory.md).",

@@ -17,40 +17,49 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-FORMATS = ("float32", "bfloat16", "int8")
 BLOCK = 128  # neighbours with one scale
 SMALL = 4096  # elements below which a tensor's state is exact
 TINY = 1e-33  # a scale that is divided by
 
 SIGNED, POSITIVE, HALF, EXACT = "signed", "positive", "half", ""
 
-#: how slots are coded by the first words of what they mean; all others stay exact
-MEANINGS = {
-    "first moment": SIGNED,
-    "second moment": POSITIVE,
-    "largest second moment": POSITIVE,
-    "average of": SIGNED,
-    "sum of steps": SIGNED,
-    "sum of scaled gradients": SIGNED,
-    "last gradient": SIGNED,
-    "minus the last gradient": SIGNED,
-    "curvature": SIGNED,
-}
-#: what is added to a slot's name for the parts that it is kept in, and their types; "" is the arithmetic's own
-COMPONENTS: Mapping[str, Mapping[str, str]] = {
-    EXACT: {"": ""},
-    HALF: {"": "bfloat16"},
-    SIGNED: {"": "int8", "_scale": "float32"},
-    POSITIVE: {"": "uint8", "_scale": "float32"},
-}
-BESIDE = {end for parts in COMPONENTS.values() for end in parts if end}  # what the names of further arrays end in
-TOP = {SIGNED: 127.0, POSITIVE: 255.0}  # the largest code
-STORED = {dtype: storage for storage, parts in COMPONENTS.items() if storage for dtype in [parts[""]]}  # by the type of the codes
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How a slot is stored: the arrays that it consists of, and what makes them of its values and back in the words of an engine.
+
+    format: the `state_dtype` that asks for it. signed: whether it is for values of both signs; None: for all. components: by what
+    is added to the slot's name, the type of each array; "" is the arithmetic's own. top: the largest code. Compiled engines have
+    `encode` and `decode` in their kernels under the codec's name (`engines/cpu/codecs`, `engines/triton_/kernels`).
+    """
+
+    name: str
+    format: str
+    components: Mapping[str, str]
+    encode: Callable[..., dict[str, Any]]
+    decode: Callable[..., Any]
+    signed: bool | None = None
+    top: float = 0.0
+
+
+#: whether values may be below zero, by the first words of what a slot means; slots of other meanings stay exact
+MEANINGS = dict.fromkeys(
+    (
+        "first moment",
+        "average of",
+        "sum of steps",
+        "sum of scaled gradients",
+        "last gradient",
+        "minus the last gradient",
+        "curvature",
+    ),
+    True,
+) | {"second moment": False, "largest second moment": False}
 
 
 class Formats(dict[str, str]):
@@ -70,18 +79,18 @@ def checked(value: Any) -> Any:
     raise ValueError
 
 
-def kind_of(slot: Any) -> str | None:
-    """How a slot's values are coded, by what they mean; None: they stay exact."""
+def is_signed(slot: Any) -> bool | None:
+    """Whether a slot's values may be below zero, by what they mean; None: it stays exact."""
     whole = slot.drop == () and not slot.factor and not slot.eye and not slot.fill
-    return next((kind for words, kind in MEANINGS.items() if whole and f"{slot.meaning} ".startswith(f"{words} ")), None)
+    return next((signed for words, signed in MEANINGS.items() if whole and f"{slot.meaning} ".startswith(f"{words} ")), None)
 
 
 def storage_of(slot: Any, wanted: str) -> str:
-    """What a slot is kept in, by the format that is wanted: small tensors and vectors stay exact."""
-    kind = kind_of(slot)
-    if kind is None or wanted == "float32" or len(slot.shape) < 2 or math.prod(slot.shape) < SMALL:
+    """The codec of a slot for the format that is wanted: small tensors and vectors stay exact."""
+    signed = is_signed(slot)
+    if signed is None or len(slot.shape) < 2 or math.prod(slot.shape) < SMALL:
         return EXACT
-    return HALF if wanted == "bfloat16" else kind
+    return next(codec.name for codec in CODECS.values() if codec.format == wanted and codec.signed in (None, signed))
 
 
 def assigned(slots: dict[str, Any], wanted: Any) -> dict[str, Any]:
@@ -97,16 +106,15 @@ def refusal(slots: Mapping[str, Any], wanted: Any) -> str | None:
     for name in wanted if isinstance(wanted, Mapping) else ():
         if name not in slots:
             return f"state_dtype names {name!r}, which is no slot of this rule; it has {', '.join(map(repr, slots)) or 'none'}"
-        if wanted[name] != "float32" and kind_of(slots[name]) is None:
+        if wanted[name] != "float32" and is_signed(slots[name]) is None:
             return f"state_dtype: {name!r} ({slots[name].meaning or 'of no meaning that others know'}) stays exact; leave it out"
     return None
 
 
 # ---- the arrays of a slot -------------------------------------------------------------------------------------------------
-def components(slot: Any, shape: tuple[int, ...] | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of the arrays that a slot is kept in, by what is added to its name. shape: of the slot, where it is not
-    its own."""
-    shape = slot.shape if shape is None else shape
+def components(slot: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of the arrays that a slot is kept in, by what is added to its name."""
+    shape = slot.shape
     scales = (*shape[:-1], -(-shape[-1] // BLOCK)) if shape else ()
     return {end: (scales if end else shape, dtype) for end, dtype in COMPONENTS[slot.storage].items()}
 
@@ -118,7 +126,7 @@ def bytes_of(slot: Any, own: int = 4) -> int:
 
 
 class Quantized:
-    """A slot in fewer bits: its parts, as arrays of whatever library. A bfloat16 is a uint16 where the library has none.
+    """A slot in fewer bits: its components, as arrays of whatever library. A bfloat16 is a uint16 where the library has none.
     first: which place of a whole tensor its first coordinate is; of a shard it may be another than 0."""
 
     __slots__ = ("codes", "first", "scale", "storage")
@@ -200,26 +208,39 @@ NUMPY = Words()
 
 
 def encode(E: Any, storage: str, x: Any, t: Any, first: int = 0) -> dict[str, Any]:
-    """The parts of values, by what is added to the slot's name. t, first: the step and the first place, by which bfloat16 is
+    """The components of values, by what is added to the slot's name. t, first: the step and the first place, by which bfloat16 is
     rounded."""
-    x = E.cast(x, "float32")
-    if storage == HALF:
-        return {"": E.to_half(rounded(E, x, t, first))}
-    x = E.xp.sqrt(x) if storage == POSITIVE else x
-    scale = largest(E, x)
-    code = E.xp.round(TOP[storage] * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
-    code = E.floor(code, 1.0) if storage == POSITIVE else E.xp.where(x < 0, -code, code)
-    code = E.xp.where(code == code, code, 0.0)  # of what is not finite, as the scale says
-    return {"": E.cast(code, COMPONENTS[storage][""]), "_scale": scale}
+    codec = CODECS[storage]
+    return codec.encode(codec, E, E.cast(x, "float32"), t, first)
 
 
 def decode(E: Any, coded: Quantized) -> Any:
     """The values, in float32."""
-    if coded.storage == HALF:
-        return E.from_half(coded.codes)
-    code, scale = E.cast(coded.codes, "float32"), spread(E, coded.scale, coded.codes.shape)
-    x = scale * (code * abs(code) * TOP[coded.storage] ** -2)
-    return x * x if coded.storage == POSITIVE else x
+    codec = CODECS[coded.storage]
+    return codec.decode(codec, E, *coded.components.values())
+
+
+def to_half(codec: Codec, E: Any, x: Any, t: Any, first: int) -> dict[str, Any]:
+    return {"": E.to_half(rounded(E, x, t, first))}
+
+
+def from_half(codec: Codec, E: Any, codes: Any) -> Any:
+    return E.from_half(codes)
+
+
+def to_codes(codec: Codec, E: Any, x: Any, t: Any, first: int) -> dict[str, Any]:
+    x = x if codec.signed else E.xp.sqrt(x)
+    scale = largest(E, x)
+    code = E.xp.round(codec.top * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
+    code = E.xp.where(x < 0, -code, code) if codec.signed else E.floor(code, 1.0)
+    code = E.xp.where(code == code, code, 0.0)  # of what is not finite, as the scale says
+    return {"": E.cast(code, codec.components[""]), "_scale": scale}
+
+
+def from_codes(codec: Codec, E: Any, codes: Any, scale: Any) -> Any:
+    code = E.cast(codes, "float32")
+    x = spread(E, scale, codes.shape) * (code * abs(code) * codec.top**-2)
+    return x if codec.signed else x * x
 
 
 def largest(E: Any, x: Any) -> Any:
@@ -251,3 +272,21 @@ def chance(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = N
     places = E.counter(n) + E.word(first) if places is None else places
     z = ((places * E.word(0x9E3779B1)) & mask) ^ ((E.word(t) * E.word(0x85EBCA77)) & mask) ^ E.word(key)
     return (((z ^ (z >> 15)) * E.word(0x2C1B3C6D)) & mask) >> 16
+
+
+# ---- the codecs -----------------------------------------------------------------------------------------------------------
+#: a further format is another row, with its two functions; and their text in the kernels of each compiled engine
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec(EXACT, "float32", {"": ""}, lambda codec, E, x, t, first: {"": x}, lambda codec, E, x: x),
+        Codec(HALF, "bfloat16", {"": "bfloat16"}, to_half, from_half),
+        Codec(SIGNED, "int8", {"": "int8", "_scale": "float32"}, to_codes, from_codes, signed=True, top=127.0),
+        Codec(POSITIVE, "int8", {"": "uint8", "_scale": "float32"}, to_codes, from_codes, signed=False, top=255.0),
+    )
+}
+FORMATS = tuple(dict.fromkeys(codec.format for codec in CODECS.values()))
+COMPONENTS = {codec.name: codec.components for codec in CODECS.values()}
+TOP = {codec.name: codec.top for codec in CODECS.values() if codec.top}
+STORED = {codec.components[""]: codec.name for codec in CODECS.values() if codec.name}  # by the type of the codes
+BESIDE = {end for parts in COMPONENTS.values() for end in parts if end}  # what the names of further arrays end in
