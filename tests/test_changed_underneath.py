@@ -190,7 +190,9 @@ def test_a_count_that_is_none_is_refused_before_anything_changes(bad):
     before = copy.deepcopy(opt.state_dict())
     saved = copy.deepcopy(before)
     saved["state"][saved["param_groups"][1]["params"][0]]["step"] = bad
-    with pytest.raises(ValueError, match=r"Muon: 'step' of \S+ is .* needed is a whole number from 0 to 2\^53; it is damaged"):
+    with pytest.raises(
+        ValueError, match=r"Muon: state 'step' of .* is .* expected a whole number from 0 to 2\^53\. The checkpoint is corrupt"
+    ):
         opt.load_state_dict(saved)
     after = opt.state_dict()
     assert after["state"].keys() == before["state"].keys()

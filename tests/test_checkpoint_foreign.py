@@ -135,15 +135,19 @@ def damaged(tmp_path, key, value):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("exp_avg_sq", lambda torch: torch.ones(3, 2), r"v of 'weight' has shape \(3, 2\), needed is \(2, 3\)"),
-        ("exp_avg_sq", lambda torch: torch.ones(7), r"v of 'weight' has shape \(7,\), needed is \(2, 3\)"),
-        ("exp_avg_sq", lambda torch: torch.ones(()).expand(2, 3), r"v of 'weight' repeats few numbers 6 times"),
-        ("exp_avg", lambda torch: torch.ones(1).expand(1 << 40), r"m of 'weight' repeats few numbers 1,099,511,627,776 times"),
-        ("exp_avg_sq", lambda torch: torch.ones(2, 3).to_sparse(), r"'exp_avg_sq' of 'weight' is .*sparse.*make it dense"),
+        ("exp_avg_sq", lambda torch: torch.ones(3, 2), r"'exp_avg_sq' of 'weight' has shape \(3, 2\), expected \(2, 3\)"),
+        ("exp_avg_sq", lambda torch: torch.ones(7), r"'exp_avg_sq' of 'weight' has shape \(7,\), expected \(2, 3\)"),
+        ("exp_avg_sq", lambda torch: torch.ones(()).expand(2, 3), r"'exp_avg_sq' of 'weight' repeats few numbers 6 times"),
+        (
+            "exp_avg",
+            lambda torch: torch.ones(1).expand(1 << 40),
+            r"'exp_avg' of 'weight' repeats few numbers 1,099,511,627,776 times",
+        ),
+        ("exp_avg_sq", lambda torch: torch.ones(2, 3).to_sparse(), r"'exp_avg_sq' of 'weight' is .*sparse.*Make it dense"),
         (
             "exp_avg_sq",
             lambda torch: torch.ones(2, 3, device="meta"),
-            r"'exp_avg_sq' of 'weight' is .*meta in .*, needed is .* it was never filled",
+            r"'exp_avg_sq' of 'weight' is .*meta, expected .* It was never filled",
         ),
         ("exp_avg_sq", lambda torch: torch.ones(2, 3, dtype=torch.complex64), r"'exp_avg_sq' of 'weight' is .*complex64"),
         ("step", lambda torch: torch.tensor(float("inf")), r"'step' of 'weight' is tensor\(inf\).*a whole number"),

@@ -102,6 +102,18 @@ def test_optax_resumes_bit_for_bit(name, tmp_path):
     ours.assert_state(there[1])
 
 
+def test_counts_that_optax_cannot_hold_are_refused(tmp_path):
+    params, gradients = problem(SMALL, steps=2)
+    opt, there = rlx_optim.LaProp(engine="reference"), Optax("laprop", params)
+    run(opt, params, gradients)
+    for t, average, said in ((2**31, 0.5, "taken 2147483648 steps; optax counts to 2147483647"), (2, 1e300, "beyond float32")):
+        for record in opt._records.values():
+            record.t, record.counters["lr_average"] = t, average
+        opt.save(tmp_path / "a.safetensors")
+        with pytest.raises(CheckpointError, match=said):
+            there.load(tmp_path / "a.safetensors")
+
+
 def test_optax_refusals_and_warnings(tmp_path):
     optax = pytest.importorskip("optax")
     params, gradients = problem(SMALL, steps=2)
@@ -115,13 +127,13 @@ def test_optax_refusals_and_warnings(tmp_path):
         assert snapshot.spec(snapshot.parameters["w"]).weight_decay == 1e-4
     with pytest.warns(UserWarning, match=r"lr of .* was 0.08.* and is 0.01 now; weight_decay of 'b' was 0.0 and is 0.0001"):
         Optax("adamw", params).load(path)
-    with pytest.raises(CheckpointError, match="stepped by AdamW there and by Lion here"):
+    with pytest.raises(CheckpointError, match="stepped by AdamW in the checkpoint and by Lion in this transformation"):
         Optax("lion", params).load(path)
     with pytest.raises(CheckpointError, match="no state for 'x'"):
         Optax("adamw", {**params, "x": np.ones(3, np.float32)}).load(path)
     with pytest.raises(CheckpointError, match="unknown here"):
         Optax("adamw", {k: v for k, v in params.items() if k != "b"}).load(path)
-    with pytest.raises(CheckpointError, match="'vmax' is missing there"):
+    with pytest.raises(CheckpointError, match="state 'vmax' of 'b' is missing, expected"):
         Optax("adamw", params, amsgrad=True).run([]).load(_without_vmax(tmp_path, params, gradients))
     with pytest.raises(TypeError, match=r"made by rlx_optim.optax"):
         ours.front.save_state(path, optax.adamw(1e-3), ours.state, ours.params)

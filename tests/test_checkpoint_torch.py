@@ -62,9 +62,14 @@ def test_torch_refusals_leave_everything_as_it_was(tmp_path):
     ours.opt.save(path)
     other = {**{k: v for k, v in params.items() if k != "w"}, "x": np.ones((2, 2), np.float32)}
     cases = [
-        ("lion", params, {}, "it is of AdamW; load it into rlx_optim.torch.AdamW, not into Lion"),
-        ("adamw", other, {}, "no state for 'x'; it has state for 'w', unknown here .strict=False"),
-        ("adamw", {**params, "w": np.ones((4, 6), np.float32)}, {}, r"'w' has shape \(6, 4\) there and \(4, 6\) here"),
+        ("lion", params, {}, "the checkpoint is of AdamW; load it into rlx_optim.torch.AdamW, not into Lion"),
+        ("adamw", other, {}, "the checkpoint has no state for 'x' and state for 'w', unknown here; strict=False"),
+        (
+            "adamw",
+            {**params, "w": np.ones((4, 6), np.float32)},
+            {},
+            r"'w' has shape \(6, 4\) in the checkpoint, expected \(4, 6\)",
+        ),
     ]
     for name, there, settings, said in cases:
         twin = Torch(name, there, amsgrad=True, **settings) if name == "adamw" else Torch(name, there, **settings)
@@ -105,7 +110,7 @@ def test_torch_wide_narrow_and_half_parameters(tmp_path):
     p, mine = opt(torch.float64)
     mine.load(narrow)  # widened, exactly
     mine.save(wide)
-    with pytest.raises(CheckpointError, match=r"float64; .* would lose bits"):
+    with pytest.raises(CheckpointError, match=r"is float64, expected float32, which would lose bits"):
         opt(torch.float32)[1].load(wide)
     assert rlx_optim.load(wide).state("w")["m"].tobytes() == mine.state[p]["exp_avg"].numpy().tobytes()
     with opened(narrow) as snapshot:

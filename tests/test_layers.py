@@ -58,7 +58,7 @@ MAY = {
     },
     "checkpoint": {
         "storage", "guard", "splits", "spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random",
-        "rounding",
+        "rounding", "validation",
     },
     "optax": {
         "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "validation", "routing", "random",

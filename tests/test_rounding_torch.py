@@ -245,7 +245,7 @@ def test_a_damaged_low_half_is_refused(damage, tmp_path):
     saved, before = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
     low = saved["state"][0]["low"]
     saved["state"][0]["low"] = {"shape": low[:3], "dtype": low.float(), "kind": 3}[damage]
-    with pytest.raises(ValueError, match=r"AdamW: 'low' of w is .* in the checkpoint, needed is uint8 of shape"):
+    with pytest.raises(ValueError, match=r"AdamW: state 'low' of 'w' is .*, expected uint8 of shape"):
         opt.load_state_dict(saved)
     assert all(torch.equal(opt.state_dict()["state"][0][k], v) for k, v in before["state"][0].items())
     opt.state[params["w"]]["low"] = low[:3]
@@ -282,13 +282,13 @@ def test_files_keep_it_and_say_so(tmp_path, capsys):
     assert back.parameters["w"].tensors["low"].dtype == np.uint8
     for wrong, words in (
         (np.zeros(3, np.uint8), "has shape"),
-        (np.zeros((*SHAPES["w"], 2), np.int8), "is int8, needed is uint8"),
+        (np.zeros((*SHAPES["w"], 2), np.int8), "is int8, expected uint8"),
     ):
         back.parameters["w"].tensors["low"] = tensor(wrong)
-        with pytest.raises(CheckpointError, match=f"parameter 'w': its 'low' {words}"):
+        with pytest.raises(CheckpointError, match=f"state 'low' of 'w' {words}"):
             check(back)
     back.parameters["w"].dtype = "float32"
-    with pytest.raises(CheckpointError, match="parameter 'w' has state 'low', which AdamW does not know"):
+    with pytest.raises(CheckpointError, match="state 'low' of 'w' is unknown to AdamW"):
         check(back)
 
 

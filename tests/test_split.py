@@ -518,5 +518,5 @@ def test_a_split_of_ones_own_holds_for_state_that_was_whole():
     opt = Muon(model, split={"*in_proj_weight": 3})
     opt.load_state_dict(saved[Muon])
     assert opt._pieces("0.in_proj_weight", model[0].in_proj_weight) == 3
-    with pytest.raises(ValueError, match=r"SOAP: 'L1' of 0.in_proj_weight has shape \(48, 48\) in the checkpoint"):
+    with pytest.raises(ValueError, match=r"SOAP: state 'L1' of '0.in_proj_weight' has shape \(48, 48\), expected"):
         SOAP(model, split={"*in_proj_weight": 3}).load_state_dict(saved[SOAP])

@@ -113,16 +113,16 @@ def said(key, value):
     return spoil
 
 
-AFRESH = "it is damaged; with nothing in its state {} starts afresh"
-DENSE = r"needed is a tensor of shape \(6, 4\); make it dense \(.to_dense\(\)\)"
-NUMBER = f"needed is a finite number; {AFRESH.format('w')}"
+AFRESH = "The checkpoint is corrupt; remove the state of '{}' to restart it with zero state"
+DENSE = r"expected a tensor of shape \(6, 4\)\. Make it dense \(.to_dense\(\)\)"
+NUMBER = rf"expected a finite number\. {AFRESH.format('w')}"
 PACKAGE = "known are 'nadamw'; it is misspelt or damaged, or of a package that is not installed"
 
 
 def test_no_state_dict_at_all():
     opt = make("NAdamW", parameters(shapes={"w": W}).items())
     for given in (None, [1], "a path"):
-        with pytest.raises(ValueError, match=r"NAdamW: the state dict is .*, needed is a dict; give what state_dict"):
+        with pytest.raises(ValueError, match=r"NAdamW: the state dict is .*, expected a dict\. Give what state_dict"):
             opt.load_state_dict(given)
 
 
@@ -153,36 +153,39 @@ def test_maximize_is_a_flag(value):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (kept("exp_avg", torch.zeros(4, 6)), r"'exp_avg' of w has shape \(4, 6\) in the checkpoint, needed is \(6, 4\)"),
+        (kept("exp_avg", torch.zeros(4, 6)), r"'exp_avg' of 'w' has shape \(4, 6\), expected \(6, 4\)"),
         (
             kept("exp_avg", 3.0),
-            rf"'exp_avg' of w is 3.0 in the checkpoint, needed is a tensor of shape \(6, 4\); {AFRESH.format('w')}",
+            rf"'exp_avg' of 'w' is 3.0, expected a tensor of shape \(6, 4\)\. {AFRESH.format('w')}",
         ),
-        (kept("exp_avg", "zeros"), r"'exp_avg' of w is 'zeros' in the checkpoint, needed is a tensor of shape \(6, 4\)"),
+        (kept("exp_avg", "zeros"), r"'exp_avg' of 'w' is 'zeros', expected a tensor of shape \(6, 4\)"),
         (
             kept("exp_avg", torch.ones(W).to_sparse()),
-            rf"'exp_avg' of w is torch.float32 sparse_coo of shape \(6, 4\) on cpu .*{DENSE}",
+            rf"'exp_avg' of 'w' is torch.float32 sparse_coo of shape \(6, 4\) on cpu, {DENSE}",
         ),
-        (kept("exp_avg", torch.ones(W, device="meta")), "'exp_avg' of w is .* on meta .*; it was never filled"),
+        (kept("exp_avg", torch.ones(W, device="meta")), r"'exp_avg' of 'w' is .* on meta, .*\. It was never filled"),
         (
             kept("exp_avg", torch.ones(W, dtype=torch.complex64)),
-            "'exp_avg' of w is torch.complex64 .*needed is a tensor of shape",
+            "'exp_avg' of 'w' is torch.complex64 .*expected a tensor of shape",
         ),
-        (kept("step", "3"), r"'step' of w is '3' in the checkpoint, needed is a whole number from 0 to 2\^53; it is damaged"),
-        (kept("mu_product", "0.9"), f"'mu_product' of w is '0.9' in the checkpoint, {NUMBER}"),
-        (kept("mu_product", None), f"'mu_product' of w is None in the checkpoint, {NUMBER}"),
+        (kept("step", "3"), r"'step' of 'w' is '3', expected a whole number from 0 to 2\^53\. The checkpoint is corrupt"),
+        (kept("mu_product", "0.9"), f"'mu_product' of 'w' is '0.9', {NUMBER}"),
+        (kept("mu_product", None), f"'mu_product' of 'w' is None, {NUMBER}"),
         (
             kept("mu_product", torch.ones(3)),
-            rf"'mu_product' of w is torch.float32 of shape \(3,\) on cpu in the checkpoint, {NUMBER}",
+            rf"'mu_product' of 'w' is torch.float32 of shape \(3,\) on cpu, {NUMBER}",
         ),
-        (kept("batch", "3"), r"'batch' of w is '3' in the checkpoint, needed is a split of shape \(6, 4\)"),
-        (kept("batch", 5), r"'batch' of w is 5 in the checkpoint, needed is .* cannot be split into 5 equal matrices"),
+        (kept("batch", "3"), r"'batch' of 'w' is '3', expected a split of shape \(6, 4\)"),
+        (kept("batch", 5), r"'batch' of 'w' is 5, expected .* cannot be split into 5 equal matrices"),
         (
             lambda saved: saved["state"].update({1: "x"}),
-            f"'state' of b is 'x' in .*needed is a dict of tensors; {AFRESH.format('b')}",
+            "the state of 'b' is 'x', expected a dict of tensors; remove the state of 'b' to restart it",
         ),
-        (lambda saved: saved["state"][1].pop("exp_avg_sq"), "state of b lacks 'exp_avg_sq'"),
-        (lambda saved: saved["state"].update({1: {"step": torch.tensor(3.0)}}), "state of b lacks 'exp_avg'"),
+        (
+            lambda saved: saved["state"][1].pop("exp_avg_sq"),
+            "state 'exp_avg_sq' of 'b' is missing. The checkpoint is corrupt or from another model; remove the state of 'b'",
+        ),
+        (lambda saved: saved["state"].update({1: {"step": torch.tensor(3.0)}}), "state 'exp_avg' of 'b' is missing"),
         (
             said("rule", "lion"),
             r"group 0 of the checkpoint is for rule 'lion'; known are 'nadamw'; make .* as rlx_optim.torch.Lion, or",
@@ -196,21 +199,21 @@ def test_maximize_is_a_flag(value):
         ),
         (
             lambda saved: saved.pop("state"),
-            r"'state' of the state dict is None, needed is a dict.*; give what state_dict\(\) gave",
+            r"'state' of the state dict is None, expected a dict.*Give what state_dict\(\) returned",
         ),
-        (lambda saved: saved.update(state=[]), r"'state' of the state dict is \[\], needed is a dict"),
-        (lambda saved: saved.pop("param_groups"), "'param_groups' of the state dict is None, needed is a list of dicts"),
-        (lambda saved: saved.update(param_groups=[[1]]), r"group 0 of the state dict is \[1\], needed is a dict"),
-        (lambda saved: saved["param_groups"][0].pop("params"), "'params' of group 0 of the state dict is None, needed is a list"),
-        (said("param_names", "wb"), "'param_names' of group 0 of the state dict is 'wb', needed is a list of 2, a name for each"),
-        (said("param_names", ["w", 3]), r"'param_names' of group 0 of the state dict is \['w', 3\], needed is a list of 2"),
+        (lambda saved: saved.update(state=[]), r"'state' of the state dict is \[\], expected a dict"),
+        (lambda saved: saved.pop("param_groups"), "'param_groups' of the state dict is None, expected a list of dicts"),
+        (lambda saved: saved.update(param_groups=[[1]]), r"group 0 of the state dict is \[1\], expected a dict"),
+        (lambda saved: saved["param_groups"][0].pop("params"), "'params' of group 0 of the state dict is None, expected a list"),
+        (said("param_names", "wb"), "'param_names' of group 0 of the state dict is 'wb', expected a list of 2, a name for each"),
+        (said("param_names", ["w", 3]), r"'param_names' of group 0 of the state dict is \['w', 3\], expected a list of 2"),
         (
             said("param_names", np.array(["w", "b"])),
-            r"'param_names' of group 0 of the state dict is array\(.*, needed is a list of 2",
+            r"'param_names' of group 0 of the state dict is array\(.*, expected a list of 2",
         ),
-        (kept("exp_avg", np.ones(W)), r"'exp_avg' of w is array\(.*, needed is a tensor of shape \(6, 4\)"),
-        (kept("step", range(3)), r"'step' of w is range\(0, 3\) in the checkpoint, needed is a whole number"),
-        (said("param_names", ["w"]), r"'param_names' of group 0 of the state dict is \['w'\], needed is a list of 2"),
+        (kept("exp_avg", np.ones(W)), r"'exp_avg' of 'w' is array\(.*, expected a tensor of shape \(6, 4\)"),
+        (kept("step", range(3)), r"'step' of 'w' is range\(0, 3\), expected a whole number"),
+        (said("param_names", ["w"]), r"'param_names' of group 0 of the state dict is \['w'\], expected a list of 2"),
         (lambda saved: saved["param_groups"].extend(saved["param_groups"]), "different number of parameter groups"),
     ],
 )

@@ -34,7 +34,7 @@ class Field:
     def validated(self, owner: str, name: str, value: Any) -> Any:
         try:
             return self.check(value)
-        except (TypeError, ValueError) as problem:
+        except (OverflowError, TypeError, ValueError) as problem:
             kind = TypeError if isinstance(problem, TypeError) else ValueError
             raise kind(f"{owner}: {name} must be {self.expected}, got {value!r}") from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .format import CheckpointError, Gone, NotOurs, saying, write
-from .manifest import decode, encode, natural_ns, parsed
+from .manifest import decode, encode, parsed, saved_ns
 from .reader import Reader
 from .snapshot import Snapshot, check
 
@@ -60,6 +60,8 @@ def replacing(path: Path, look: Callable[[Path], None] = lambda name: None) -> I
     """A file that is at this path once all of it is on the disk, and nowhere if something fails. look: at it, before."""
     path = Path(os.path.realpath(path))
     with saying(path, "cannot be written"):
+        if path.is_symlink():  # what realpath could not resolve: a rename would replace the link
+            raise CheckpointError(f"{path}: is a link that leads to itself; remove it, or write elsewhere")
         if path.is_dir():
             raise CheckpointError(f"{path}: is a folder")
         if path.exists() and not path.is_file():  # a rename would replace the device or the pipe itself
@@ -210,7 +212,7 @@ def by_age(paths: list[Path]) -> list[Path]:
     def saved(path: Path) -> tuple[int, str]:
         try:
             with Reader(path) as reader, reader.naming():
-                return natural_ns(parsed(reader.manifest)), path.name
+                return saved_ns(parsed(reader.manifest)), path.name
         except NotOurs:
             return -1, path.name
         except CheckpointError:

@@ -70,11 +70,16 @@ def saying(path: Path, what: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of state that is fetched when it is needed."""
+    """One tensor of state that is fetched when it is needed. value: what it is in its own library, if that is not NumPy."""
 
     shape: Shape
     dtype: np.dtype[Any]
     read: Callable[[], np.ndarray]
+    value: Any = None
+
+    def native(self) -> Any:
+        """The tensor of its own library, else the array."""
+        return self.read() if self.value is None else self.value
 
     @property
     def nbytes(self) -> int:

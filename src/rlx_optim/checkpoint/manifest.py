@@ -6,17 +6,16 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..registry import known
 from ..routing import OTHERWISE, OWN
-from ..spec import Shape
 from .format import CheckpointError, Tensor
 from .reader import strict_json, whole
-from .snapshot import Group, Member, Parameter, Snapshot, Values, check
+from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check
 
 VERSIONS = (1, 2)  # 2: some state is in fewer bits
 
@@ -35,7 +34,7 @@ def plain(value: Any) -> Any:
 
 def number(value: Any) -> float:
     """A counter, as an integer where it is one."""
-    return int(value) if isinstance(value, (int, np.integer)) else float(value)
+    return int(value) if abs(value) < 2**53 and float(value).is_integer() else float(value)
 
 
 def encode(snapshot: Snapshot, after: int = 0) -> str:
@@ -60,12 +59,12 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
     )
 
 
-def _encoded_values(values: Values) -> dict[str, Any]:
+def _encoded_values(values: SavedSettings) -> dict[str, Any]:
     hyperparameters = {k: plain(v) for k, v in values.hyperparameters.items()}
     return {"hyperparameters": hyperparameters, "callables": values.callables, "extra": values.extra}
 
 
-def _encoded_member(member: Member) -> dict[str, Any]:
+def _encoded_member(member: SavedOptimizer) -> dict[str, Any]:
     groups = [
         {"match": g.match, "otherwise": g.use == OTHERWISE, "overrides": g.overrides, **_encoded_values(g.values)}
         | ({} if g.use in (None, OTHERWISE) else {"use": g.use})
@@ -75,58 +74,45 @@ def _encoded_member(member: Member) -> dict[str, Any]:
 
 
 def _encoded_parameter(p: Parameter) -> dict[str, Any]:
-    entry = {
-        "optimizer": p.member,
-        "group": p.group,
-        "shape": list(p.shape),
-        "dtype": p.dtype,
-        "step": p.step,
-        "counters": {k: number(v) for k, v in p.counters.items()},
-        "reason": p.reason,
-        "stepped": p.stepped,
-        "pieces": p.pieces,
-        "piece": list(p.piece),
-    }
-    entry |= {"parts": list(p.parts)} if p.parts else {}
-    return entry
+    entry = {"optimizer": p.member, "counters": {k: number(v) for k, v in p.counters.items()}}
+    same = ("group", "shape", "dtype", "step", "reason", "stepped", "pieces", "piece", *(["parts"] if p.parts else []))
+    return entry | {name: plain(getattr(p, name)) for name in same}
 
 
 # ---- from JSON ----------------------------------------------------------------------------------------------------------
-def get(table: Any, key: str, kind: Any, where: str) -> Any:
+#: what an entry may be, in words, and whether a value is that
+NATURAL = "must be a whole number from 0 on", whole
+DATE = "must be a whole number from 0 on", lambda value: whole(value, 2**63)
+TEXT = "must be a text", lambda value: isinstance(value, str)
+FLAG = "must be true or false", lambda value: isinstance(value, bool)
+TABLE = "must be an object", lambda value: isinstance(value, dict)
+LIST = "must be a list", lambda value: isinstance(value, list)
+NAMES = "must be a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+PATTERN = "must be a name, a list of names or null", lambda value: value is None or TEXT[1](value) or NAMES[1](value)
+SHAPE = "must be a list of whole numbers", lambda value: isinstance(value, list) and len(value) < 65 and all(map(whole, value))
+COUNTER = "must be a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
+Kind = tuple[str, Callable[[Any], bool]]
+
+
+def get(table: Any, key: str, kind: Kind, where: str) -> Any:
     """An entry of the manifest, of the kind it must be."""
     if not isinstance(table, dict) or key not in table:
         raise CheckpointError(f"{where} lacks {key!r}")
-    value = table[key]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"{where}: {key!r} cannot be {value!r:.80}")
-    return value
+    expected, fits = kind
+    if not fits(table[key]):
+        raise CheckpointError(f"{where}: {key!r} {expected}, got {table[key]!r:.80}")
+    return tuple(table[key]) if kind is SHAPE else table[key]
 
 
-def natural(table: Any, key: str, where: str) -> int:
-    value: int = get(table, key, int, where)
-    if not whole(value):
-        raise CheckpointError(f"{where}: {key!r} must be a whole number from 0 on, got {value!r:.80}")
-    return value
-
-
-def texts(table: Any, key: str, where: str) -> list[str]:
-    values: list[str] = get(table, key, list, where)
-    if not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"{where}: {key!r} must be a list of names, got {values!r:.80}")
-    return values
-
-
-def shape_of(table: Any, key: str, where: str) -> Shape:
-    value = get(table, key, list, where)
-    if not all(map(whole, value)) or len(value) > 64:
-        raise CheckpointError(f"{where}: {key!r} must be a list of whole numbers, got {value!r:.80}")
-    return tuple(value)
+def entries(table: Any, where: str, **kinds: Kind) -> dict[str, Any]:
+    """Some entries of the manifest."""
+    return {key: get(table, key, kind, where) for key, kind in kinds.items()}
 
 
 def parsed(text: str) -> Any:
     """The manifest as JSON, of a version that can be read."""
     manifest = strict_json(text, "the manifest")
-    version = natural(manifest, "format_version", "the manifest")
+    version = get(manifest, "format_version", NATURAL, "the manifest")
     if version not in VERSIONS:
         raise CheckpointError(
             f"format version {version} is not known here (this rlx_optim reads {' and '.join(map(str, VERSIONS))}); "
@@ -138,85 +124,68 @@ def parsed(text: str) -> Any:
 
 def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
     """A snapshot from a manifest and the file's tensors."""
-    members = [_member(each, f"optimizer {i}") for i, each in enumerate(get(manifest, "optimizers", list, "the manifest"))]
+    what = "the manifest"
+    members = [_member(each, f"optimizer {i}") for i, each in enumerate(get(manifest, "optimizers", LIST, what))]
     slots: dict[str, dict[str, Tensor]] = {}
     for full, each in tensors.items():
         name, slash, slot = full.rpartition("/")
         if not slash:
             raise CheckpointError(f"tensor {full!r} is not named <parameter>/<slot>")
         slots.setdefault(name, {})[slot] = each
-    entries = get(manifest, "parameters", dict, "the manifest")
-    if strangers := slots.keys() - entries.keys():
+    table = get(manifest, "parameters", TABLE, what)
+    if strangers := slots.keys() - table.keys():
         name = min(strangers)
         raise CheckpointError(f"tensor {name + '/' + min(slots[name])!r} belongs to no parameter of the manifest")
-    parameters = {name: _parameter(entry, slots.get(name, {}), f"parameter {name!r}") for name, entry in entries.items()}
     snapshot = Snapshot(
         members,
-        parameters,
-        natural(manifest, "iteration", "the manifest"),
-        natural(manifest, "skipped", "the manifest"),
-        get(manifest, "nonfinite", str, "the manifest"),
-        get(manifest, "front_end", str, "the manifest"),
-        get(manifest, "written_by", str, "the manifest"),
-        natural_ns(manifest),
-        manifest.get("skip_above"),  # older files have none
-        manifest.get("skip_window", {}),
+        {name: _parameter(entry, slots.get(name, {}), f"parameter {name!r}") for name, entry in table.items()},
+        **entries(manifest, what, iteration=NATURAL, skipped=NATURAL, nonfinite=TEXT, front_end=TEXT, written_by=TEXT),
+        saved_ns=saved_ns(manifest),
+        skip_above=manifest.get("skip_above"),  # older files have none
+        window=manifest.get("skip_window", {}),
     )
     check(snapshot)
     return snapshot
 
 
-def natural_ns(manifest: Any) -> int:
+def saved_ns(manifest: Any) -> int:
     """When it was saved, in nanoseconds since 1970."""
-    value: int = get(manifest, "saved_ns", int, "the manifest")
-    if not whole(value, 2**63):
-        raise CheckpointError(f"the manifest: 'saved_ns' cannot be {value!r:.80}")
+    value: int = get(manifest, "saved_ns", DATE, "the manifest")
     return value
 
 
-def _values(table: Any, where: str) -> Values:
+def _values(table: Any, where: str) -> SavedSettings:
     def read(value: Any) -> Any:
         return tuple(map(read, value)) if isinstance(value, list) else math.inf if value == "Infinity" else value
 
-    given = {k: read(v) for k, v in get(table, "hyperparameters", dict, where).items()}
-    return Values(given, texts(table, "callables", where), get(table, "extra", dict, where))
+    found = SavedSettings(**entries(table, where, hyperparameters=TABLE, callables=NAMES, extra=TABLE))
+    found.hyperparameters = {k: read(v) for k, v in found.hyperparameters.items()}
+    return found
 
 
-def _member(table: Any, where: str) -> Member:
-    name = get(table, "name", str, where)
+def _member(table: Any, where: str) -> SavedOptimizer:
+    name = get(table, "name", TEXT, where)
     if name not in known():
         raise CheckpointError(f"it is of {name!r:.80}, which is not registered; import the package that defines it")
-    groups = [_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", list, where))]
-    return Member(name, _values(table, where), groups)
+    groups = [_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", LIST, where))]
+    return SavedOptimizer(name, _values(table, where), groups)
 
 
 def _group(table: Any, where: str) -> Group:
-    match = get(table, "match", str | list | None, where)
-    if isinstance(match, list):
-        match = texts(table, "match", where)
-    use = OTHERWISE if get(table, "otherwise", bool, where) else table.get("use")
+    use = OTHERWISE if get(table, "otherwise", FLAG, where) else table.get("use")
     if use not in (None, OWN, OTHERWISE):
-        use = natural(table, "use", where)
-    return Group(_values(table, where), match, use, texts(table, "overrides", where))
+        use = get(table, "use", NATURAL, where)
+    return Group(_values(table, where), use=use, **entries(table, where, match=PATTERN, overrides=NAMES))
 
 
 def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
-    counters = get(table, "counters", dict, where)
-    for name, value in counters.items():
-        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise CheckpointError(f"{where}: counter {name!r} cannot be {value!r:.80}")
+    member, counters = get(table, "optimizer", NATURAL, where), get(table, "counters", TABLE, where)
     return Parameter(
-        natural(table, "optimizer", where),
-        None if table.get("group") is None else natural(table, "group", where),
-        shape_of(table, "shape", where),
-        natural(table, "step", where),
-        tensors,
-        counters,
-        get(table, "dtype", str, where),
-        natural(table, "pieces", where),
-        shape_of(table, "piece", where),
-        get(table, "reason", str, where),
-        get(table, "stepped", bool, where),
-        shape_of(table, "parts", where) if "parts" in table else (),
-        table.get("generator"),
+        member,
+        None if table.get("group") is None else get(table, "group", NATURAL, where),
+        tensors=tensors,
+        counters={name: get(counters, name, COUNTER, f"{where}: counters") for name in counters},
+        parts=get(table, "parts", SHAPE, where) if "parts" in table else (),
+        generator=table.get("generator"),
+        **entries(table, where, shape=SHAPE, step=NATURAL, dtype=TEXT, pieces=NATURAL, piece=SHAPE, reason=TEXT, stepped=FLAG),
     )

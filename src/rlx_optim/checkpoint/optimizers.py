@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,16 @@ from ..spec import TRAINED, Spec
 from ..stepping import TensorState
 from ..storage import components_of, filled
 from .format import CheckpointError, Tensor, tensor
-from .snapshot import Group, Member, Parameter, Snapshot, Values
+from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
 def snapshot_of(opt: NamedOptimizer) -> Snapshot:
     """Everything an optimizer is and has; its buffers are looked at when they are written."""
     family = list(opt._family())
-    parameters = {}
-    for i, member in enumerate(family):
-        specs = member._specs()
-        for name, record in member._records.items():
-            group = record.group if record.group < len(member._settings.groups) else None
-            parameters[name] = Parameter(
-                i, group, record.shape, record.t, _tensors(opt, record, specs[record.group]),
-                {**specs[record.group].counters(), **record.counters},
-                opt._engine_choice[2], piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
-            )  # fmt: skip
     return Snapshot(
         [_member(each, family) for each in family],
-        parameters,
+        {name: p for _, _, name, p in parameters_of(opt)},
         opt.iteration,
         opt.skipped,
         opt.nonfinite,
@@ -46,19 +36,31 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
     )
 
 
+def parameters_of(opt: NamedOptimizer) -> Iterator[tuple[NamedOptimizer, Spec, str, Parameter]]:
+    """Every parameter with the optimizer that steps it, its spec and its name."""
+    for i, member in enumerate(opt._family()):
+        specs = member._specs()
+        for name, record in member._records.items():
+            spec, group = specs[record.group], record.group if record.group < len(member._settings.groups) else None
+            yield member, spec, name, Parameter(
+                i, group, record.shape, record.t, _tensors(opt, record, spec), {**spec.counters(), **record.counters},
+                opt._engine_choice[2], piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
+            )  # fmt: skip
+
+
 def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
     missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
     return {name: tensor(np.asarray(part)) for name, part in components_of({**record.state, **fresh}).items()}
 
 
-def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
+def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
     if not registered(opt.spec) or named.made(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
 
-    def values(given: Mapping[str, Any], spec: Spec) -> Values:
-        return Values(spec.values(), [name for name, value in given.items() if callable(value)])
+    def values(given: Mapping[str, Any], spec: Spec) -> SavedSettings:
+        return SavedSettings(spec.values(), [name for name, value in given.items() if callable(value)])
 
     def use(given: Any) -> Any:
         if not isinstance(given, NamedOptimizer):
@@ -69,7 +71,7 @@ def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> Member:
         Group(values({**settings.given, **g.overrides}, spec), g.match, use(g.use), list(g.overrides))
         for g, spec in zip(settings.groups, specs, strict=False)
     ]
-    return Member(opt.spec.name, values(settings.given, specs[-1]), groups)
+    return SavedOptimizer(opt.spec.name, values(settings.given, specs[-1]), groups)
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
@@ -85,10 +87,7 @@ def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mappi
     opt = made[0]
     reached = list(opt._family())
     opt._used += tuple(made[index] for index in sorted(made) if made[index] not in reached)  # no pattern leads there
-    for index, member in made.items():
-        member._store(stored)
-        member._iteration = snapshot.iteration
-        _restore(member, snapshot, index)
+    restore(made, snapshot.parameters, snapshot.iteration, stored)
     opt._skipped = snapshot.skipped
     return opt
 
@@ -150,7 +149,7 @@ def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple
     return own, [per_group[str(group.match)] for group in member.groups]
 
 
-def demand(title: str, marked: list[str], values: Values, given: Mapping[str, Any], how: str) -> None:
+def demand(title: str, marked: list[str], values: SavedSettings, given: Mapping[str, Any], how: str) -> None:
     """Refuse what was not marked as a callable, and a marked NAME that is not given; `how` to give it."""
     if unknown := set(given) - set(marked):
         raise TypeError(
@@ -195,30 +194,31 @@ def _made(
     return one
 
 
-def _restore(opt: NamedOptimizer, snapshot: Snapshot, depth: int) -> None:
-    """Give a member its records."""
-    groups = opt._settings.groups
-    for name, p in snapshot.parameters.items():
-        if p.member != depth:
-            continue
+def restore(members: Mapping[int, NamedOptimizer], parameters: Mapping[str, Parameter], iteration: int, stored: str) -> None:
+    """Give optimizers the parameters of a snapshot. stored: the type of their state."""
+    for member in members.values():
+        member._store(stored)
+        member._iteration = iteration
+    for name, p in parameters.items():
+        member = members[p.member]
+        groups, specs = member._settings.groups, member._specs()
         record = TensorState(name, p.shape, len(groups) if p.group is None else p.group)
-        if p.group is not None:
-            groups[p.group].matched = True
-        fill(record, snapshot.spec(p), p, opt)
+        if record.group < len(groups):
+            groups[record.group].matched = True
+        fill(record, specs[record.group], p, member)
         if p.stepped:
-            record.stepped = snapshot.iteration
-        opt._records[name], opt._why[name] = record, p.reason
+            record.stepped = iteration
+        member._records[name], member._why[name] = record, p.reason
 
 
 def fill(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
-    """A record's buffers, of the engine's own making, with the state of a snapshot in them."""
-    record.slots, record.counters, record.t = spec.stored_slots(p.shape), dict(p.counters), p.step
-    slots = p.used(spec)
-    there = p.kept(slots)
-    for name, (slot,) in slots.items():
-        record.state[name] = opt._engine.allocate(slot)
-        if there[name] != (slot,):
-            filled(opt._engine, record.state[name], p.values(slots, name))
+    """A record's buffers, of the engine's own making, with the state of a snapshot in them; what it has none of starts anew."""
+    record.counters, record.t = dict(p.counters), p.step
+    for name, (slot,) in p.used(spec).items():
+        buffer = record.state[name] = opt._engine.allocate(slot)
+        if p.storage_of(name) != slot.storage:
+            filled(opt._engine, buffer, p.values(name))
             continue
-        for key, each in components_of({name: record.state[name]}).items():
+        for key, each in components_of({name: buffer}).items():
             np.copyto(each, p.tensors[key].read())
+    record.init_state(spec, opt._engine.allocate)

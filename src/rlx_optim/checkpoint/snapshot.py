@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,14 +20,17 @@ from ..registry import spec_class
 from ..rounding import LOW
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
 from ..splits import WHOLE, Split, exact, part, shapes_of, slots_of, stored
+from ..validation import listed
 from .format import CODES, CheckpointError, Tensor, tensor
 from .reader import whole
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+#: what slots are kept in, by the type of their arrays
+STORED = {np.dtype(storage.Words.types[dtype]): kind for dtype, kind in storage.STORED.items()}
 
 
 @dataclasses.dataclass
-class Values:
+class SavedSettings:
     """Every hyperparameter of a group; those that were given as functions; what the front end keeps beside them."""
 
     hyperparameters: dict[str, Any]
@@ -42,21 +45,28 @@ class Group:
     use: where it sends them: "own", "otherwise", the optimizer of this index, or None where that is decided as usual.
     """
 
-    values: Values
+    values: SavedSettings
     match: str | list[str] | None = None
     use: str | int | None = None
     overrides: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
-class Member:
+class SavedOptimizer:
     """An optimizer, the `otherwise` of the one before it, or one that groups use."""
 
     optimizer: str
-    values: Values
+    values: SavedSettings
     groups: list[Group] = dataclasses.field(default_factory=list)
 
-    def values_of(self, group: int | None) -> Values:
+    @classmethod
+    def of(cls, optimizer: str, values: Sequence[SavedSettings]) -> Self:
+        """With a group for all values but the first."""
+        first = values[0].hyperparameters
+        groups = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
+        return cls(optimizer, values[0], groups)
+
+    def values_of(self, group: int | None) -> SavedSettings:
         return self.values if group is None else self.groups[group].values
 
     @functools.cached_property
@@ -83,6 +93,7 @@ class Parameter:
     stepped: bool = False  # already, in the iteration that has not ended
     parts: tuple[int, ...] = ()  # how long the pieces are along an axis, where that is said
     generator: Any = None  # in older files: of each piece two words of 32 bits that noise is drawn by
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict)  # what a user keeps in a state dict beside ours
 
     @property
     def split(self) -> bool:
@@ -108,6 +119,10 @@ class Parameter:
         plain = {name for name, each in self.tensors.items() if each.dtype.kind == "f"}
         return {name: exact(each) if name in plain else each for name, each in slots.items()}
 
+    def storage_of(self, slot: str) -> str:
+        """What a slot is kept in."""
+        return STORED.get(self.tensors[slot].dtype, storage.EXACT)
+
     def arrays(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Shape, str]]:
         """The tensors of slots in the file, by name: shape and type; and the low half of a bfloat16 parameter, if it is there."""
         low = {LOW: ((*self.shape, 2), "uint8")} if LOW in self.tensors and self.dtype == "bfloat16" else {}
@@ -117,9 +132,9 @@ class Parameter:
             for end, dtype in storage.COMPONENTS[each[0].storage].items()
         }
 
-    def values(self, slots: Mapping[str, tuple[Slot, ...]], name: str) -> np.ndarray:
+    def values(self, name: str) -> np.ndarray:
         """A slot's values, in whatever they are kept."""
-        kind = self.kept(slots)[name][0].storage
+        kind = self.storage_of(name)
         found = [self.tensors[name + end].read() for end in storage.COMPONENTS[kind]]
         if not kind:
             return found[0]
@@ -141,7 +156,7 @@ class Parameter:
 class Snapshot:
     """Everything there is to save."""
 
-    members: list[Member]
+    members: list[SavedOptimizer]
     parameters: dict[str, Parameter]
     iteration: int = 0
     skipped: int = 0
@@ -160,7 +175,38 @@ class Snapshot:
         return {f"{name}/{slot}": each for name, p in self.parameters.items() for slot, each in p.tensors.items()}
 
 
+# ---- whether it fits an optimizer ---------------------------------------------------------------------------------------
+def check_names(snapshot: Snapshot, needed: Set[str], known: Set[str], hint: str = "") -> None:
+    """Refuse a file that lacks parameters which an optimizer steps, or has others."""
+    lacking, extra = needed - snapshot.parameters.keys(), snapshot.parameters.keys() - known
+    says = [f"no state for {listed(lacking)}"] * bool(lacking) + [f"state for {listed(extra)}, unknown here"] * bool(extra)
+    if says:
+        raise CheckpointError(f"the checkpoint has {' and '.join(says)}{hint}")
+
+
+def check_fit(name: str, p: Parameter, shape: Shape, wide: bool) -> None:
+    """Refuse a parameter of another shape, and float64 state where float32 is kept."""
+    if p.shape != shape:
+        raise CheckpointError(f"{name!r} has shape {p.shape} in the checkpoint, expected {shape}")
+    for slot, each in p.tensors.items():
+        if each.dtype.itemsize > 4 and not wide:
+            raise CheckpointError(f"state {slot!r} of {name!r} is float64, expected float32, which would lose bits")
+
+
 # ---- whether it fits together -------------------------------------------------------------------------------------------
+CORRUPT = "The checkpoint is corrupt or from another model"
+
+
+def wrong_shape(key: str, name: str, found: Shape, expected: Shape) -> str:
+    """What is said of state of another shape, by every front end."""
+    return f"state {key!r} of {name!r} has shape {found}, expected {expected}. {CORRUPT}"
+
+
+def missing(key: str, name: str, kind: str = "state") -> str:
+    """What is said of state that is not there."""
+    return f"{kind} {key!r} of {name!r} is missing. {CORRUPT}"
+
+
 def check(snapshot: Snapshot) -> None:
     """Refuse what could not be gone on with: settings out of range, state that is missing, too much or of another shape."""
     if not snapshot.members:
@@ -181,10 +227,10 @@ def check(snapshot: Snapshot) -> None:
             if isinstance(group.use, int) and any(isinstance(g.use, int) for g in snapshot.members[group.use].groups):
                 raise CheckpointError(f"a group of {member.optimizer} uses optimizer {group.use}, which hands on in turn")
     for name, p in snapshot.parameters.items():
-        _check_parameter(snapshot, p, f"parameter {name!r}")
+        _check_parameter(snapshot, p, name)
 
 
-def _check_member(member: Member) -> None:
+def _check_member(member: SavedOptimizer) -> None:
     try:
         for place, spec in member.specs.items():
             member.values_of(place).hyperparameters = spec.values()  # a field that an older version did not have has its default
@@ -199,7 +245,8 @@ def _check_member(member: Member) -> None:
             raise CheckpointError(f"{member.optimizer}: a group sets unknown {min(unknown)!r}")
 
 
-def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
+def _check_parameter(snapshot: Snapshot, p: Parameter, name: str) -> None:
+    what = f"parameter {name!r}"
     if p.member >= len(snapshot.members):
         raise CheckpointError(f"{what} is stepped by optimizer {p.member}, and there are {len(snapshot.members)}")
     member = snapshot.members[p.member]
@@ -216,22 +263,22 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, what: str) -> None:
             whole = False
     if not whole:
         raise CheckpointError(f"{what}: {p.pieces} pieces of shape {p.piece} are not its shape {p.shape}")
-    _check_state(member.specs[p.group], p, what)
+    _check_state(member.specs[p.group], p, name)
 
 
-def _check_state(spec: Spec, p: Parameter, what: str) -> None:
-    slots, counters = p.slots(spec), spec.counters()
+def _check_state(spec: Spec, p: Parameter, owner: str) -> None:
+    what, slots, counters = f"parameter {owner!r}", p.slots(spec), spec.counters()
     for name in [name for name, each in slots.items() if each[0].meaning == KEY and name not in p.tensors]:
         p.tensors[name] = tensor(_key(p, what).reshape(p.stored(slots[name])))
     parts = p.arrays(p.kept(slots))
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
-        if missing := set(needed) - set(given):
-            raise CheckpointError(f"{what} lacks its {kind} {min(missing)!r}; there is {', '.join(map(repr, given)) or 'none'}")
+        if lacking := set(needed) - set(given):
+            raise CheckpointError(missing(min(lacking), owner, kind))
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
         slots, known = possible(spec, p)
         parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
-            raise CheckpointError(f"{what} has state {min(left)!r}, which {spec.title} does not know")
+            raise CheckpointError(f"state {min(left)!r} of {owner!r} is unknown to {spec.title}. {CORRUPT}")
     for name, allowed in spec.counter_ranges.items():
         try:
             allowed.validated(what, f"counter {name!r}", p.counters.get(name, allowed.default))
@@ -240,10 +287,11 @@ def _check_state(spec: Spec, p: Parameter, what: str) -> None:
     for name, each in p.tensors.items():
         shape, dtype = parts[name]
         if each.shape != shape:
-            raise CheckpointError(f"{what}: its {name!r} has shape {each.shape}, needed is {shape}")
+            raise CheckpointError(wrong_shape(name, owner, each.shape, shape))
         fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
-            raise CheckpointError(f"{what}: its {name!r} is {each.dtype}, needed is {dtype or 'float32 or float64'}")
+            expected = dtype or "float32 or float64"
+            raise CheckpointError(f"state {name!r} of {owner!r} is {each.dtype}, expected {expected}. {CORRUPT}")
 
 
 def _key(p: Parameter, what: str) -> np.ndarray:

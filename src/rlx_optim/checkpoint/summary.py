@@ -14,15 +14,14 @@ from ..rounding import LOW
 from ..routing import sized
 from ..spec import Spec
 from ..splits import described
-from ..storage import HALF, POSITIVE, SIGNED
+from ..storage import CODECS
 from .format import Tensor
-from .snapshot import Member, Parameter, Snapshot, Values
+from .snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot
 
-FORMAT = {SIGNED: "int8", POSITIVE: "int8", HALF: "bfloat16"}
 HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
 
 
-def title(member: Member) -> str:
+def title(member: SavedOptimizer) -> str:
     return spec_class(member.optimizer).title
 
 
@@ -44,7 +43,7 @@ def description(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def _words(values: Values, names: list[str]) -> str:
+def _words(values: SavedSettings, names: list[str]) -> str:
     def one(name: str) -> str:
         return f"{name}={values.hyperparameters[name]!r}" + (" (a callable)" if name in values.callables else "")
 
@@ -60,10 +59,11 @@ def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = []
     for name, p in snapshot.parameters.items():
         counters = [f"{k}={v:g}" for k, v in p.counters.items()]
-        kept = {slot: each[0].storage for slot, each in p.kept(p.used(snapshot.spec(p))).items()}
+        kept = {slot: CODECS[p.storage_of(slot)] for slot in p.used(snapshot.spec(p))}
         low = [LOW] if LOW in p.tensors else []
         state = (
-            ", ".join([*(f"{slot} in {FORMAT[kind]}" if kind else slot for slot, kind in kept.items()), *low, *counters]) or "–"
+            ", ".join([*(f"{slot} in {each.format}" if each.name else slot for slot, each in kept.items()), *low, *counters])
+            or "–"
         )
         size = sum(each.nbytes for each in p.tensors.values())
         shape = sized(p.shape) + (f" as {_pieces(p)}" if p.split else "")
@@ -123,10 +123,9 @@ def _parameter(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
 
 def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     """What is in its slots, decoded where that is codes, when it is read."""
-    slots = p.kept(p.used(spec))
 
     def one(slot: str) -> Tensor:
-        return dataclasses.replace(p.tensors[slot], dtype=np.dtype(np.float32), read=lambda: p.values(slots, slot))
+        return dataclasses.replace(p.tensors[slot], dtype=np.dtype(np.float32), read=lambda: p.values(slot))
 
     def halves() -> Any:
         return np.ascontiguousarray(p.tensors[LOW].read()).view("<u2").reshape(p.shape)
@@ -136,7 +135,7 @@ def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
         if LOW in p.tensors
         else {}
     )
-    return low | {slot: one(slot) if each[0].storage else p.tensors[slot] for slot, each in slots.items()}
+    return low | {slot: one(slot) if p.storage_of(slot) else p.tensors[slot] for slot in p.used(spec)}
 
 
 def _distance(one: Tensor, other: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import optax
 from ..checkpoint import files
 from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.optimizers import refuse_evaluation
-from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
+from ..checkpoint.snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names
 from ..registry import spec_class
 from ..spec import Slot, Spec
 from ..storage import components
@@ -58,7 +58,7 @@ def load_state(path: str | os.PathLike[str], tx: optax.GradientTransformation, p
     """
     part = part_of(tx, params)
     with files.opened(path, allow_nan) as snapshot:
-        ours = _restored(part, snapshot)
+        ours = restored(part, snapshot)
         return part.put_into(ours, snapshot.members[0].values.hyperparameters)
 
 
@@ -93,22 +93,31 @@ def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> S
     leaves, tree, where = transform.laid_out(part.params)
     slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
     factors = factors_of(state, tree)
-    parameters = {}
-    for i, (place, leaf) in enumerate(zip(where, leaves, strict=True)):
+    found = []
+    for i, place in enumerate(where):
+        arrays, prefix = {name: each[i] for name, each in slots.items()} | factors[i], transform.counters(place.member)
+        arrays = {name + end: arrays[name + end] for name, slot in place.slots.items() for end in components(slot)}
+        found.append((arrays, {k: float(state.counters[prefix + k]) for k in place.member.steady.counters()}))
+    return assembled(transform, [part.member(each, whole) for each in transform.members], leaves, where, found, count)
+
+
+def assembled(
+    transform: Transform, now: Sequence[leaves.ScheduledRule], params: Sequence[Any], where: Sequence[LeafEntry],
+    states: Iterable[tuple[Mapping[str, Any], dict[str, float]]], count: int,
+) -> Snapshot:  # fmt: skip
+    """A snapshot of leaves from their arrays and counters. now: the members with the values in force."""
+    members = [_member(each, value, where, count) for each, value in zip(transform.members, now, strict=True)]
+    parameters: dict[str, Parameter] = {}
+    for place, leaf, (arrays, counters) in zip(where, params, states, strict=True):
         if place.name in parameters:
             raise CheckpointError(f"two leaves are called {place.name!r}")
-        arrays = {name: each[i] for name, each in slots.items()} | factors[i]
         member = next(i for i, each in enumerate(transform.members) if each is place.member)
-        prefix = transform.counters(place.member)
-        counters = {k: float(state.counters[prefix + k]) for k in place.member.steady.counters()}
-        p = Parameter(
+        p = parameters[place.name] = Parameter(
             member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
             len(place.names), place.inner, place.why,
         )  # fmt: skip
         kept = p.arrays({name: (slot,) for name, slot in place.slots.items()})
-        p.tensors = {name: tensor(host(arrays[name]).reshape(shape)) for name, (shape, _) in kept.items()}
-        parameters[place.name] = p
-    members = [_member(each, part.member(each, whole), where, count) for each in transform.members]
+        p.tensors = {name: tensor(host(array).reshape(kept[name][0])) for name, array in arrays.items()}
     return Snapshot(members, parameters, count, front_end="optax")
 
 
@@ -130,38 +139,37 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 
-def _member(member: leaves.ScheduledRule, now: leaves.ScheduledRule, where: list[LeafEntry], count: int) -> Member:
+def _member(member: leaves.ScheduledRule, now: leaves.ScheduledRule, where: Sequence[LeafEntry], count: int) -> SavedOptimizer:
     values = settings(now, count).values()
     callables = [name for name, value in now.values.items() if callable(value)]
     groups = []
     if any(place.member is member and not place.decays for place in where):
         kept = [name for name in callables if name != "weight_decay"]
-        groups = [Group(Values({**values, "weight_decay": 0.0}, kept), overrides=["weight_decay"])]
-    return Member(member.rule, Values(values, callables), groups)
+        groups = [Group(SavedSettings({**values, "weight_decay": 0.0}, kept), overrides=["weight_decay"])]
+    return SavedOptimizer(member.rule, SavedSettings(values, callables), groups)
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
-def _restored(part: NestedTransform, snapshot: Snapshot) -> RuleState:
+def restored(part: NestedTransform, snapshot: Snapshot) -> RuleState:
     transform = part.transform
     leaves, tree, where = transform.laid_out(part.params)
     names = {place.name for place in where}
-    if missing := names - snapshot.parameters.keys():
-        raise CheckpointError(f"it has no state for {listed(missing)}")
-    if extra := snapshot.parameters.keys() - names:
-        raise CheckpointError(f"it has state for {listed(extra)}, unknown here")
+    check_names(snapshot, names, names)
     steps = {p.step for p in snapshot.parameters.values()}
     if len(steps) > 1:
         raise CheckpointError(
             f"its parameters have taken between {min(steps)} and {max(steps)} steps; optax counts for all at once"
         )
     count = steps.pop() if steps else 0
+    if count >= 2**31:
+        raise CheckpointError(f"its parameters have taken {count} steps; optax counts to {2**31 - 1}")
     for place, leaf in zip(where, leaves, strict=True):
         _check_fit(snapshot, snapshot.parameters[place.name], place, leaf)
     _compare(transform, snapshot, where, count, part.injected())
     slots: dict[str, list[Any]] = {name: [] for name in transform.names}
     factors = []
     for place, leaf in zip(where, leaves, strict=True):
-        arrays = _arrays(snapshot, snapshot.parameters[place.name], place, leaf)
+        arrays = _arrays(snapshot.parameters[place.name], place, leaf)
         for name in transform.names:
             slots[name].append(arrays.pop(name, optax.MaskedNode()))
         factors.append(arrays)
@@ -176,34 +184,32 @@ def _check_fit(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) ->
     if rule != here:
         titles = spec_class(rule).title, spec_class(here).title
         raise CheckpointError(
-            f"{name!r} is stepped by {titles[0]} there and by {titles[1]} here; the transformation decides that"
+            f"{name!r} is stepped by {titles[0]} in the checkpoint and by {titles[1]} in this transformation, which decides that"
         )
-    there, inside = (p.shape, p.pieces, p.piece), (place.shape, len(place.names), place.inner)
+    check_fit(name, p, place.shape, arithmetic(leaf) is jnp.float64)
+    there, inside = (p.pieces, p.piece), (len(place.names), place.inner)
     if there != inside:
-        says = ["{}, as {} of {}".format(*each) for each in (there, inside)]
-        raise CheckpointError(f"{name!r} has shape {says[0]} there, and {says[1]} here")
+        says = ["{} of {}".format(*each) for each in (there, inside)]
+        raise CheckpointError(f"{name!r} is {says[0]} in the checkpoint, expected {says[1]} (stacked=)")
     if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
         raise CheckpointError(f"{name!r} is maximized, which the optax front end does not do")
     refuse_evaluation(name, p)
     for slot, each in place.slots.items():
         if slot not in p.tensors or p.tensors[slot].shape != p.stored((each,)):
             found = p.tensors[slot].shape if slot in p.tensors else "missing"
-            raise CheckpointError(f"{name!r}: its {slot!r} is {found} there, and {p.stored((each,))} with the settings here")
-        if p.tensors[slot].dtype.itemsize > jnp.dtype(arithmetic(leaf)).itemsize:
-            raise CheckpointError(f"{slot} of {name!r} is {p.tensors[slot].dtype}; float32 is kept here and would lose bits")
+            raise CheckpointError(f"state {slot!r} of {name!r} is {found}, expected {p.stored((each,))} with these settings")
 
 
-def _arrays(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) -> dict[str, Any]:
+def _arrays(p: Parameter, place: LeafEntry, leaf: Any) -> dict[str, Any]:
     """The state of a leaf: codes of the same format as they are, others decoded and encoded."""
     out: dict[str, Any] = {}
-    there = p.kept(p.used(snapshot.spec(p)))
     for name, slot in place.slots.items():
-        if slot.storage and there[name][0].storage == slot.storage:
+        if slot.storage and p.storage_of(name) == slot.storage:
             for end, (shape, dtype) in components(slot).items():
                 found = p.tensors[name + end].read().reshape((*place.stack, *shape))
                 out[name + end] = beside(leaf, slot, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
         else:
-            values = np.asarray(p.values(there, name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
+            values = np.asarray(p.values(name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
             out |= encoded(place, {name: beside(leaf, slot, values)}, 0)
     return out
 
@@ -222,7 +228,9 @@ def _counters(transform: Transform, snapshot: Snapshot, where: list[LeafEntry]) 
             values = {p.counters.get(name, first) for p in mine} or {first}
             if len(values) > 1:
                 raise CheckpointError(f"its parameters differ in {name!r}; optax counts for all at once")
-            found[transform.counters(member) + name] = jnp.asarray(values.pop(), float)
+            value = found[transform.counters(member) + name] = jnp.asarray(values.pop(), float)
+            if not jnp.isfinite(value):
+                raise CheckpointError(f"counter {name!r} is beyond {value.dtype}; set jax_enable_x64 to read it")
     return found
 
 

@@ -19,9 +19,10 @@ import optax
 from ..checkpoint.format import CheckpointError
 from ..registry import known
 from ..spec import Shape
-from .checkpoint import opened, transform_of
+from .checkpoint import assembled, opened, restored, transform_of
 from .leaves import LeafEntry
-from .transform import RuleState, Transform, arithmetic, decoded, encoded
+from .nested import part_of
+from .transform import RuleState, Transform, arithmetic, decoded
 
 Tree = Any
 
@@ -50,18 +51,15 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
     transform = transform_of(tx)
     found = {type(part).__name__: part for part in reversed(list(parts_of(state)))}
     counts = [int(part.count) for part in found.values() if "count" in fields(part)]
-    fresh = transform.init(params)
+    steps = max(counts, default=1) if count is None else count
     leaves, tree, places = transform.laid_out(params)
-    slots = {name: tree.flatten_up_to(each) for name, each in fresh.slots.items()}
+    states = []
     for i, (place, leaf) in enumerate(zip(places, leaves, strict=True)):
         theirs = _theirs(place, found, tree, i)
-        values = {name: jnp.asarray(_slot(name, place, theirs), arithmetic(leaf)) for name in place.slots}
-        for name, array in encoded(place, values, 0).items():
-            slots[name][i] = array
-    steps = max(counts, default=1) if count is None else count
-    counters = {k: jnp.asarray(float(steps > 0), v.dtype) if k.endswith(".started") else v for k, v in fresh.counters.items()}
-    mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-    return RuleState(jnp.asarray(steps, jnp.int32), mirrored, fresh.factors, counters)
+        arrays = {name: np.asarray(_slot(name, place, theirs), arithmetic(leaf)) for name in place.slots}
+        first = place.member.steady.counters()
+        states.append((arrays, {name: float(steps > 0) if name == "started" else value for name, value in first.items()}))
+    return restored(part_of(tx, params), assembled(transform, transform.members, leaves, places, states, steps))
 
 
 def _theirs(place: LeafEntry, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:

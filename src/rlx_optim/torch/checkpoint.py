@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..checkpoint.files import opened
-from ..checkpoint.format import CheckpointError, Tensor
+from ..checkpoint.format import CheckpointError
 from ..checkpoint.optimizers import demand
-from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values, possible
+from ..checkpoint.snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names, possible
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import Choice, bare
-from ..spec import Shape, Spec
-from ..splits import WHOLE, Split, number, part, shapes_of
-from ..storage import COMPONENTS, Words
-from ..validation import listed
-from . import halves
+from ..spec import Spec
+from ..splits import WHOLE, shapes_of
 from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
-from .state import counter, device_of, dtype_of, init_state, names_of, part_names, piece_shape, put, room, shape_in_state
-from .state_errors import COUNTABLE, described, unreadable
+from .restore import fill, make_room, read_parameter
+from .state import init_state, part_names
+from .state_errors import COUNTABLE
 from .stepping import plain
 
 PLAIN = (bool, int, float, str, type(None))
@@ -49,43 +45,6 @@ def parameters_of(opt: RuleOptimizer) -> dict[str, tuple[int, torch.Tensor]]:
     return found
 
 
-def host(tensor: torch.Tensor, what: str, dtype: str = "") -> np.ndarray:
-    """A tensor's values where NumPy sees them; not copied if they are on the CPU already. dtype: of a part of a slot in fewer
-    bits, which is given as it is."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise CheckpointError(f"{what} is a {type(tensor).__name__}; gather the whole of it first")
-    tensor = tensor.detach().cpu()
-    if dtype == "bfloat16":
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return (tensor if dtype or tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
-
-
-def wrapped(
-    tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", whole: Callable[[], torch.Tensor] | None = None
-) -> Tensor:
-    """A tensor of state that is fetched from its device when it is written; `whole` brings it together from the ranks."""
-    if whole is None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        check_numbers(tensor, shape, what)
-    kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
-    fetched = functools.partial(_fetched, (lambda: tensor) if whole is None else whole, shape, what, dtype)
-    return Tensor(shape, np.dtype(kind), fetched)
-
-
-def check_numbers(tensor: torch.Tensor, shape: Shape, what: str) -> None:
-    """Refuse a tensor of state that has no numbers, those of another shape, or few numbers that it repeats: a file of a hundred
-    bytes can say that it has 10^12."""
-    if hint := unreadable(tensor):
-        raise CheckpointError(f"{what} is {described(tensor)}, needed is a tensor of shape {shape}; {hint}")
-    if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:  # a mean of rows may keep the axis it is over
-        raise CheckpointError(f"{what} has shape {tuple(tensor.shape)}, needed is {shape}")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{what} repeats few numbers {tensor.numel():,} times; give it memory of its own (.contiguous())")
-
-
-def _fetched(whole: Callable[[], torch.Tensor], shape: Shape, what: str, dtype: str) -> np.ndarray:
-    return host(whole(), what, dtype).reshape(shape)
-
-
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
 def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     """Everything a torch optimizer is and has."""
@@ -99,16 +58,8 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
         split = opt._pieces(name, param)
         home = opt._home(name, param, specs[index], split)
         init_state(state, specs[index], param, split, home)
-        parameters[name] = _parameter(
-            name,
-            where[index, _kind(opt, group, param)],
-            specs[index],
-            param,
-            state,
-            split,
-            opt._why.get(param, ""),
-            home,
-        )
+        p = parameters[name] = read_parameter(opt._owner, specs[index], param, split, state, name, home, live=True)
+        (p.member, p.group), p.reason = where[index, _kind(opt, group, param)], opt._why.get(param, "")
     iteration = max((p.step for p in parameters.values()), default=0)
     window = {} if opt._guard is None else opt._guard.values()
     return Snapshot(members, parameters, iteration, opt.skipped, opt.nonfinite, "torch", skip_above=opt.skip_above, window=window)
@@ -119,7 +70,7 @@ def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> 
     return torch.float32 if in_dtype(opt._rules[group["rule"]], group, param.dtype) is group else param.dtype
 
 
-def _members(opt: RuleOptimizer) -> tuple[list[Member], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
+def _members(opt: RuleOptimizer) -> tuple[list[SavedOptimizer], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
     """The rules with their groups, and for each of torch's groups and kinds of parameters in it the place there."""
     trained = [[p for p in group["params"] if not opt._is_dormant(p)] for group in opt.param_groups]
     kinds = [
@@ -132,54 +83,17 @@ def _members(opt: RuleOptimizer) -> tuple[list[Member], dict[tuple[int, torch.dt
         mine = [(i, kind) for i, group in enumerate(opt.param_groups) if group["rule"] == rule for kind in kinds[i]]
         values = [_values(its.fields, in_dtype(its, opt.param_groups[i], kind)) for i, kind in mine]
         values = values or [_values(its.fields, in_dtype(its, opt._defaults_of(rule), torch.float32))]
-        first = values[0].hyperparameters
-        groups = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
-        members.append(Member(rule, values[0], groups))
+        members.append(SavedOptimizer.of(rule, values))
         where |= {i: (place, k - 1 if k else None) for k, i in enumerate(mine)}
     return members, where
 
 
-def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Values:
+def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> SavedSettings:
     given = plain({name: group[name] for name in fields})
     beside = plain({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
-    return Values(given, [k for k, v in given.items() if callable(v)], {k: v for k, v in beside.items() if isinstance(v, PLAIN)})
-
-
-def _parameter(
-    name: str,
-    where: tuple[int, int | None],
-    spec: Spec,
-    param: torch.Tensor,
-    state: Any,
-    split: Split,
-    why: str,
-    home: Any,
-) -> Parameter:
-    piece, parts = piece_shape(param, split), () if isinstance(split, int) else split
-    shape, kind = tuple(param.shape), str(param.dtype).removeprefix("torch.")
-    counters = spec.counters()
-    p = Parameter(*where, shape, int(state["step"]), {}, {}, kind, number(split), piece, why, parts=parts)
-    slots = p.slots(spec) if home is None else home.kept(p.slots(spec), split)
-    if set(state) - {"step", "batch", LOW, *counters, *part_names(spec, slots)}:  # left by a changed setting, perhaps
-        slots, counters = possible(spec, p)
-    p.counters = {k: _whole(float(state[k])) for k in counters if k in state}
-    arrays = p.arrays(slots)
-    for key, (slot, end) in part_names(spec, slots).items():
-        if key in state:
-            each = slots[slot]
-            there = shape_in_state(part(each, end) * (p.pieces // len(each)), param, split)
-            whole = None if home is None else functools.partial(home.get, state[key], there)
-            stored, dtype = arrays[slot + end]
-            p.tensors[slot + end] = wrapped(state[key], stored, f"{key!r} of {name!r}", dtype, whole)
-    if halves.keeps_low(spec, param):
-        low = state[LOW]
-        together = low.full_tensor if halves.is_spread(low) else None
-        p.tensors[LOW] = wrapped(low, (*shape, 2), f"{LOW!r} of {name!r}", "uint8", together)
-    return p
-
-
-def _whole(value: float) -> float:
-    return int(value) if value.is_integer() else value
+    return SavedSettings(
+        given, [k for k, v in given.items() if callable(v)], {k: v for k, v in beside.items() if isinstance(v, PLAIN)}
+    )
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
@@ -194,14 +108,13 @@ def load_into(
             _check_names(opt, snapshot, known, strict)
             there = {name: p for name, p in snapshot.parameters.items() if name in known}
             for name, p in there.items():
-                _check_fit(opt, name, p, known[name][1])
+                _check_fit(name, p, known[name][1])
             values = _given_again(opt, snapshot, known, there, callables)
             groups = _regrouped(opt, snapshot, known, there, values)
             states = {known[name][1]: _room(opt, snapshot, name, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             here = _here(opt, snapshot, p, known[name][0])
-            home = opt._home(name, known[name][1], here, p.way)
-            _fill(states[known[name][1]], snapshot.spec(p), here, p, home)
+            fill(states[known[name][1]], here, p, opt._home(name, known[name][1], here, p.way))
         opt.state.update(states)
         opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
@@ -239,21 +152,16 @@ def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any
     own = snapshot.members[0].optimizer
     if own != opt.rule:
         title = spec_class(own).title
-        raise CheckpointError(f"it is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
+        raise CheckpointError(f"the checkpoint is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
     if len(snapshot.members) > 2 and spec_class(snapshot.members[1].optimizer).otherwise_default is not None:
         raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
     needed = {name for name, (_, param) in known.items() if not opt._is_dormant(param)}
-    missing, extra = needed - snapshot.parameters.keys(), snapshot.parameters.keys() - known.keys()
-    if strict and (missing or extra):
-        says = [f"it has no state for {listed(missing)}"] * bool(missing) + [
-            f"it has state for {listed(extra)}, unknown here"
-        ] * bool(extra)
-        raise CheckpointError(f"{'; '.join(says)} (strict=False leaves such parameters as they are)")
+    if strict:
+        check_names(snapshot, needed, known.keys(), "; strict=False leaves such parameters as they are")
 
 
-def _check_fit(opt: RuleOptimizer, name: str, p: Parameter, param: torch.Tensor) -> None:
-    if p.shape != tuple(param.shape):
-        raise CheckpointError(f"{name!r} has shape {p.shape} there and {tuple(param.shape)} here")
+def _check_fit(name: str, p: Parameter, param: torch.Tensor) -> None:
+    check_fit(name, p, tuple(param.shape), ARITHMETIC[param.dtype] is torch.float64)
     try:
         piece = shapes_of(p.shape, p.way)[0]
     except ValueError:
@@ -262,10 +170,6 @@ def _check_fit(opt: RuleOptimizer, name: str, p: Parameter, param: torch.Tensor)
         raise CheckpointError(f"{name!r} is split into {p.pieces} pieces of shape {p.piece} there, which cannot be done here")
     if p.step > COUNTABLE:
         raise CheckpointError(f"{name!r} has taken {p.step} steps; torch counts to {COUNTABLE}")
-    wide = ARITHMETIC[param.dtype] is torch.float64
-    for slot, each in p.tensors.items():
-        if each.dtype.itemsize > 4 and not wide:
-            raise CheckpointError(f"{slot} of {name!r} is {each.dtype}; {opt._owner} keeps float32 here and would lose bits")
 
 
 def _given_again(
@@ -351,43 +255,18 @@ def _check_extra(key: str, value: Any, here: Any, taken: Sequence[str]) -> None:
 
 
 def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index: int, param: torch.Tensor) -> dict[str, Any]:
-    """State for a parameter, to be filled: buffers that fit are used again."""
-    rule, spec = snapshot.members[p.member].optimizer, _here(opt, snapshot, p, index)
-    home = opt._home(None, param, spec, p.way)
-    used = p.used(spec) if home is None else home.kept(p.used(spec), p.way)
-    slots = {slot: each * (p.pieces // len(each)) for slot, each in used.items()}
-    device = device_of(param, home)
-    before, was, earlier = opt.state[param], opt.param_groups[index]["rule"], opt._current_specs()[index]
-    state: dict[str, Any] = {"step": counter(p.step)}
-    if p.pieces > 1 or opt._batch(name, param) != WHOLE:  # what was whole says so, where it would be split
+    """State for a parameter, to be filled: buffers that fit are used again, what is the user's own stays."""
+    spec, before = _here(opt, snapshot, p, index), opt.state[param]
+    alike = snapshot.members[p.member].optimizer == opt.param_groups[index]["rule"]
+    state = make_room(spec, p, param, opt._home(None, param, spec, p.way), before if alike else None)
+    if opt._batch(name, param) != WHOLE:  # what was whole says so, where it would be split
         state["batch"] = p.way
-    for key, (slot, end) in part_names(spec, slots).items():
-        each = slots[slot]
-        old, shape = before.get(key), shape_in_state(part(each, end), param, p.way)
-        fits = was == rule and torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), device)
-        fits = fits and old.is_contiguous() and (old.shape == shape if home is None else home.fits(old, shape))
-        state[key] = old if fits else room(each, param, p.way, home, end)
-    state |= {k: counter(v) for k, v in p.counters.items()}
-    halves.init_state(state, spec, param, device)
+    earlier = opt._current_specs()[index]
     others, counters = possible(earlier, p)
     ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
-    return state | {k: v for k, v in before.items() if k not in state and k not in ours}  # the user's own
+    return state | {k: v for k, v in before.items() if k not in state and k not in ours}
 
 
 def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> Spec:
     """The file's settings, with what state is kept in here."""
     return snapshot.spec(p).replace(state_dtype=opt.param_groups[index]["state_dtype"])
-
-
-@torch.no_grad()
-def _fill(state: dict[str, Any], there: Spec, here: Spec, p: Parameter, home: Any) -> None:
-    """Take over a file's state. there, here: its settings, and with what state is kept in here."""
-    slots, mine = p.kept(p.used(there)), p.used(here)
-    mine = mine if home is None else home.kept(mine, p.way)
-    if LOW in state and LOW in p.tensors:
-        halves.put(state[LOW], torch.from_numpy(p.tensors[LOW].read()))
-    names = names_of(there, slots)
-    for name, slot in slots.items():
-        kind, wanted = slot[0].storage, mine[name][0].storage
-        same = {end: p.tensors[name + end].read() for end in COMPONENTS[kind]} if kind == wanted else None
-        put({end: state[names[name] + end] for end in COMPONENTS[wanted]}, wanted, same or p.values(slots, name), home)

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from ..checkpoint import files
-from ..checkpoint.format import CheckpointError
-from ..checkpoint.snapshot import Group, Member, Parameter, Snapshot, Values
+from ..checkpoint.format import DTYPES, CheckpointError
+from ..checkpoint.snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot
 from ..registry import OURS, known, spec_class
 from ..rounding import EXACT, LOW
 from ..routing import bare
-from ..spec import MODIFIERS, Shape, Slot, Spec
+from ..spec import MODIFIERS, Shape, Spec
 from ..splits import WHOLE, inner_shape
-from .checkpoint import PLAIN, wrapped
-from .layouts import Layout
+from .checkpoint import PLAIN
+from .layouts import Origin
 from .names import foreign, in_dtype, outside
-from .state import part_names, split_in
-from .state_errors import number_in
+from .restore import read_parameter, refuse_repeated, wrapped
+from .state import names_of, shape_in_state, split_in
+from .state_errors import unreadable
 from .stepping import plain
 from .translation import layout_of, refuse_strangers, settings_of, state_of, unwrapped
 
@@ -124,16 +125,14 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
     rules: list[str] = [group.get("rule") or _rule(group, optimizer) for group in groups]
     order = sorted(dict.fromkeys(rules), key=lambda rule: rule != optimizer)
     called = _names(groups, names)
-    members: list[Member] = []
+    members: list[SavedOptimizer] = []
     parameters: dict[str, Parameter] = {}
     for rule in order:
         kind = spec_class(rule)
         mine = [(group, each) for group, each, its in zip(groups, of, rules, strict=True) if its == rule]
         layouts = [layout_of(kind.title, kind, group, each) for group, each in mine]
         values = [_values(kind, layout, *each) for layout, each in zip(layouts, mine, strict=True)]
-        first = values[0].hyperparameters
-        listed = [Group(each, overrides=[k for k, v in each.hyperparameters.items() if v != first[k]]) for each in values[1:]]
-        members.append(Member(rule, values[0], listed))
+        members.append(SavedOptimizer.of(rule, values))
         for place, ((group, each), layout) in enumerate(zip(mine, layouts, strict=True)):
             where = len(members) - 1, place - 1 if place else None
             spec = members[-1].specs[where[1]]
@@ -146,13 +145,13 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
     return Snapshot(members, parameters, iteration, front_end="torch")
 
 
-def _in_our_words(spec: Spec, layout: Layout | None, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> Any:
+def _in_our_words(spec: Spec, layout: Origin | None, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> Any:
     """The state of a parameter whose shape nobody says."""
     if layout is None:
         return state
     shape = _shape_in_their_words(state)
     names = list(outside(spec, spec.slots(shape)).values())
-    return state_of(spec.title, spec, layout, group, state, names, shape, repr(name))
+    return state_of(spec.title, spec, layout, group, state, names, shape, name)
 
 
 def _rule(group: Mapping[str, Any], optimizer: str | None) -> str:
@@ -184,7 +183,9 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
     return dict(zip(keys, stripped, strict=True))
 
 
-def _values(kind: type[Spec], layout: Layout | None, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Values:
+def _values(
+    kind: type[Spec], layout: Origin | None, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+) -> SavedSettings:
     given = settings_of(kind.title, kind, layout, dict(group))
     # torch keeps state in the parameter's dtype, which settings may follow
     dtypes = {v.dtype for each in states for k, v in each.items() if k != "step" and torch.is_tensor(v) and v.is_floating_point()}
@@ -197,30 +198,26 @@ def _values(kind: type[Spec], layout: Layout | None, group: Mapping[str, Any], s
     extra: dict[str, Any] = {
         k: given[k] for k in ("maximize", "hessian_seed", "initial_lr") if isinstance(given.get(k), PLAIN) and k in given
     }
-    return Values(spec.values(), [k for k, v in spec.values().items() if callable(v)], extra)
+    return SavedSettings(spec.values(), [k for k, v in spec.values().items() if callable(v)], extra)
 
 
 def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
-    shape = _shape(spec, state)
     split = split_in(state) or WHOLE
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
-    if spec.torch.counts and "step" not in state:
-        raise CheckpointError(f"the state of {name!r} lacks 'step'")
-    step = int(number_in(spec.title, "step", repr(name), state.get("step", 1)))  # torch's SGD and Muon do not count, and need not
-    if lacking := [k for k in spec.counters() if k not in state and k != "started"]:
-        raise CheckpointError(f"the state of {name!r} lacks {lacking[0]!r}")
-    counters = {k: number_in(spec.title, k, repr(name), state.get(k, 1.0)) for k in spec.counters()}
-    p = Parameter(*where, shape, step, {}, counters, "float32", split, inner_shape(shape, split))
-    slots = p.slots(spec)
-    arrays = p.arrays(slots)
-    for key, (slot, end) in part_names(spec, slots).items():
-        (shape, dtype), value = arrays[slot + end], state.get(key)
-        if torch.is_tensor(value):
-            p.dtype = "float32" if dtype else str(value.dtype).removeprefix("torch.")
-            p.tensors[slot + end] = wrapped(value, shape, f"{slot + end} of {name!r}", dtype)
-    if torch.is_tensor(low := state.get(LOW)) and spec.rounding == EXACT:
-        p.dtype, p.tensors[LOW] = "bfloat16", wrapped(low, (*p.shape, 2), f"{LOW!r} of {name!r}", "uint8")
+    shape = _shape(spec, state)
+    for key, value in state.items():
+        if torch.is_tensor(value) and not unreadable(value):
+            refuse_repeated(value, f"state {key!r} of {name!r}")
+    slots = spec.stored_slots(inner_shape(shape, split))
+    dtypes = [state[key].dtype for slot, key in outside(spec, slots).items() if key in state and not slots[slot].storage]
+    dtype = torch.bfloat16 if LOW in state and spec.rounding == EXACT else dtypes[-1] if dtypes else torch.float32
+    given = state if spec.torch.counts else {"step": 1, **state}  # torch's SGD and Muon do not count, and need not
+    p = read_parameter(spec.title, spec, torch.empty(shape, dtype=dtype, device="meta"), split, given, name)
+    p.member, p.group = where
+    for key, each in p.tensors.items():
+        if key in slots and not slots[key].storage and each.dtype == DTYPES["BF16"]:  # torch's, of parameters of 16 bits
+            p.tensors[key] = wrapped(each.value, each.shape, f"{key} of {name!r}")
     return p
 
 
@@ -275,7 +272,7 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
 KEPT = ("state_dtype", "rounding")
 
 
-def _group(rule: str, values: Values) -> dict[str, Any]:
+def _group(rule: str, values: SavedSettings) -> dict[str, Any]:
     kind, given = spec_class(rule), {k: v for k, v in values.hyperparameters.items() if k not in MODIFIERS}
     for name, field in MODIFIERS.items():
         if name not in KEPT and values.hyperparameters.get(name, field.default) != field.default:
@@ -296,17 +293,11 @@ def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
     if p.split:
         raise CheckpointError("torch.optim does not split parameters")
     waits = not p.counters.get("started", 1)  # torch's average begins when there is none
-    slots = spec.stored_slots(p.shape)
-    for slot, key in outside(spec, slots).items() if not waits else ():
-        state[key] = torch.from_numpy(p.values(p.slots(spec), slot)).reshape(_shape_there(slots[slot], p.shape))
+    slots, like = p.slots(spec), torch.empty(p.shape, device="meta")
+    for slot, key in names_of(spec, slots).items() if not waits else ():
+        state[key] = torch.from_numpy(p.values(slot)).reshape(shape_in_state(slots[slot], like, WHOLE))
     state |= {k: torch.tensor(float(v), device="cpu") for k, v in p.counters.items() if k == "mu_product"}
     return _to_the_authors(state, spec, p) if rule == "soap" else state
-
-
-def _shape_there(slot: Slot, shape: Shape) -> Shape:
-    """torch keeps the axes that row and column means lack, with length 1."""
-    lacking: dict[tuple[int, ...] | None, Shape] = {(-1,): (*shape[:-1], 1), (-2,): (*shape[:-2], 1, *shape[-1:])}
-    return lacking.get(slot.drop, slot.shape)
 
 
 def _to_the_authors(state: dict[str, Any], spec: Any, p: Parameter) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 from ..engines.torch_ import Torch, part, whole
 from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
 from ..spec import Spec
-from . import state_errors
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -54,24 +53,6 @@ def _layout(tensor: Any) -> Any:
     from .sharded.layout import Layout
 
     return Layout(tensor)
-
-
-def load_state(
-    owner: str, spec: Spec, param: torch.Tensor, given: dict[str, Any], name: str, device: torch.device
-) -> dict[str, Any]:
-    """The low half of a checkpoint, by value; from zero where it has none."""
-    value, state = given.pop(LOW, None), dict[str, Any]()
-    init_state(state, spec, param, device)
-    if value is None or not state:
-        return state
-    shape = (*param.shape, 2)
-    if state_errors.unreadable(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
-        raise ValueError(
-            f"{owner}: {LOW!r} of {name} is {state_errors.described(value)} in the checkpoint, needed is uint8 of shape {shape}; "
-            "it is damaged, or leave it out: the parameter then goes on from its upper half"
-        )
-    put(state[LOW], value)
-    return state
 
 
 @torch.no_grad()

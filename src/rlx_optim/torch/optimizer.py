@@ -26,25 +26,24 @@ from ..validation import listed
 from .engines import check_engine
 from .evaluating import dicts_in, eager, named
 from .lanes import ARITHMETIC
-from .layouts import Layout
+from .layouts import Origin
 from .models import has_heads, splits_of
 from .names import by_name, foreign, with_names
 from .replaced import list_params
+from .restore import load_state, refuse_codes
 from .routing import kinds_of
 from .state import (
     export_state,
     init_state,
     is_frozen,
     kept_slots,
-    load_state,
     names_of,
     piece_shape,
-    refuse_codes,
     shapes_in_state,
     split_in,
     split_of,
 )
-from .state_errors import check_outline, state_error
+from .state_errors import check_outline, refuse_state
 from .stepping import Stepper, number
 from .translation import layout_of, settings_of, state_of, unwrapped
 
@@ -476,14 +475,14 @@ class RuleOptimizer(Stepper):
         self._listed = list_params(self.param_groups)
         self._current_specs()
 
-    def _layout_of(self, group: dict[str, Any], place: int, saved: Mapping[Any, Any]) -> Layout | None:
+    def _layout_of(self, group: dict[str, Any], place: int, saved: Mapping[Any, Any]) -> Origin | None:
         """How a saved group is laid out: it may be of another library."""
         ours = self.param_groups[place]
         kind = self._rules[ours["rule"]]
         states = [unboxed(saved.get(param) or {}) for param in group["params"]]
         return layout_of(self._owner, kind, group, states, [name for name in ours if name not in kind.fields and name != "rule"])
 
-    def _completed(self, group: dict[str, Any], place: int, layout: Layout | None) -> dict[str, Any]:
+    def _completed(self, group: dict[str, Any], place: int, layout: Origin | None) -> dict[str, Any]:
         """A saved group with every setting there is: it may be another library's, or of an older version."""
         ours = self.param_groups[place]
         rule = group.get("rule", ours["rule"])
@@ -495,7 +494,7 @@ class RuleOptimizer(Stepper):
         self._spec_of(done)
         return done
 
-    def _loaded(self, groups: list[dict[str, Any]], checkpoint: Mapping[str, Any], layouts: list[Layout | None]) -> Any:
+    def _loaded(self, groups: list[dict[str, Any]], checkpoint: Mapping[str, Any], layouts: list[Origin | None]) -> Any:
         saved = checkpoint["state"]
         state = type(self.state)(dict)
         state.update({k: unboxed(v) for k, v in saved.items() if not isinstance(k, torch.Tensor)})
@@ -504,7 +503,7 @@ class RuleOptimizer(Stepper):
             for name, param in named(group, index):
                 its = unboxed(saved.get(param) or {})
                 if not isinstance(its, Mapping | None):
-                    raise state_error(self._owner, "state", name, its, "a dict of tensors")
+                    raise refuse_state(self._owner, name, its)
                 if not its and is_frozen(param):
                     continue
                 self._check_param(name, param, group)

@@ -17,7 +17,8 @@ import torch
 from ..validation import listed
 from .evaluating import named
 from .halves import is_spread
-from .state import HOST, is_frozen, load_state, shapes_in_state, split_in, whole
+from .restore import load_state, whole
+from .state import HOST, is_frozen, shapes_in_state, split_in
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer

@@ -8,20 +8,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import random, storage
-from ..routing import bare
-from ..spec import KEY, Shape, Slot, Spec
-from ..splits import WHOLE, Split, checked, names_in, part, shapes_of, slots_of, stored
+from .. import storage
+from ..spec import Shape, Slot, Spec
+from ..splits import WHOLE, Split, checked, part, shapes_of, slots_of, stored
 from . import halves
 from .lanes import ARITHMETIC
 from .names import outside
-from .state_errors import check_tensor, number_in, state_error, unreadable
+from .state_errors import state_error
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
 
@@ -192,120 +190,6 @@ def export_state(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, A
     return state
 
 
-def words(device: torch.device) -> Any:
-    """`storage`'s words on a device."""
-    from ..engines.torch_ import Torch
-
-    return Torch(device)
-
-
-def decoded(kind: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The values of a slot that is kept in these parts."""
-    codes, *scales = map(whole, parts.values())
-    scales = [each.reshape(*codes.shape[:-1], -1) for each in scales]  # of a split parameter they may have another shape
-    found: torch.Tensor = storage.decode(words(codes.device), storage.Quantized(kind, codes, *scales)) if kind else codes
-    return found
-
-
-def put(buffers: Mapping[str, torch.Tensor], kind: str, given: Any, home: Any = None) -> None:
-    """Leave in a slot's tensors its parts, as they are, or its values. kind: what it is kept in. Of a parameter that is spread
-    over ranks they are given whole, or as DTensors."""
-    first = buffers[""]
-    if kind and not isinstance(given, Mapping):
-        value = whole(tensor_of(given)).to(first.device)
-        given = storage.encode(words(first.device), kind, value.reshape(first.shape) if home in (None, HOST) else value, 0)
-    for end, found in (given if isinstance(given, Mapping) else {"": given}).items():
-        buffer, value = buffers[end], tensor_of(found)
-        value = value.view(torch.bfloat16) if value.dtype is torch.uint16 else value  # as NumPy has it
-        if home is None:
-            buffer.copy_(value.reshape(buffer.shape))
-        else:
-            home.put(buffer, value)
-
-
 def tensor_of(value: Any) -> torch.Tensor:
     """A tensor as it is, and what else there is on the host, whatever the default device."""
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """A tensor; a DTensor with its parts from all ranks."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
-
-
-def refuse_codes(
-    owner: str, spec: Spec, there: Any, param: torch.Tensor, split: Split, given: Mapping[str, Any], name: str
-) -> None:
-    """Refuse codes that were read as numbers: torch.distributed.checkpoint copies them into whatever tensor it is given. there:
-    the `state_dtype` that the checkpoint was written with."""
-    slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
-    for slot, key in names_of(spec, slots).items():
-        value: Any = given.get(key)
-        if len(storage.COMPONENTS[slots[slot][0].storage]) > 1 and not unreadable(value) and value.is_floating_point():
-            found = whole(value)
-            if bool(found.any()) and torch.equal(found, found.round()):
-                raise ValueError(
-                    f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
-                    f"here it is {spec.state_dtype!r}; read it into an optimizer with that one, and load its state_dict here"
-                )
-
-
-def load_state(
-    owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
-) -> dict[str, Any]:
-    """The state of a checkpoint, by value, checked against what the parameter needs."""
-    given = dict(saved)
-    given.pop("batch", None)
-    if saved and spec.torch.counts and "step" not in saved:
-        raise ValueError(f"{owner}: the checkpoint's state of {name} lacks 'step'")
-    state: dict[str, Any] = {"step": counter(number_in(owner, "step", name, given.pop("step", 0.0)))}
-    state |= halves.load_state(owner, spec, param, given, name, device_of(param, home))
-    if split != WHOLE:
-        state["batch"] = split
-    found = {label: given.pop(label) for label in spec.counters() if label in given}
-    counters = {label: number_in(owner, label, name, value, spec.counter_ranges.get(label)) for label, value in found.items()}
-    begins = "started" in spec.counters()  # and has no buffers before
-    needed, started = bool(saved) and (not begins or bool(counters.get("started", 0))), False
-    slots = kept_slots(spec, param, split, home)
-    names = names_of(spec, slots)
-    for slot, key in names.items():
-        expected = slots[slot]
-        wanted = expected[0].storage
-        buffers = {end: room(expected, param, split, home, end) for end in storage.COMPONENTS[wanted]}
-        value = given.pop(key, None)
-        if value is None and needed and expected[0].meaning == KEY:  # older versions drew by seed and name
-            keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
-            value = torch.tensor(list(map(random.halves, keys)), dtype=torch.float64, device="cpu")
-            value = value.reshape(shape_in_state(expected, param, split))
-        if value is None:
-            if needed:
-                raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {key!r}")
-        else:
-            kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
-            parts = {"": value} | {end: given.pop(key + end, None) for end in storage.COMPONENTS[kind] if end}
-            there = tuple(replace(each, storage=kind) for each in expected)
-            if kind == storage.EXACT and torch.is_tensor(value) and not (unreadable(value) or value.is_floating_point()):
-                raise state_error(owner, key, name, value, "a tensor of real numbers")
-            for end, found in parts.items():
-                check_tensor(owner, key + end, name, found, shape_in_state(part(there, end), param, split))
-                if end and bool((whole(found) < 0).any()):
-                    raise ValueError(f"{owner}: {key + end!r} of {name} has scales below zero in the checkpoint; it is damaged")
-            started = True
-            put(buffers, wanted, parts if kind == wanted else decoded(kind, parts), home)
-        state |= {key + end: buffer for end, buffer in buffers.items()}
-    lacking = [label for label in spec.counters() if label not in counters and label != "started"]
-    if lacking and saved and count_of(state["step"]):
-        raise ValueError(f"{owner}: the checkpoint's state of {name} lacks {lacking[0]!r}")
-    for label, first in spec.counters().items():
-        state[label] = counter(counters.get(label, float(started) if label == "started" else first))
-    return state | {k: by_value(v) for k, v in given.items()}  # the rest is the user's own
-
-
-def by_value(found: Any) -> Any:
-    """Tensors and what they are in, copied; other objects are what they are."""
-    if torch.is_tensor(found):
-        return found.clone()
-    if type(found) is dict:
-        return {k: by_value(v) for k, v in found.items()}
-    return type(found)(map(by_value, found)) if type(found) in (list, tuple, set) else found

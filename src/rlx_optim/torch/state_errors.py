@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.snapshot import wrong_shape
 from ..spec import Field
 
 COUNTABLE = 2**53  # "step" is a float64
 #: what no numbers can be copied from, and the way out
 CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda value: not isinstance(value, torch.Tensor), "it is damaged; with nothing in its state {name} starts afresh"),
-    (lambda value: value.layout is not torch.strided, "make it dense (.to_dense())"),
-    (lambda value: value.is_quantized, "make it numbers (.dequantize())"),
-    (lambda value: value.is_meta, "it was never filled; read the file onto a device that has memory (map_location=)"),
-    (lambda value: value.is_complex(), "it is damaged, or of a complex parameter"),
+    (lambda value: not isinstance(value, torch.Tensor), "The checkpoint is corrupt"),
+    (lambda value: value.layout is not torch.strided, "Make it dense (.to_dense())"),
+    (lambda value: value.is_quantized, "Make it numbers (.dequantize())"),
+    (lambda value: value.is_meta, "It was never filled; read the file onto a device that has memory (map_location=)"),
+    (lambda value: value.is_complex(), "The checkpoint is corrupt, or of a complex parameter"),
 )
+
+
+def restart(name: str) -> str:
+    return f"; remove the state of {name!r} to restart it with zero state"
 
 
 def unreadable(value: Any) -> str | None:
@@ -39,15 +44,21 @@ def described(value: Any) -> str:
 
 def state_error(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
     """What is said of a value in a parameter's state."""
-    hint = (unreadable(value) or CLOSED[0][1]).format(name=name)
-    return ValueError(f"{owner}: {key!r} of {name} is {described(value)} in the checkpoint, needed is {needed}; {hint}")
+    hint = unreadable(value) or CLOSED[0][1]
+    hint += restart(name) if hint == CLOSED[0][1] else ""
+    return ValueError(f"{owner}: state {key!r} of {name!r} is {described(value)}, expected {needed}. {hint}")
+
+
+def refuse_state(owner: str, name: str, value: Any) -> ValueError:
+    """What is said where the state of a parameter is no dict."""
+    return ValueError(f"{owner}: the state of {name!r} is {described(value)}, expected a dict of tensors{restart(name)}")
 
 
 def check_outline(owner: str, given: Any) -> None:
     """That a state dict has parameters in groups, which torch's loader takes for granted."""
 
     def refuse(what: str, value: Any, needed: str) -> ValueError:
-        return ValueError(f"{owner}: {what} is {described(value)}, needed is {needed}; give what state_dict() gave")
+        return ValueError(f"{owner}: {what} is {described(value)}, expected {needed}. Give what state_dict() returned")
 
     if not isinstance(given, Mapping):
         raise refuse("the state dict", given, "a dict")
@@ -91,4 +102,4 @@ def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, 
     if unreadable(value):
         raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
-        raise ValueError(f"{owner}: {key!r} of {name} has shape {tuple(value.shape)} in the checkpoint, needed is {shape}")
+        raise ValueError(f"{owner}: {wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from .. import storage
+from ..checkpoint.snapshot import missing
 from ..registry import OURS
 from ..spec import MODIFIERS, Foreign, Shape, Spec
 from ..validation import listed
-from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Layout, Only
-from .state_errors import described, number_in, state_error, unreadable
+from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Only, Origin
+from .state_errors import described, number_in, restart, state_error, unreadable
 
 #: what bitsandbytes wraps its state in, what is in it beside "state1" and "state2", and how many neighbours may share an absmax
 WRAPPED = "__bnb_optimizer_quant_state__"
@@ -26,7 +27,7 @@ BLOCKS = (256, 2048, 4096, 1024, 512, 128, 64)
 
 
 # ---- whose a group is -------------------------------------------------------------------------------------------------------
-def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any], others: Sequence[str] = ()) -> Layout | None:
+def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any], others: Sequence[str] = ()) -> Origin | None:
     """How a group of a checkpoint and the states of its parameters are laid out; None: as ours. others: what the user has in a
     group beside settings."""
     if "rule" in group:
@@ -70,7 +71,7 @@ def refuse_strangers(owner: str, group: Group, states: Sequence[Mapping[Any, Any
             raise ValueError(f"{owner}: {STRANGERS[word]}")
 
 
-def rows_of(kind: type[Spec]) -> list[Layout]:
+def rows_of(kind: type[Spec]) -> list[Origin]:
     """The classes whose state a rule may take over: others', torch.optim's, and whoever names every setting that it has."""
     rows = [row for row in LAYOUTS if row.rule == kind.name]
     make = getattr(torch.optim, kind.torch.like, None) if kind.torch.like else None
@@ -78,7 +79,7 @@ def rows_of(kind: type[Spec]) -> list[Layout]:
         words = inspect.signature(make).parameters
         convention = "convention" in kind.fields and "convention" not in {each.field for each in kind.torch.settings.values()}
         rows.append(
-            Layout(
+            Origin(
                 f"torch.optim's {kind.torch.like}",
                 kind.name,
                 needs=" ".join(word for word in words if word in kind.fields and word not in SHARED),
@@ -92,12 +93,12 @@ def rows_of(kind: type[Spec]) -> list[Layout]:
         )
     every = " ".join(name for name in kind.fields if name not in MODIFIERS)
     also = {name: Foreign(name) for name in MODIFIERS}
-    return [*rows, Layout(f"{kind.title} itself", kind.name, every, reads=also, counts=kind.torch.counts)]
+    return [*rows, Origin(f"{kind.title} itself", kind.name, every, reads=also, counts=kind.torch.counts)]
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------------------
 def settings_of(
-    owner: str, kind: type[Spec], layout: Layout | None, group: dict[str, Any], ours: Group | None = None
+    owner: str, kind: type[Spec], layout: Origin | None, group: dict[str, Any], ours: Group | None = None
 ) -> dict[str, Any]:
     """A group of a checkpoint in our words. ours: the group that it is for, whose settings go on where the file names none."""
     if layout is None:
@@ -125,7 +126,7 @@ def settings_of(
     return found
 
 
-def check_only(owner: str, layout: Layout, group: Group, name: str, only: Only) -> None:
+def check_only(owner: str, layout: Origin, group: Group, name: str, only: Only) -> None:
     """Refuse a setting with which a rule is not ours."""
     if name not in group or (only.where and not group.get(only.where)):
         return
@@ -136,7 +137,7 @@ def check_only(owner: str, layout: Layout, group: Group, name: str, only: Only) 
         )
 
 
-def check_decay(owner: str, kind: type[Spec], layout: Layout, group: Group) -> None:
+def check_decay(owner: str, kind: type[Spec], layout: Origin, group: Group) -> None:
     """Refuse the other kind of weight decay, where torch.optim's class can do both."""
     ours = kind.torch
     decoupled = group.get("decoupled_weight_decay", ours.assumed)  # older versions of torch do not say it
@@ -150,7 +151,7 @@ def check_decay(owner: str, kind: type[Spec], layout: Layout, group: Group) -> N
     )
 
 
-def check_convention(owner: str, kind: type[Spec], layout: Layout, follows: Group, ours: Group | None) -> None:
+def check_convention(owner: str, kind: type[Spec], layout: Origin, follows: Group, ours: Group | None) -> None:
     """Refuse to change a convention that was asked for, where the file does not name one."""
     wanted, asked = follows.get("convention"), (ours or {}).get("convention")
     usual = kind.torch.defaults.get("convention", kind.fields["convention"].default) if wanted else None
@@ -173,7 +174,7 @@ def unwrapped(state: Any) -> Any:
 def state_of(
     owner: str,
     spec: Spec,
-    layout: Layout | None,
+    layout: Origin | None,
     group: Group,
     state: Mapping[str, Any],
     names: Sequence[str],
@@ -184,7 +185,7 @@ def state_of(
     if layout is None or not state:
         return dict(state)
     if lacking := [key for key in layout.kept.split() if key not in state]:
-        raise ValueError(f"{owner}: the checkpoint's state of {what} lacks {lacking[0]!r}")
+        raise ValueError(f"{owner}: {missing(lacking[0], what)}{restart(what)}")
     given = dequantize(owner, dict(state), what)
     for key, value in given.items():
         if key != "step" and torch.is_tensor(value) and (unreadable(value) or not value.is_floating_point()):
@@ -192,13 +193,15 @@ def state_of(
     step = group.get("step")
     if step is not None and not _equal(given.setdefault("step", step), step):
         raise ValueError(
-            f"{owner}: 'step' of {what} is {described(given['step'])} in the checkpoint, and {described(step)} in its group"
+            f"{owner}: 'step' of {what!r} is {described(given['step'])} in the checkpoint, and {described(step)} in its group"
         )
     try:
         given = layout.remade(spec, given, shape, group)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as problem:
         why = str(problem) if type(problem) is ValueError else f"its state is not as that leaves it ({problem})"
-        raise ValueError(f"{owner}: the checkpoint is of {layout.writer}, and {what} of it cannot be taken over: {why}") from None
+        raise ValueError(
+            f"{owner}: the checkpoint is of {layout.writer}, and {what!r} of it cannot be taken over: {why}"
+        ) from None
     unknown = [k for k in given if k in layout.slots.values() and k not in layout.slots]  # ours for what is in other words there
     given = {layout.slots.get(k, k): v for k, v in given.items() if k not in layout.idle.split()}
     for n, name in enumerate(names, 1):
@@ -209,7 +212,7 @@ def state_of(
     known = {"step", "batch", *spec.counters(), *(name + end for name in names for end in ("", *storage.BESIDE))}
     if unknown := unknown or [key for key, value in given.items() if key not in known and value is not None]:
         raise ValueError(
-            f"{owner}: the checkpoint's state of {what} has {listed(unknown)}, which {layout.writer} does not keep: it is of "
+            f"{owner}: the checkpoint's state of {what!r} has {listed(unknown)}, which {layout.writer} does not keep: it is of "
             "another optimizer, or of a version that is not known here; what is your own, take out and put into opt.state again"
         )
     return {k: v for k, v in given.items() if k in known}
@@ -247,7 +250,7 @@ def decoded(owner: str, codes: torch.Tensor, table: torch.Tensor, largest: torch
     block = None if largest is None else next((b for b in BLOCKS if -(-codes.numel() // b) == largest.numel()), None)
     if largest is None or block is None:
         raise ValueError(
-            f"{owner}: the checkpoint has bitsandbytes' 8-bit state of {what} without blocks (block_wise=False), which "
+            f"{owner}: the checkpoint has bitsandbytes' 8-bit state of {what!r} without blocks (block_wise=False), which "
             "is not read; load it there, train a step with block_wise=True or optim_bits=32, and save it again"
         )
     if codes.dtype is not torch.uint8 or table.shape != (256,):
