@@ -303,8 +303,9 @@ class Matrices(Torch):
         return panels.diagonal(A, B) if panels.plain(A, B) else basis.column_dots.default(self, A, B)
 
     def select_columns(self, X: torch.Tensor, near: torch.Tensor, free: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        made = panels.chosen if panels.plain(X, near) else super().chosen
-        return made(X, near, free, order)
+        if panels.plain(X, near):
+            return panels.chosen(X, near, free, order)
+        return basis.select_columns.default(self, X, near, free, order)  # type: ignore[no-any-return]
 
     panel_width = panels.WIDTH
 
