@@ -149,8 +149,8 @@ def _torch(engine: str, device: str) -> Callable[[str, Settings, Problem], Array
 
 ENGINES = {
     "reference": Place(named, lambda: None, "NumPy in float64"),
-    "cpu": Place(_cpu("float32"), no_compiler, "compiled by numba, float32"),
-    "cpu-float64": Place(_cpu("float64"), no_compiler, "compiled by numba, float64"),
+    "cpu": Place(_cpu("float32"), no_compiler, "compiled by LLVM, float32"),
+    "cpu-float64": Place(_cpu("float64"), no_compiler, "compiled by LLVM, float64"),
     "torch": Place(_torch("torch", "cpu"), lambda: missing("torch"), "torch functions on CPU tensors"),
     "torch-cuda": Place(_torch("torch", "cuda"), lambda: missing("torch", gpu=True), "torch functions on CUDA tensors"),
     "triton": Place(_torch("triton", "cuda"), lambda: missing("torch", "triton", gpu=True), "compiled by Triton, CUDA tensors"),

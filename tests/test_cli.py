@@ -77,7 +77,7 @@ def test_help_lists_the_commands_and_imports_none_of_them():
     code = (
         "import sys, rlx_optim.cli as cli; cli.main(['--help']);"
         "print(sorted(m for m in sys.modules if m.startswith('rlx_optim.cli.') or m.partition('.')[0] in"
-        " {'lab', 'numba', 'torch', 'jax', 'optax', 'scipy', 'matplotlib', 'pytorch_optimizer'}))"
+        " {'lab', 'llvmlite', 'torch', 'jax', 'optax', 'scipy', 'matplotlib', 'pytorch_optimizer'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(name in done.stdout for name in ALL)
@@ -97,7 +97,7 @@ def test_help_is_quick():
     loaded = set(done.stderr.split())
     assert "doctor" in done.stdout
     assert "rlx_optim.cli" in loaded
-    assert not loaded & {"numba", "scipy", "torch", "jax", "optax", "matplotlib", "lab", "rlx_optim.engines.cpu"}
+    assert not loaded & {"llvmlite", "scipy", "torch", "jax", "optax", "matplotlib", "lab", "rlx_optim.engines.cpu"}
 
 
 #: a letter changed, left out or added, two exchanged, something behind it
@@ -594,15 +594,12 @@ def few_engines(monkeypatch):
     monkeypatch.setattr(doctor, "ENGINES", {name: engines.ENGINES[name] for name in ("reference", "cpu")})
 
 
-def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path))
+def test_the_doctor(few_engines, capsys):
     found = printed(capsys, "doctor")
     assert found["healthy"]
     assert {e["engine"]: e["status"] for e in found["engines"]} == {"reference": "live", "cpu": "live"}
-    assert found["threading_layer"] in ("omp", "tbb", "workqueue", "not started")
     assert found["more_threads_from_bytes"] == 2 << 20
     assert found["offload"]["status"] in ("live", "not here")
-    assert found["cache"]["folder"].startswith(str(tmp_path))
     assert run("doctor") == 0
     assert "healthy" in capsys.readouterr().out
 
@@ -610,8 +607,11 @@ def test_the_doctor(few_engines, capsys, tmp_path, monkeypatch):
 def test_the_doctor_says_why_an_engine_is_not_here(few_engines, capsys, monkeypatch):
     absent = dataclasses.replace(engines.ENGINES["cpu"], missing=lambda: 'x is not installed (pip install "rlx-optim[x]")')
     monkeypatch.setitem(doctor.ENGINES, "cpu", absent)
+    found = printed(capsys, "doctor")
+    assert found["engines"][1]["why"] == 'x is not installed (pip install "rlx-optim[x]")'
+    assert found["more_threads_from_bytes"] is None
     assert run("doctor") == 0
-    assert 'x is not installed (pip install "rlx-optim[x]")' in " ".join(capsys.readouterr().out.split())
+    assert "not here" in capsys.readouterr().out
 
 
 def test_the_doctor_finds_a_broken_and_a_wrong_engine(few_engines, capsys, monkeypatch):
@@ -629,22 +629,6 @@ def test_the_doctor_finds_a_broken_and_a_wrong_engine(few_engines, capsys, monke
         assert not found["healthy"]
 
 
-def test_the_doctor_minds_a_cache_that_cannot_be_written(few_engines, capsys, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path / "file" / "cache"))
-    found = printed(capsys, "doctor", code=1)
-    assert found["cache"]["status"] == "not writable"
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
-def test_the_doctor_minds_a_cache_that_others_can_write(few_engines, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLX_OPTIM_CACHE", str(tmp_path))
-    tmp_path.chmod(0o777)
-    found = printed(capsys, "doctor", code=1)["cache"]
-    assert found["status"] == "refused"
-    assert f"others may write in {tmp_path} (mode 777); close it (chmod go-w)" in found["why"]
-
-
 def test_distance():
     start, want = {"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.array([2.0, 0.0]), "b": np.array([4.0])}
     assert walks.distance({"a": np.array([2.0, 0.1]), "b": np.array([4.1])}, want, start) == pytest.approx(0.05)
@@ -656,7 +640,7 @@ def test_what_is_missing_is_named(monkeypatch):
     assert walks.ENGINES["torch"].missing() == engines.ENGINES["torch"].missing()
     assert walks.ENGINES["torch"].missing() == 'torch is not installed (pip install "rlx-optim[torch]")'
     assert walks.ENGINES["jax"].missing() == 'jax is not installed (pip install "rlx-optim[jax]")'
-    assert walks.ENGINES["cpu"].missing() == "numba is not installed (pip install numba)"
+    assert walks.ENGINES["cpu"].missing() == "llvmlite is not installed (pip install llvmlite)"
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 140])

@@ -132,8 +132,10 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
             right = who.rooted
             monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
         else:
-            right = kernels._kept
-            monkeypatch.setattr(kernels, "_kept", lambda i, v, r: right(i, v, dataclasses.replace(r, **{how: False})))
+            right = kernels.Builder.reduce
+            monkeypatch.setattr(
+                kernels.Builder, "reduce", lambda self, k, r, i, v: right(self, k, dataclasses.replace(r, **{how: False}), i, v)
+            )
             monkeypatch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
     assert broken(engine, "sum mean norm rms max of a tensor")
 
@@ -151,26 +153,29 @@ def test_a_wrong_operator_is_noticed(monkeypatch):
             assert broken("torch", construct), name
 
 
-def test_a_wrong_word_is_noticed_cpu(monkeypatch):
-    """A kernel whose text is wrong."""
+def test_a_wrong_kernel_is_noticed(monkeypatch):
+    """A wrong word, a gradient that is not scaled, a row that reads another's number."""
     from rlx_optim.engines.cpu import engine as cpu
     from rlx_optim.engines.cpu import kernels
 
-    source = kernels.source
-    for old, new, construct in (
-        ("maximum(", "minimum(", WORDS),
-        ("_scale", "_F(1)", "+ - * / of arrays, numbers and literals"),
-        ("_r // _rows", "0", "rows and columns: slots, and reductions of rows"),
+    class Unscaled(kernels.Builder):
+        def operands(self, tensor):
+            super().operands(tensor)
+            self.scale = self.code.constant(self.arithmetic, 1)
+
+    class First(kernels.Line):
+        def fetch(self, start, n):
+            super().fetch(0 * start, n)
+
+    for owner, name, other, construct in (
+        (kernels.WORDS, "maximum", kernels.WORDS["minimum"], WORDS),
+        (kernels, "Builder", Unscaled, "+ - * / of arrays, numbers and literals"),
+        (kernels, "Line", First, "rows and columns: slots, and reductions of rows"),
     ):
         with monkeypatch.context() as patch:
-
-            def other(rule, layout, old=old, new=new):
-                head, _, kernel = source(rule, layout).partition("@njit")
-                return head.replace("import float32_at", "import minimum, float32_at") + "@njit" + kernel.replace(old, new)
-
-            patch.setattr(kernels, "source", other)
+            (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, other)
             patch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
-            assert broken("cpu", construct), old
+            assert broken("cpu", construct), name
 
 
 # ---- what is outside is refused, with its place and the way to say it --------------------------------------------------------

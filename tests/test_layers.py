@@ -15,7 +15,7 @@ from rlx_optim.program import trace
 from rlx_optim.registry import FILES, OURS
 
 ROOT = Path(rlx_optim.__file__).parent
-HEAVY = {"numba", "torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich", "typer", "safetensors"}
+HEAVY = {"torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich", "typer", "safetensors"}
 
 #: module (or package) -> modules of this package it may import
 MAY = {
@@ -85,11 +85,11 @@ MAY = {
 }  # fmt: skip
 #: who may import a heavy library, and which, at any depth of the file
 HEAVY_IN = {
-    "engines": {"numba", "llvmlite", "torch", "jax", "triton"},
+    "engines": {"llvmlite", "torch", "jax", "triton"},
     "optax": {"jax", "optax"},
     "torch": {"torch"},
     "check": {"torch", "jax", "optax"},
-    "cli": {"typer", "rich", "numba", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
+    "cli": {"typer", "rich", "torch", "jax", "optax", "pytorch_optimizer", "matplotlib"},
 }
 
 
@@ -184,7 +184,7 @@ def test_importing_the_package_imports_no_engine():
     code = f"import sys, rlx_optim; print(sorted({HEAVY!r} & set(sys.modules)), [m for m in sys.modules if 'rlx_optim.engines.' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] []"
-    code = "import sys, rlx_optim; rlx_optim.Muon(); rlx_optim.AdamW(engine='cpu'); print('numba' in sys.modules)"
+    code = "import sys, rlx_optim; rlx_optim.Muon(); rlx_optim.AdamW(engine='cpu'); print('llvmlite' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"  # an engine is imported by the first step
 

@@ -257,7 +257,7 @@ def called(site, folder, function, *arguments, **environment):
 
 @pytest.fixture(scope="module")
 def found(site, tmp_path_factory):
-    for package in ("torch", "jax", "optax", "numba"):
+    for package in ("torch", "jax", "optax", "llvmlite"):
         pytest.importorskip(package)
     started, target = called(site, tmp_path_factory.mktemp("steps"), "every_engine")
     ended(started)

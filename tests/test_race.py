@@ -258,7 +258,7 @@ def test_a_short_race(tmp_path, capsys):
     assert adamw.keys() == ENTRY
     assert adamw["settings"] == rates.SETTINGS["digits-mlp"]["adamw"]
     assert adamw["state_bytes"] == 8 * sum(o * (i + 1) for i, o in MLP.layers.values())
-    assert adamw["engine"].startswith("cpu: compiled by numba")  # what ran, not "auto"
+    assert adamw["engine"].startswith("cpu: compiled by LLVM")  # what ran, not "auto"
     assert adamw["runs"] == len(adamw["accuracy"]["values"]) == 2
     assert adamw["accuracy"]["low"] <= adamw["accuracy"]["mean"] <= adamw["accuracy"]["high"]
     assert len(adamw["curve"]["step"]) == 20

@@ -230,7 +230,7 @@ def test_classes_signatures_and_documentation(mix):
 @pytest.mark.parametrize("engine", ["reference", "cpu"])
 def test_named_steps(mix, engine):
     if engine == "cpu":
-        pytest.importorskip("numba")
+        pytest.importorskip("llvmlite")
     for name in ("slowmix", "SlowMix", "mix"):
         opt = rlx_optim.create(name, engine=engine, **SETTINGS)
         close(stepped(opt, start(), gradients()), by_hand(start(), gradients(), **SETTINGS))
@@ -565,7 +565,7 @@ def test_the_command_line_knows_entry_points(tmp_path):
 
 def test_races_and_benchmarks_take_it(tmp_path):
     pytest.importorskip("typer")
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     folder = installed(tmp_path / "site", slowmix="slowmix:SlowMix")
     race = ["race", "--model", "logreg", "--optimizers", "slowmix", "--steps", "5", "--seeds", "1", "--out", str(tmp_path / "r")]
     found = json.loads(outside_process(folder, command=[*race, "--json"]).stdout)

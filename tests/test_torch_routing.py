@@ -236,7 +236,8 @@ def test_engine_report():
         "1 parameters on cpu, float32 arithmetic, maximized",
     ]
     assert all(
-        text.startswith("cpu: compiled by numba") and text.endswith("(CPU tensors, numba installed)") for text in report.values()
+        text.startswith("cpu: compiled by LLVM") and text.endswith("(CPU tensors, llvmlite installed)")
+        for text in report.values()
     )
     (text,) = ours.Muon([half], engine="torch").engine_report().values()
     assert text == "torch: cpu, float32 arithmetic, batched by foreach (asked for)"
@@ -244,14 +245,14 @@ def test_engine_report():
         ours.engines.choose("cpu", torch.device("cuda", 0), torch.float32)
 
 
-def test_without_numba_the_torch_engine_takes_over(monkeypatch):
+def test_without_llvmlite_the_torch_engine_takes_over(monkeypatch):
     find = ours.engines.importlib.util.find_spec
-    monkeypatch.setattr(ours.engines.importlib.util, "find_spec", lambda name: None if name == "numba" else find(name))
+    monkeypatch.setattr(ours.engines.importlib.util, "find_spec", lambda name: None if name == "llvmlite" else find(name))
     ours.engines.choose.cache_clear()
     try:
         (text,) = ours.AdamW([nn.Parameter(torch.ones(2))]).engine_report().values()
-        assert text.endswith("(numba is not installed (pip install numba))")
-        with pytest.raises(ValueError, match="engine 'cpu' cannot run: numba is not installed"):
+        assert text.endswith("(llvmlite is not installed (pip install llvmlite))")
+        with pytest.raises(ValueError, match="engine 'cpu' cannot run: llvmlite is not installed"):
             ours.AdamW([nn.Parameter(torch.ones(2))], engine="cpu")
     finally:
         ours.engines.choose.cache_clear()

@@ -4,7 +4,7 @@
     opt = rlx_optim.AdamW(lr=3e-4, weight_decay=0.1)
     opt.step_all(params, grads)          # mappings from names to float32 arrays, updated in place
 
-Importing this package imports no engine, no numba, no torch and no jax.
+Importing this package imports no engine, no llvmlite, no torch and no jax.
 """
 
 from typing import TYPE_CHECKING, Any

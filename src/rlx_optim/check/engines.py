@@ -86,8 +86,8 @@ class EngineChoice:
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 ENGINES: Mapping[str, EngineChoice] = {
     "reference": EngineChoice(lambda: Speaker(get_engine("reference")), lambda: None, "NumPy in float64"),
-    "cpu": EngineChoice(lambda: Speaker(get_engine("cpu")), no_compiler, "compiled by numba, float32"),
-    "cpu-float64": EngineChoice(lambda: Speaker(get_engine("cpu", "float64")), no_compiler, "compiled by numba, float64"),
+    "cpu": EngineChoice(lambda: Speaker(get_engine("cpu")), no_compiler, "compiled by LLVM, float32"),
+    "cpu-float64": EngineChoice(lambda: Speaker(get_engine("cpu", "float64")), no_compiler, "compiled by LLVM, float64"),
     "torch": EngineChoice(lambda: _torch("torch", "cpu"), lambda: missing("torch"), "torch functions on CPU tensors"),
     "torch-cuda": EngineChoice(
         lambda: _torch("torch", "cuda"), lambda: missing("torch", gpu=True), "torch functions on CUDA tensors"

@@ -57,7 +57,7 @@ NAMES = "Names, comma-separated, or all."  # of every command that takes several
 SAME = {"optimizer": "optimizers", "shapes": "model"}  # other names of options
 HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: SAME.get(word, word)}
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 and the number of the signal
-VERSIONED = ("numpy", "scipy", "numba", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
+VERSIONED = ("numpy", "scipy", "llvmlite", "torch", "jax", "jaxlib", "optax", "pytorch_optimizer")
 
 
 class Problem(Exception):

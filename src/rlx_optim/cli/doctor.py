@@ -3,7 +3,7 @@
     rlx-optim doctor
 
 Every engine steps a few optimizers on a small problem beside the reference. The exit code is 1 if an engine that is installed
-fails or gives another result, or if the cache cannot be written or is not safe.
+fails or gives another result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -63,20 +62,6 @@ def check(name: str) -> dict[str, Any]:
     return told | status | {"errors": errors, "seconds": time.perf_counter() - start}
 
 
-def cache() -> dict[str, Any]:
-    """Where compiled kernels are kept, and whether they can be."""
-    if (reason := ENGINES["cpu"].missing()) is not None:
-        return {"status": "not used", "why": reason}
-    kept = importlib.import_module("rlx_optim.engines.cpu.cache")
-    found: tuple[Path | None, str, str] = kept.find_folder()
-    folder, status, why = found
-    if folder is None:
-        return {"status": status, "why": f"{why}. Kernels are compiled anew in every process"}
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    told = {"folder": str(folder), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
-    return {"status": status, "why": why, **told}
-
-
 def offloading() -> dict[str, Any]:
     """Whether `offload="cpu"` works, and gives what parameters on the CPU give, bit for bit."""
     if importlib.util.find_spec("torch") is None:
@@ -99,18 +84,6 @@ def offloading() -> dict[str, Any]:
     return {"status": "live", "why": why}
 
 
-def threading() -> str:
-    """numba's threading layer. It starts with the first large step, so one is taken."""
-    if (reason := ENGINES["cpu"].missing()) is not None:
-        return reason
-    from ..named import create
-
-    big = np.ones(1 << 18, np.float32)
-    create("sgd", lr=0.1, engine="cpu").step_all({"w": big.copy()}, {"w": big})
-    layer: str = importlib.import_module("rlx_optim.engines.cpu.parallel").description()
-    return layer
-
-
 def more_threads_from() -> int:
     """The bytes that a pass of float32 tensors moves before the cpu engine takes more than one thread for it."""
     entries: int = importlib.import_module("rlx_optim.engines.cpu.engine").WORTHWHILE
@@ -121,17 +94,13 @@ def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
     engines = [check(engine) for engine in ENGINES]
-    kept, away = cache(), offloading()
+    away = offloading()
     known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
-        "healthy": all(e["status"] in ("live", "not here") for e in engines)
-        and kept["status"] in ("writable", "not used")
-        and away["status"] != "wrong",
+        "healthy": all(e["status"] in ("live", "not here") for e in engines) and away["status"] != "wrong",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],
-        "threading_layer": threading() if compiled else None,
         "more_threads_from_bytes": more_threads_from() if compiled else None,
-        "cache": kept,
         "offload": away,
         "machine": machine(),
         "seconds": time.perf_counter() - start,
@@ -139,7 +108,7 @@ def examine() -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    m, kept = found["machine"], found["cache"]
+    m = found["machine"]
     rows = []
     for e in found["engines"]:
         worst = f"{max(e['errors'].values()):.1g}" if "errors" in e else "–"
@@ -150,11 +119,9 @@ def show(found: dict[str, Any]) -> None:
     others = ", ".join(found["third_party_engines"])
     say(f"error: the largest of {', '.join(CHECKED)} after {STEPS} steps, as a share of the distance travelled")
     say(f"third-party engines: {others}" if others else "")
-    say(f"threads: {m['threads']} of {m['cores']} cores; numba's layer: {found['threading_layer'] or 'not started'}")
+    say(f"threads: {m['threads']} of {m['cores']} cores")
     if (least := found["more_threads_from_bytes"]) is not None:
         say(f"more than one thread: for passes that move {size(least)} or more")
-    where = f"{kept['folder']} ({kept['files']:,} files, {size(kept['bytes'])})" if "folder" in kept else ""
-    say(f"cache: {kept['status']} {where}{kept['why'] and '; ' + kept['why']}")
     away = found["offload"]
     say(f"offload: {away['status']}, {away['why']}")
     say(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")

@@ -48,10 +48,8 @@ def get_engine(name: Any = "auto", precision: str = "float32", stored: str = "fl
 
 def no_compiler() -> str | None:
     """Why the cpu engine cannot run here, and what to do; None where it can."""
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install numba)"
-    if importlib.import_module("numba").config.DISABLE_JIT:
-        return "numba is told not to compile (unset NUMBA_DISABLE_JIT)"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed (pip install llvmlite)"
     return None
 
 

@@ -42,7 +42,7 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = F
     make: Any = Cpu
 
     name = "float64" if dtype is torch.float64 else "float32"
-    return make(name, name), "asked for" if wanted == "cpu" else "CPU tensors, numba installed"
+    return make(name, name), "asked for" if wanted == "cpu" else "CPU tensors, llvmlite installed"
 
 
 def _triton(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""The cpu engine: rules compiled by numba into one parallel pass over all tensors, matrices through BLAS and LAPACK."""
+"""The cpu engine: rules compiled by LLVM into one parallel pass over all tensors, matrices through BLAS and LAPACK."""
 
 from .engine import Cpu
 

@@ -3,18 +3,17 @@
 Not through SciPy's LAPACK: see `triangular`.
 """
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def"
-
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from numba import njit, types
 
+from ...pointers import address
 from . import rooms
-from .cache import compiled
+from .codegen import Code
 from .triangular import solve_transposed
 
 PANEL = 128  # columns whose reflections are applied at once
@@ -111,22 +110,22 @@ def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
     return lengths
 
 
-def _reorder(X, order):
-    row = np.empty(len(order), X.dtype)
-    for r in range(len(X)):
-        for c in range(len(order)):
-            row[c] = X[r, order[c]]
-        for c in range(len(order)):
-            X[r, c] = row[c]
-
-
 @functools.cache
-def _reordering() -> Any:
-    matrix, order = types.Array(types.float64, 2, "C"), types.Array(types.int64, 1, "C", readonly=True)
-    return compiled(njit, types.void(matrix, order), nogil=True)(_reorder)
+def _reordering() -> Callable[[int, int, int, int, int], None]:
+    """X <- its columns in another order, row by row through a row of memory beside it."""
+    code = Code("reorder", ["int64"] * 5)
+    at, order, beside, rows, n = code.arguments
+    X, places, row = code.array("float64", at), code.array("int64", order), code.array("float64", beside)
+    with code.loop(0, rows) as r:
+        with code.loop(0, n) as c:
+            row[c] = X[r * n + places[c]]
+        with code.loop(0, n) as c:
+            X[r * n + c] = row[c]
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(code.compiled())
 
 
 def reorder(X: np.ndarray, order: np.ndarray) -> None:
     """X <- its columns in another order, without memory of its size."""
     if (order != np.arange(len(order))).any():
-        _reordering()(X, np.ascontiguousarray(order, np.int64))
+        order, row = np.ascontiguousarray(order, np.int64), np.empty(len(order))
+        _reordering()(address(X), address(order), address(row), *X.shape)

@@ -20,7 +20,7 @@ from ...spec import Shape, Spec
 from . import rooms
 from .kernels import CHUNK, Layout, compiled
 from .matrices import Matrices
-from .parallel import alone, alone_briefly, description, may_spread, spread
+from .runtime import Call
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
 BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
@@ -32,11 +32,11 @@ CHOICES = 8  # selections of a plan's tensors whose chunks are kept
 class Kernel:
     """A compiled rule with its tables, ready to run on a set of tensors of given domain shapes, or on some of them."""
 
-    def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape], own: Sequence[Any] = ()):
-        """own: the last numbers of each tensor, which never change."""
+    def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape], own: Sequence[Any] = (), grain: int = GRAIN):
+        """own: the last numbers of each tensor, which never change. grain: elements of a chunk."""
         self.layout = layout
-        self.kernel = compiled(rule, layout).address
-        rows, _ = chunk_table(shapes, layout)
+        self.kernel = compiled(rule, layout)
+        rows, _ = chunk_table(shapes, layout, grain)
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
         stored = [how for how in layout.gives if not isinstance(how, Reduction)]
         self.moved = len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored)  # arrays
@@ -68,14 +68,11 @@ class Kernel:
     def run(self, chunks: Chunks | None = None) -> None:
         chunks = chunks or self.every
         if chunks.elements < BRIEF:
-            alone_briefly(chunks.where)
-            return
-        count = threads.get_threads() if chunks.elements * self.moved >= WORTHWHILE else 1
-        if count < 2 or not may_spread():
-            alone(chunks.where)
-            return
-        bounds = address(chunks.cut(count))
-        spread(self.kernel, *self.tables, address(chunks.table), bounds, count, *self.results, threads=count)
+            chunks.call.run_briefly()
+        elif chunks.elements * self.moved < WORTHWHILE or (count := threads.get_threads()) < 2:
+            chunks.call.run()
+        else:
+            chunks.call.run_on(count)
 
     def over_tensors(self, chunks: Chunks) -> list[np.ndarray]:
         """Per reduction one number per tensor, not finished: chunks added up (or the largest taken) in a fixed order."""
@@ -100,38 +97,28 @@ class Chunks:
     """The chunks of the tensors that a kernel runs on."""
 
     def __init__(self, kernel: Kernel, table: np.ndarray):
-        self.table, self.by_row = table, kernel.layout.by_row
-        self.work = (table[:, 2] - table[:, 1]) * (table[:, 4] if self.by_row else 1)
-        self.elements = int(self.work.sum())
+        self.table = table
+        work = (table[:, 2] - table[:, 1]) * (table[:, 4] if kernel.layout.by_row else 1)
+        self.elements = int(work.sum())
         self.starts = np.flatnonzero(np.diff(table[:, 0], prepend=-1))  # the first chunk of each tensor
-        self.bounds = np.zeros(0, np.int64)
-        words = [kernel.kernel, *kernel.tables, address(table), 0, len(table), *kernel.results]
-        self.arguments = np.array(words, np.int64)
-        self.where = address(self.arguments)
-
-    def cut(self, pieces: int) -> np.ndarray:
-        """Where to cut the list of chunks so that each thread has about the same number of elements."""
-        if len(self.bounds) != pieces + 1:
-            work = np.cumsum(self.work)
-            cuts = np.searchsorted(work, work[-1] * np.arange(1, pieces) / pieces)
-            self.bounds = np.array([0, *np.maximum.accumulate(cuts), len(self.table)], np.int64)
-        return self.bounds
+        together = max(1, GRAIN * len(table) // max(1, self.elements))  # small ones that a thread takes at once
+        self.call = Call(kernel.kernel, *kernel.tables, address(table), len(table), *kernel.results, together)
 
 
-def chunk_table(shapes: Sequence[Shape], layout: Layout) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Chunks of about GRAIN elements, and the first chunk of each tensor. A chunk of rows stays within one matrix."""
+def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Chunks of about `grain` elements, and the first chunk of each tensor. A chunk of rows stays within one matrix."""
     table: list[tuple[int, ...]] = []
     starts, scratch, columns_out = [], 0, len(layout.over_columns)
     for tensor, shape in enumerate(shapes):
         starts.append(len(table))
         if not layout.by_row:
             size = math.prod(shape)
-            table += [(tensor, lo, min(lo + GRAIN, size), 1, 1, 0) for lo in range(0, size, GRAIN)]
+            table += [(tensor, lo, min(lo + grain, size), 1, 1, 0) for lo in range(0, size, grain)]
             continue
         columns = shape[-1]
         rows = shape[-2] if len(shape) > 1 else 1
         # a chunk that sums columns has a row of scratch of its own: keep those few
-        height = max(1, GRAIN // columns, min(rows, 64) if columns_out else 1)
+        height = max(1, grain // columns, min(rows, 64) if columns_out else 1)
         for matrix in range(math.prod(shape[:-2])):
             for lo in range(0, rows, height):
                 table.append((tensor, matrix * rows + lo, matrix * rows + min(lo + height, rows), rows, columns, scratch))
@@ -335,7 +322,7 @@ def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
 
 
 class Cpu(Matrices):
-    """numba for what goes coordinate by coordinate, BLAS and LAPACK for matrices; float32 arithmetic unless asked for more."""
+    """LLVM for what goes coordinate by coordinate, BLAS and LAPACK for matrices; float32 arithmetic unless asked for more."""
 
     name = "cpu"
 
@@ -345,7 +332,7 @@ class Cpu(Matrices):
         self.stored = np.dtype(stored)
 
     def live(self, spec: Spec) -> str:
-        how = f"cpu: compiled by numba, {self.precision} arithmetic, {threads.get_threads()} threads ({description()}) "
+        how = f"cpu: compiled by LLVM, {self.precision} arithmetic, {threads.get_threads()} threads "
         how += f"for passes that move {WORTHWHILE * self.stored.itemsize / 1e6:.1f} MB or more, one thread below"
         return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
 
@@ -407,7 +394,7 @@ class Cpu(Matrices):
         out = [rooms.room(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
-        alone(made.every.where)  # on one thread: ours would go on spinning beside those of the matrix products that follow
+        made.every.call.run()  # on one thread
         return x.set(**self.reduced(dict(zip(gives, out, strict=True)), reduce))
 
 

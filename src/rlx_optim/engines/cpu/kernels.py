@@ -1,30 +1,25 @@
-"""From a rule to machine code: one generated loop per rule and layout, compiled by numba and cached on disk.
+"""From a rule to machine code: one compiled loop per rule and layout.
 
-A kernel is a C function over a table of addresses (tensor × array), a table of numbers (tensor × number) and a table of
-chunks. The source below is written to a file whose name holds a hash of its text, because numba caches by file; in it the rule
-stands as its author wrote it but for its literals, and the vocabulary is imported from `native`.
+A kernel is a C function over a table of addresses (tensor × array), a table of numbers (tensor × number) and a table of chunks.
+It is made once per process: `build` writes its instructions around those of the rule, whose syntax `evaluate` walks.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import functools
-import hashlib
-import os
-import sys
-import tempfile
-import textwrap
-import types
-from pathlib import Path
+import itertools
+import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
-from ... import ops
 from ...language import Reduction, Rule, checked
 from ...rounding import EXACT, NEAREST, STOCHASTIC
 from ...storage import BLOCK, COMPONENTS, HALF, POSITIVE, SIGNED, TINY, TOP
-from .cache import kept
+from . import codecs
+from .codegen import SIZES, WORDS, Array, Code, Value, loose_add, maximum, smaller, sqrt, where
 
 #: columns of the chunk table
 CHUNK = ("tensor", "first", "last", "rows", "columns", "scratch")
@@ -99,222 +94,292 @@ class Layout:
         return [k for k, how in enumerate(self.gives) if how == "store" or (isinstance(how, Reduction) and how.axis is not None)]
 
 
-def _in_arithmetic(rule: Rule) -> str:
-    """A rule's text for numba: literals in the kernel's arithmetic, as a plain one would widen it."""
-
-    class Literals(ast.NodeTransformer):
-        def visit_Constant(self, node: ast.Constant) -> ast.AST:
-            return ast.Call(ast.Name("_F", ast.Load()), [node], []) if isinstance(node.value, (int, float)) else node
-
-    tree = Literals().visit(copy.deepcopy(checked(rule).tree))
-    tree.name = "_rule"
-    return ast.unparse(ast.fix_missing_locations(tree))
+# ---- a rule on one coordinate -----------------------------------------------------------------------------------------------
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+    ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
 
 
-def _kept(into: str, value: str, how: Reduction) -> str:
-    """A statement that takes a value into a running reduction."""
-    value = f"float64({value})"
-    value = f"{value} * {value}" if how.squared else value
-    return f"{into} = {'maximum' if how.largest else 'loose_add'}({into}, {value})"
+def evaluate(rule: Rule, code: Code, arithmetic: str, values: list[Value]) -> list[Value]:
+    """The results of a rule for these arguments. Its literals are numbers of the kernel's arithmetic."""
+    text = checked(rule)
+    known = dict(zip(text.takes, values, strict=True))
+
+    def value_of(node: ast.expr) -> Value:
+        match node:
+            case ast.Name(id=name):
+                return known[name]
+            case ast.Constant(value=int() | float() as number):
+                return code.constant(arithmetic, number)
+            case ast.UnaryOp(operand=operand):
+                return -value_of(operand)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                result: Value = OPERATORS[type(op)](value_of(left), value_of(right))
+                return result
+            case ast.Call(func=ast.Name(id=word), args=given):
+                return WORDS[word](*map(value_of, given))
+        raise AssertionError(ast.dump(node))  # `checked` refuses it
+
+    for statement in text.tree.body:
+        if isinstance(statement, ast.Assign):
+            known[statement.targets[0].id] = value_of(statement.value)  # type: ignore[attr-defined]
+    return [known[name] for name in text.gives]
 
 
-#: what `native` has for slots in fewer bits
-CODED = {"int8_at", "uint8_at", "uint16_at", "room", "chance", "spun", "onward", "larger", "magnitude", "sqrt"}
-CODED |= {f"{way}_{kind}" for way in ("from", "to") for kind in ("signed", "positive", "half")}
-#: and for parameters and gradients of 16 bits
-HALVED = {"uint16_at", "chance", "spun", "onward", "crossed", "half_at", "of_halves", "from_half", "from_float16"}
-HALVED |= {f"{way}_{kind}" for way in ("to", "near") for kind in ("bfloat16", "float16")}
-#: how a slot in fewer bits is read and written: the type of its codes, its bytes, and two functions of `native`
-CODES = {
-    SIGNED: ("int8", 1, "from_signed", "to_signed"),
-    POSITIVE: ("uint8", 1, "from_positive", "to_positive"),
-    HALF: ("uint16", 2, "from_half", "to_half"),
-}
+# ---- how an argument is read and written ------------------------------------------------------------------------------------
+class Operand:
+    """An argument or a result of a kernel in memory, as it is. `kernel` has what stands for the whole chunk.
+
+    fetch: before the innermost loop, over n coordinates from `start` on; read, write: one of them; finish: after that loop.
+    """
+
+    def __init__(self, kernel: Builder, base: Value, kind: str):
+        self.kernel, self.base, self.kind = kernel, base, kind
+
+    def place(self, start: Value) -> Array:
+        return self.kernel.code.array(self.kind, self.base + start * SIZES[self.kind])
+
+    def fetch(self, start: Value, n: Value) -> None:
+        self.at = self.place(start)
+
+    def read(self, i: Value) -> Value:
+        return self.at[i].to(self.kernel.arithmetic)
+
+    def write(self, i: Value, value: Value) -> None:
+        self.at[i] = value
+
+    def finish(self) -> None:
+        pass
 
 
-def _coded(layout: Layout, j: int, codes: str, scale: str, start: str, n: str) -> tuple[list[str], str, list[str], list[str]]:
-    """Of an argument in fewer bits: what is fetched before a block, how a coordinate is read, what is written of it, and after
-    the block. codes, scale: their addresses. start, n: where the block begins, and how long it is."""
-    storage = layout.coded[j]
-    kind, size, read, write = CODES[storage]
-    k = next((k for k, place in enumerate(layout.gives) if place == j), None)
-    before = [f"_a{j} = carray({kind}_at({codes} + {size} * ({start})), {n})"]
-    if storage == HALF:
-        inner = [f"_a{j}[_i] = {write}(float32(_y{k}), chance(_u, _tick))"]
-        return before, f"_F({read}(_a{j}[_i], float32(0)))", [] if k is None else inner, []
-    top = TOP[storage]
-    before += [
-        f"_k{j} = float32_at({scale} + 4 * (_r * _blocks + _q))",
-        f"_z{j} = _k{j}[0]",
-        f"_m{j} = int32(0)",
-    ]
-    before += [f"_t{j} = carray(room(), {BLOCK})"]
-    value = f"sqrt(_y{k})" if storage == POSITIVE else f"_y{k}"
-    inner = [f"_e{j} = float32({value})", f"_t{j}[_i] = _e{j}", f"_m{j} = larger(_m{j}, _e{j})"]
-    after = [f"_k{j}[0] = magnitude(_m{j}, int32(0))", f"_v{j} = float32({top**2}) / max(_k{j}[0], float32({TINY}))"]
-    after += ["for _i in range(_w):", f"    _a{j}[_i] = {write}(_t{j}[_i], _v{j})"]
-    return before, f"_F({read}(_a{j}[_i], _z{j}))", *(([], []) if k is None else (inner, after))
+class Line(Operand):
+    """One number for a row or a matrix of the domain."""
+
+    def fetch(self, start: Value, n: Value) -> None:
+        self.value = self.place(start)[0].to(self.kernel.arithmetic)
+
+    def read(self, i: Value) -> Value:
+        return self.value
 
 
-def _halved(layout: Layout, j: int, place: str, low: str, start: str, n: str) -> tuple[list[str], str, list[str]]:
-    """Of a parameter or a gradient of 16 bits: what is fetched before the loop, how a coordinate is read, what is written of it.
-    place, low: the addresses of it and of its low half."""
-    k = next((k for k, place in enumerate(layout.gives) if place == j), None)
-    before = [f"_a{j} = carray(uint16_at({place} + 2 * ({start})), {n})"]
-    read = f"_F({'from_half' if layout.half == 'bfloat16' else 'from_float16'}(_a{j}[_i], float32(0)))"
-    if layout.takes[j] == "scaled":
-        return before, f"{read} * _scale", []
-    if layout.lows:
-        before.append(f"_l{j} = carray(uint16_at({low} + 2 * ({start})), {n})")
-        inner = [f"_w{j} = float32(_y{k})", f"_a{j}[_i] = half_at(_w{j}, int32(16))", f"_l{j}[_i] = half_at(_w{j}, int32(0))"]
-        read = f"_F(of_halves(_a{j}[_i], _l{j}[_i]))"
-    elif layout.by_chance:
-        inner = [f"_a{j}[_i] = to_{layout.half}(float32(_y{k}), chance(_v, _word))"]
-    else:
-        inner = [f"_a{j}[_i] = near_{layout.half}(float32(_y{k}), int32(0))"]
-    return before, read, [] if k is None else inner
+class ScaledBlocks(Operand):
+    """A slot of 8 bits, whose blocks have scales. What is written waits on the stack for the block's scale."""
+
+    def __init__(self, kernel: Builder, base: Value, storage: str, scales: Value, written: bool):
+        super().__init__(kernel, base, {SIGNED: "int8", POSITIVE: "uint8"}[storage])
+        self.storage, self.scales, self.written = storage, kernel.code.array("float32", scales), written
+        self.decode = codecs.from_signed if storage == SIGNED else codecs.from_positive
+        self.encode = codecs.to_signed if storage == SIGNED else codecs.to_positive
+        self.waiting, self.most = kernel.code.room("float32", BLOCK), kernel.code.room("int32", 1)
+
+    def fetch(self, start: Value, n: Value) -> None:
+        super().fetch(start, n)
+        self.n, self.scale = n, self.scales[self.kernel.block]
+        if self.written:
+            self.most[0] = 0
+
+    def read(self, i: Value) -> Value:
+        return self.decode(self.at[i], self.scale).to(self.kernel.arithmetic)
+
+    def write(self, i: Value, value: Value) -> None:
+        value = (sqrt(value) if self.storage == POSITIVE else value).to("float32")
+        self.waiting[i] = value
+        self.most[0] = codecs.larger(self.most[0], value)
+
+    def finish(self) -> None:
+        if not self.written:
+            return
+        code = self.kernel.code
+        self.scales[self.kernel.block] = scale = self.most[0].real()
+        tiny = code.constant("float32", TINY)
+        inverse = TOP[self.storage] ** 2 / where(tiny > scale, tiny, scale)
+        with code.loop(0, self.n) as i:
+            self.at[i] = self.encode(self.waiting[i], inverse)
 
 
-def source(rule: Rule, layout: Layout) -> str:
-    """The generated module. Address table, per tensor: array arguments, then results that have arrays of their own. All names
-    that it makes up begin with an underscore, which those of a rule never do."""
-    takes = checked(rule).takes
-    arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
-    numbers = [j for j, kind in enumerate(layout.takes) if kind == "number"]
-    placed, by_row = layout.placed, layout.by_row
-    width = len(arrays) + len(placed) + len(layout.scaled) + layout.lows
-    size = 4 if layout.element == "float32" else 8
-    words = {word for word in ops.RULE if word in rule.__code__.co_names} | {"maximum"}
-    words |= CODED if any(layout.coded) else set()
-    words |= HALVED if layout.half else set()
+class HalfState(Operand):
+    """A slot in bfloat16, rounded by chance."""
 
-    def where(slot: int, offset: str, n: str | None) -> str:
-        pointer = f"{layout.element}_at(_address_of[{width} * _t + {slot}] + {size} * ({offset}))"
-        return f"carray({pointer}, {n})" if n else f"{pointer}[0]"
+    def read(self, i: Value) -> Value:
+        return codecs.from_bfloat16(self.at[i]).to(self.kernel.arithmetic)
 
-    setup: list[str] = []  # what is fetched before the innermost loop
-    start, n = ("_r * _columns", "_columns") if by_row else ("_first", "_last - _first")
-    start, n = ("_o", "_w") if layout.scaled else (start, n)
-    loads: dict[int, str] = {}
-    coded: list[str] = []
-    after: list[str] = []
-    for slot, j in enumerate(arrays):
-        kind = layout.takes[j]
-        if layout.coded and layout.coded[j]:
-            scale = len(arrays) + len(placed) + (layout.scaled.index(j) if j in layout.scaled else 0)
-            codes, scales = (f"_address_of[{width} * _t + {place}]" for place in (slot, scale))
-            before, loads[j], inside, behind = _coded(layout, j, codes, scales, start, n)
-            setup, coded, after = setup + before, coded + inside, after + behind
-        elif layout.half and (kind == "scaled" or j == layout.parameter):
-            own, low = (f"_address_of[{width} * _t + {place}]" for place in (slot, width - 1))
-            before, loads[j], inside = _halved(layout, j, own, low, start, n)
-            setup, coded = setup + before, coded + inside
-        elif kind in ("row", "matrix"):
-            setup.append(f"_a{j} = _F({where(slot, ROWWISE[kind], None)})")
+    def write(self, i: Value, value: Value) -> None:
+        self.at[i] = codecs.to_half(value.to("float32"), codecs.chance(self.kernel.places["state"][0], self.kernel.tick))
+
+
+class HalfParameter(Operand):
+    """A parameter of 16 bits, or a gradient."""
+
+    def read(self, i: Value) -> Value:
+        return codecs.DECODE[self.kernel.layout.half](self.at[i]).to(self.kernel.arithmetic)
+
+    def write(self, i: Value, value: Value) -> None:
+        kernel, value = self.kernel, value.to("float32")
+        if kernel.layout.by_chance:
+            noise = codecs.chance(kernel.places["parameter"][0], kernel.word)
+            self.at[i] = codecs.BY_CHANCE[kernel.layout.half](value, noise)
         else:
-            setup.append(f"_a{j} = {where(slot, ROWWISE.get(kind, start), n)}")
-    usual = {"number": "_n{}", "row": "_a{}", "matrix": "_a{}", "scaled": "_F(_a{}[_i]) * _scale"}
-    values = ", ".join(loads.get(j, usual.get(kind, "_F(_a{}[_i])").format(j)) for j, kind in enumerate(layout.takes))
-    results = ", ".join(f"_y{k}" for k in range(len(layout.gives)))
-    inner = [f"{results} = _rule({values})", *coded]
-    inner += [f"_a{j}[_i] = _y{k}" for k, j in enumerate(layout.gives) if isinstance(j, int) and j not in loads]
-    for slot, k in enumerate(placed, len(arrays)):
-        how = layout.gives[k]
-        if not isinstance(how, Reduction):
-            setup.append(f"_b{k} = {where(slot, start, n)}")
-            inner.append(f"_b{k}[_i] = _y{k}")
+            self.at[i] = codecs.NEAREST_OF[kernel.layout.half](value)
+
+
+class TwoHalves(Operand):
+    """A parameter in bfloat16 whose low half is kept beside it."""
+
+    def __init__(self, kernel: Builder, base: Value, low: Value):
+        super().__init__(kernel, base, "uint16")
+        self.low = Operand(kernel, low, "uint16")
+
+    def fetch(self, start: Value, n: Value) -> None:
+        super().fetch(start, n)
+        self.low.fetch(start, n)
+
+    def read(self, i: Value) -> Value:
+        return codecs.of_halves(self.at[i], self.low.at[i]).to(self.kernel.arithmetic)
+
+    def write(self, i: Value, value: Value) -> None:
+        value = value.to("float32")
+        self.at[i], self.low.at[i] = codecs.upper_half(value), codecs.lower_half(value)
+
+
+# ---- a kernel ---------------------------------------------------------------------------------------------------------------
+#: what a call of a kernel is given, each an int64: where its tables are, how many chunks there are and how many are taken at
+#: once, and, in the last, how many have been taken
+CALL = ("addresses", "numbers", "chunks", "count", "partial", "scratch", "step", "taken")
+
+
+class Builder:
+    """Writes the instructions of a kernel."""
+
+    def __init__(self, rule: Rule, layout: Layout, name: str):
+        self.rule, self.layout, self.arithmetic = rule, layout, layout.arithmetic
+        code = self.code = Code(name, ["int64"])
+        call = code.array("int64", code.arguments[0])
+        self.addresses, self.table = (code.array("int64", call[CALL.index(name)]) for name in ("addresses", "chunks"))
+        self.numbers, self.partial = (code.array("float64", call[CALL.index(name)]) for name in ("numbers", "partial"))
+        self.scratch = call[CALL.index("scratch")]
+        step, count = call[CALL.index("step")], call[CALL.index("count")]
+        with code.while_taken(call, CALL.index("taken"), step, count) as (first, last), code.loop(first, last) as c:
+            self.chunk(c)
+
+    def chunk(self, c: Value) -> None:
+        layout, code = self.layout, self.code
+        tensor, first, last, rows, columns, scratch = (self.table[c * len(CHUNK) + k] for k in range(len(CHUNK)))
+        row_of_numbers = tensor * (layout.takes.count("number") + layout.beside)
+        self.own = [self.numbers[row_of_numbers + k] for k in range(layout.takes.count("number") + layout.beside)]
+        self.operands(tensor)
+        self.places = {name: code.room("int32", 1) for name in self.begins}
+        self.sums = [code.variable(self.start(how)) for _, how in layout.over_tensors]
+        self.columns = {}
+        for i, (k, how) in enumerate(layout.over_columns):
+            at = self.columns[k] = code.array("float64", self.scratch + (scratch + columns * i) * 8)
+            with code.loop(0, columns) as place:
+                at[place] = self.start(how)
+        if not layout.by_row:
+            self.innermost(first, last - first)
+        else:
+            with code.loop(first, last) as r:
+                self.row(r, rows, columns)
+        for i, total in enumerate(self.sums):
+            self.partial[c * len(self.sums) + i] = total[0]
+
+    def operands(self, tensor: Value) -> None:
+        """Settle where each argument and each stored result of this tensor is, and how it is read and written."""
+        layout = self.layout
+        arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
+        width = len(arrays) + len(layout.placed) + len(layout.scaled) + layout.lows
+        address = [self.addresses[tensor * width + slot] for slot in range(width)]
+        numbers = iter(self.own)
+        self.arguments: dict[int, Operand] = {}
+        self.given = {j: next(numbers).to(self.arithmetic) for j, kind in enumerate(layout.takes) if kind == "number"}
+        self.scale = next(numbers).to(self.arithmetic)
+        for slot, j in enumerate(arrays):
+            kind, storage = layout.takes[j], layout.coded[j] if layout.coded else ""
+            if storage == HALF:
+                self.arguments[j] = HalfState(self, address[slot], "uint16")
+            elif storage:
+                scales = address[len(arrays) + len(layout.placed) + layout.scaled.index(j)]
+                self.arguments[j] = ScaledBlocks(self, address[slot], storage, scales, j in layout.gives)
+            elif layout.half and j == layout.parameter and layout.lows:
+                self.arguments[j] = TwoHalves(self, address[slot], address[-1])
+            elif layout.half and (kind == "scaled" or j == layout.parameter):
+                self.arguments[j] = HalfParameter(self, address[slot], "uint16")
+            else:
+                self.arguments[j] = (Line if kind in ("row", "matrix") else Operand)(self, address[slot], layout.element)
+        self.results = {k: Operand(self, address[slot], layout.element) for slot, k in enumerate(layout.placed, len(arrays))}
+        self.begins: dict[str, Value] = {}  # of the places that chance goes by, of state and of the parameter
+        if layout.beside > 1:
+            self.tick = codecs.spun(next(numbers).to("int64"), 0x85EBCA77)
+            first = next(numbers).to("int64")
+            if HALF in layout.coded:
+                self.begins["state"] = first
+        if layout.by_chance:
+            self.word = self.tick ^ next(numbers).to("int64").to("int32")
+            self.begins["parameter"] = next(numbers).to("int64")
+
+    def row(self, r: Value, rows: Value, columns: Value) -> None:
+        layout, code = self.layout, self.code
+        of = {"row": r, "matrix": r // rows, "column": r // rows * columns}  # where a row of the domain finds its own
+        totals = {k: code.variable(self.start(how)) for k, how in layout.reductions if how.axis == -1}
+        self.rows_sums = totals
+        if not layout.scaled:
+            self.innermost(r * columns, columns, of)
+        else:
+            blocks = (columns + (BLOCK - 1)) // BLOCK
+            with code.loop(0, blocks) as q:
+                self.block = r * blocks + q
+                self.innermost(r * columns + q * BLOCK, smaller(columns - q * BLOCK, BLOCK), of)
+        for k, total in totals.items():
+            how = self.layout.gives[k]
+            done = total[0] / columns.to("float64") if how.mean else total[0]  # type: ignore[union-attr]
+            self.results[k].fetch(r, columns)
+            self.results[k].write(code.constant("int64", 0), sqrt(done) if how.root else done)  # type: ignore[union-attr]
+
+    def innermost(self, start: Value, n: Value, of: dict[str, Value] | None = None) -> None:
+        """The loop over n coordinates from `start` on."""
+        layout, code = self.layout, self.code
+        stored = {k: result for k, result in self.results.items() if not isinstance(layout.gives[k], Reduction)}
+        for j, operand in self.arguments.items():
+            operand.fetch((of or {}).get(layout.takes[j], start), n)
+        for result in stored.values():
+            result.fetch(start, n)
+        for name, begin in self.begins.items():
+            self.places[name][0] = codecs.spun(begin + start, 0x9E3779B1)
+        with code.loop(0, n) as i:
+            values = [self.given[j] if j in self.given else self.arguments[j].read(i) for j in range(len(layout.takes))]
+            values = [v * self.scale if kind == "scaled" else v for v, kind in zip(values, layout.takes, strict=True)]
+            found = evaluate(self.rule, code, self.arithmetic, values)
+            for k, how in enumerate(layout.gives):
+                if isinstance(how, Reduction):
+                    self.reduce(k, how, i, found[k].to("float64"))
+                else:
+                    (stored[k] if how == "store" else self.arguments[how]).write(i, found[k])  # type: ignore[index]
+            for place in self.places.values():  # a sum, so that the loop's own counter is one of 32 bits
+                place[0] = place[0] + 0x9E3779B1
+        for operand in self.arguments.values():
+            operand.finish()
+
+    def reduce(self, k: int, how: Reduction, i: Value, value: Value) -> None:
+        """Take a value into a running reduction."""
+        value = value * value if how.squared else value
+        if how.axis is None:
+            into, i = self.sums[[j for j, _ in self.layout.over_tensors].index(k)], self.code.constant("int64", 0)
         elif how.axis == -2:
-            inner.append(_kept(f"_c{k}[_i]", f"_y{k}", how))
+            into = self.columns[k]
         else:
-            setup.append(f"_s{k} = {_start(how)}")
-            inner.append(_kept(f"_s{k}", f"_y{k}", how))
-            done = f"_s{k} / _columns" if how.mean else f"_s{k}"
-            store = f"carray({layout.element}_at(_address_of[{width} * _t + {slot}]), _r + 1)[_r]"
-            after.append(f"{store} = {f'sqrt({done})' if how.root else done}")
-            words |= {"sqrt"} if how.root else set()
-    inner += [_kept(f"_s{k}", f"_y{k}", how) for k, how in layout.over_tensors]
+            into, i = self.rows_sums[k], self.code.constant("int64", 0)
+        into[i] = (maximum if how.largest else loose_add)(into[i], value)
 
-    lines = ["_t = _chunk[0]", "_first = _chunk[1]", "_last = _chunk[2]"]
-    lines += ["_rows = _chunk[3]", "_columns = _chunk[4]"] if by_row else []
-    lines += [f"_n{j} = _F(_number[{i}])" for i, j in enumerate(numbers)] + [f"_scale = _F(_number[{len(numbers)}])"]
-    if layout.beside > 1:
-        lines.append(f"_tick = spun(int64(_number[{len(numbers) + 1}]), {0x85EBCA77})")
-    begins = {"_u": f"int64(_number[{len(numbers) + 2}])"} if HALF in layout.coded else {}
-    if layout.by_chance:
-        lines.append(f"_word = crossed(_tick, spun(int64(_number[{len(numbers) + 3}]), 1))")
-        begins["_v"] = f"int64(_number[{len(numbers) + 4}])"
-    for each, begin in begins.items():  # the place of a coordinate, of the state and of the parameter
-        setup.append(f"{each} = spun({begin} + {start}, {0x9E3779B1})")
-        inner.append(f"{each} = onward({each}, int32({0x9E3779B1 - 2**32}))")
-    lines += [f"_s{k} = {_start(how)}" for k, how in layout.over_tensors]
-    for i, (k, how) in enumerate(layout.over_columns):
-        lines.append(f"_c{k} = carray(float64_at(_scratch + 8 * (_chunk[5] + {i} * _columns)), _columns)")
-        lines.append(f"_c{k}[:] = {_start(how)}")
-    loop = [*setup, f"for _i in range({n}):", *(f"    {line}" for line in inner), *after]
-    if layout.scaled:
-        loop = [f"_o = _r * _columns + {BLOCK} * _q", f"_w = min({BLOCK}, _columns - {BLOCK} * _q)", *loop]
-        loop = [f"_blocks = -(-_columns // {BLOCK})", "for _q in range(_blocks):", *(f"    {line}" for line in loop)]
-    lines += ["for _r in range(_first, _last):", *(f"    {line}" for line in loop)] if by_row else loop
-    lines += [f"_out[{i}] = _s{k}" for i, (k, _) in enumerate(layout.over_tensors)]
-
-    body = textwrap.indent("\n".join(lines), " " * 8)
-    native_names = ", ".join(["float32_at", "float64_at", "int64_at", "loose_add", *sorted(words)])
-    return f'''"""Generated from {rule.__module__}.{rule.__qualname__}({", ".join(takes)}); do not edit."""
-from math import inf
-from numba import carray, cfunc, float32, float64, int32, int64, njit, void
-from rlx_optim.engines.cpu.native import {native_names}
-
-_F = {layout.arithmetic}
+    def start(self, how: Reduction) -> Value:
+        return self.code.constant("float64", -math.inf if how.largest else 0.0)
 
 
-@njit(error_model="numpy")
-{_in_arithmetic(rule)}
-
-
-@cfunc(void(int64, int64, int64, int64, int64, int64, int64), error_model="numpy", cache=__file__ is not None)
-def kernel(_address, _numbers, _chunks, _start, _stop, _partial, _scratch):
-    _address_of = int64_at(_address)
-    for _c in range(_start, _stop):
-        _chunk = int64_at(_chunks + {8 * len(CHUNK)} * _c)
-        _number = float64_at(_numbers + {8 * (len(numbers) + layout.beside)} * _chunk[0])
-        _out = float64_at(_partial + {8 * len(layout.over_tensors)} * _c)
-{body}
-'''
-
-
-def _start(how: Reduction) -> str:
-    return "-inf" if how.largest else "0.0"
+_count = itertools.count()  # compiled functions are found by name
 
 
 @functools.cache
-def compiled(rule: Rule, layout: Layout) -> Any:
-    """The kernel of a rule; `.address` is what callers need."""
-    text = source(rule, layout)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
-    name = f"rlx_{rule.__name__[:40]}_{digest}"
-    return kept(lambda folder: _made(name, text, folder))
-
-
-def _made(name: str, text: str, folder: Path | None) -> Any:
-    """The kernel of a generated module, which is a file only where what is compiled from it can be kept."""
-    module = types.ModuleType(name)
-    module.__file__ = None
-    if folder is not None:
-        module.__file__ = str(path := folder / f"{name}.py")
-        if not path.exists() or path.read_bytes() != text.encode():
-            _write(path, text)
-    sys.modules[name] = module  # numba's cache looks the module up by name
-    exec(compile(text, module.__file__ or f"<{name}>", "exec"), module.__dict__)
-    return module.kernel
-
-
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            file.write(text.encode())
-            file.close()  # Windows renames no file that is open
-            os.replace(file.name, path)  # whole or not at all, whoever else writes it
-        except BaseException:
-            file.close()
-            os.unlink(file.name)
-            raise
+def compiled(rule: Rule, layout: Layout) -> int:
+    """The address of a rule's kernel, made once."""
+    return Builder(rule, layout, f"rlx_kernel_{next(_count)}").code.compiled()

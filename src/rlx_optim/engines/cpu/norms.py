@@ -3,66 +3,36 @@
 Chunks are summed apart and their sums added in order, so the bits do not depend on the number of threads.
 """
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def, attr-defined, call-arg"
-
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from numba import cfunc, njit, types
 
-from ... import threads
+from ...language import REDUCTIONS
+from ...ops import where
 from ...pointers import address
-from .cache import compiled
-from .native import float32_at, float64_at, int64_at, loose_add
-from .parallel import alone, may_spread, spread
+from .engine import Kernel
+from .kernels import Layout
 
 PIECE = 1 << 15  # elements of a chunk
-WORTHWHILE = 1 << 18  # elements from which a second thread pays
 
 
-@njit(error_model="numpy")
-def _sum(x, n):
-    found = 0.0
-    for i in range(n):
-        value = types.float64(x[i])
-        found = loose_add(found, value * value if abs(value) < math.inf else 0.0)
-    return found
-
-
-@compiled(cfunc, types.void(*[types.int64] * 7))
-def _kernel(table, numbers, chunks, first, last, partial, scratch):
-    """Rows of the table: where a chunk starts, its length, its element's bytes."""
-    row, out = int64_at(table), float64_at(partial)
-    for c in range(first, last):
-        place, n = row[3 * c], row[3 * c + 1]
-        if row[3 * c + 2] == 4:
-            out[c] = _sum(float32_at(place), n)
-        else:
-            out[c] = _sum(float64_at(place), n)
-
-
-KERNEL: int = _kernel.address or 0
+def squared(g):  # type: ignore[no-untyped-def]
+    """Its square, where it is finite."""
+    square = where(g - g == 0, g * g, 0.0)
+    return square
 
 
 def square_sum(arrays: Sequence[np.ndarray]) -> float:
     """Of the finite entries of contiguous arrays of float32 and float64."""
-    table = np.concatenate([_chunks(array) for array in arrays]) if arrays else np.empty((0, 3), np.int64)
-    partial = np.zeros(len(table))
-    count = threads.get_threads() if sum(a.size for a in arrays) >= WORTHWHILE and may_spread() else 1
-    if count > 1:
-        bounds = np.linspace(0, len(table), count + 1).astype(np.int64)
-        spread(KERNEL, address(table), 0, 0, address(bounds), count, address(partial), 0, threads=count)
-    else:
-        arguments = (ctypes.c_int64 * 8)(KERNEL, address(table), 0, 0, 0, len(table), address(partial), 0)
-        alone(ctypes.addressof(arguments))
+    partial = [0.0]
+    for kind in ("float32", "float64"):
+        if chosen := [array for array in arrays if array.dtype == kind and array.size]:
+            layout = Layout(("full",), (REDUCTIONS["sum"],), kind, "float64")
+            kernel = Kernel(squared, layout, [array.shape for array in chosen], grain=PIECE)
+            kernel.addresses[:, 0] = [address(array) for array in chosen]
+            kernel.run()
+            partial += kernel.partial[:, 0].tolist()
     return math.fsum(partial)
-
-
-def _chunks(array: np.ndarray) -> np.ndarray:
-    starts = np.arange(0, array.size, PIECE, dtype=np.int64)
-    places = address(array) + starts * array.itemsize
-    return np.stack([places, np.minimum(array.size - starts, PIECE), np.full_like(starts, array.itemsize)], 1)

@@ -4,46 +4,44 @@ Not through SciPy's BLAS: it is a second library with threads of its own, and th
 for work. Small solves are a compiled loop on the calling thread.
 """
 
-# mypy: disable-error-code="no-untyped-call, untyped-decorator, no-untyped-def"
-
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from numba import njit, types
 
-from .cache import compiled
+from ...pointers import address
+from .codegen import Code
 
 SMALL = 96  # rows below which a solve is not split further
 STRIP = 192  # rows of a product that are taken at once
 
 
-def _substitute(R, X):
-    """X <- R^-T X in place, R upper triangular; rows of X contiguous."""
-    n, columns = X.shape
-    for j in range(n):
-        for c in range(columns):
-            X[j, c] /= R[j, j]
-        for i in range(j + 1, n):
-            factor = R[j, i]
-            for c in range(columns):
-                X[i, c] -= factor * X[j, c]
-
-
 @functools.cache
-def _substitution() -> Any:
-    """The loop, compiled when it is first needed."""
-    takes = [(types.Array(kind, 2, "C", readonly=True), types.Array(kind, 2, "C")) for kind in (types.float32, types.float64)]
-    return compiled(njit, [types.void(*each) for each in takes], error_model="numpy", nogil=True)(_substitute)
+def _substitution(kind: str) -> Callable[[int, int, int, int], None]:
+    """X <- R^-T X in place, for the address of R, its rows, the address of X and its columns; both are contiguous."""
+    code = Code(f"substitute_{kind}", ["int64"] * 4)
+    at, n, into, columns = code.arguments
+    R, X = code.array(kind, at), code.array(kind, into)
+    with code.loop(0, n) as j:
+        pivot = R[j * n + j]
+        with code.loop(0, columns) as c:
+            X[j * columns + c] = X[j * columns + c] / pivot
+        with code.loop(j + 1, n) as i:
+            factor = R[j * n + i]
+            with code.loop(0, columns) as c:
+                X[i * columns + c] = X[i * columns + c] - factor * X[j * columns + c]
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(code.compiled())
 
 
 def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
     """X <- R^-T X in place."""
     n = len(R)
     if n <= SMALL:
-        _substitution()(np.ascontiguousarray(R), X)
+        R = np.ascontiguousarray(R)
+        _substitution(X.dtype.name)(address(R), n, address(X), X.shape[1])
         return
     k = n // 2
     solve_transposed(R[:k, :k], X[:k])
