@@ -212,6 +212,7 @@ def test_the_command(capsys, tmp_path):
         (["torch.optim:LBFGS"], "takes no step"),
         (["torch.optim:SGD", "--kwargs", "[1]"], "--kwargs must be an object"),
         (["torch.optim:SGD", "--kwargs", "{"], "--kwargs: "),
+        (["torch.optim:SGD", "--html", "-"], "--html: - must end in .html"),
         (["math:pi"], "neither a torch.optim.Optimizer class nor an optax factory"),
         (["adamw", "--as", "adam"], "adamw is a rule"),
         (["adamw", "--only", "nosuch"], "no check of AdamW is called nosuch; known are language, declared, slots, ranks, engine"),

@@ -36,7 +36,7 @@ Seen = float | str | tuple[float | str, str]  # a number or "", and perhaps a no
 #: why each is asked, and how to mend what it finds; what was raised says that by itself. Those of hyperparameters are asked of
 #: every one
 REASONS = {
-    "language": ("what is outside the language of rules no engine can run", ""),
+    "language": ("no engine can run what is outside the language of rules", ""),
     "declared": (
         "only what is declared can be set, scheduled, saved and documented",
         "declare it: lr: float = real(1e-3), or with flag, integer, choice of rlx_optim.rule; a constant is a ClassVar",
@@ -88,15 +88,15 @@ REASONS = {
         "keep divisions away from 0 with an eps, or maximum(…)",
     ),
     "ranks": (
-        "on DTensors of two gloo processes it ends where one process does: owners see what the rule reads",
+        "on DTensors of two gloo processes a rule ends where one process does: owners see what the rule reads",
         "a step may depend on p, g, slots, counters, t and hyperparameters alone, and the commit on p, u and numbers",
     ),
     "hyperparameter": (
-        "one that does nothing is a bug that no loss curve shows",
-        "it changes nothing: does `scalars` give it, does the rule read it, is it in `structure`?",
+        "a hyperparameter that does nothing is a bug that no loss curve shows",
+        "does `scalars` give it, does the rule read it, is it in `structure`?",
     ),
     "schedule": (
-        "a constant schedule is that number, and one that moves compiles nothing",
+        "a constant schedule means its number, and a schedule that moves compiles nothing",
         "a number of `scalars` must do: what picks code or slots is structural (flag, integer, choice)",
     ),
 }  # fmt: skip

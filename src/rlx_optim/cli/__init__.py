@@ -93,8 +93,8 @@ def one(kind: str, name: str, known: Sequence[str], aliases: Mapping[str, str] |
 
 
 def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Refuse a file that could not be written, before any work is done for it. "-" is stdout."""
-    if path is None or str(path) == "-":
+    """Refuse a file that could not be written, before any work is done for it. "-" is stdout, for JSON alone."""
+    if path is None or (str(path) == "-" and ".json" in suffixes):
         return
     if path.suffix not in suffixes:
         raise Problem(f"{option}: {path} must end in {' or '.join(suffixes)}")
