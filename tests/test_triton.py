@@ -286,10 +286,10 @@ def test_everything_compiles_for_hopper():
     assert len(kernels["sweep"]) >= 14
 
 
-def with_the_compiler(function):
+def with_the_compiler(function, *args):
     """What a function of this file returns in a process where Triton compiles for Hopper, and launches nothing."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import json, test_triton; "
-    code += f"test_triton.compile_for_hopper(); print(json.dumps(test_triton.{function}()))"
+    code += f"test_triton.compile_for_hopper(); print(json.dumps(test_triton.{function}(*{args!r})))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -422,30 +422,68 @@ def asked_for():
     return first, {name: len(keys) - first.get(name, 0) for name, keys in seen.items()}
 
 
-def test_what_is_compiled_ahead_is_what_is_launched():
-    ahead, more = with_the_compiler("asked_ahead")
-    assert ahead == {"repack": 2, "shrink": 1, "symmetric_any": 2}
-    assert more == dict.fromkeys(ahead, 0)
+@pytest.mark.parametrize("kind", ["of many shapes", "wide and tall", "large", "bases"])
+def test_what_is_compiled_ahead_is_what_is_launched(kind):
+    compiled, more = with_the_compiler("compiled_ahead", kind)
+    assert (
+        compiled
+        == {
+            "of many shapes": {"repack": 2, "shrink": 1, "symmetric_any": 2},
+            "wide and tall": {"shrink": 1, "symmetric_any": 3},
+            "large": {"shrink": 1, "symmetric": 2},
+            "bases": {
+                "gram": 1,
+                "factor": 1,
+                "combine": 1,
+                "shares": 2,
+                "less": 4,
+                "follows": 1,
+                "dots": 1,
+                "choose": 1,
+                "split": 5,
+            },
+        }[kind]
+    )
+    assert more == dict.fromkeys(compiled, 0)
 
 
-def asked_ahead():
-    """How many variants of each kernel other threads compile for matrices of several shapes, and how many a step then lacks."""
+def compiled_ahead(kind):
+    """How many variants of each kernel other threads compile, and how many steps then lack."""
     from triton.runtime.jit import JITFunction
 
-    from rlx_optim.engines.triton_ import products
+    from rlx_optim.engines.torch_ import Torch
+    from rlx_optim.engines.triton_ import ahead
 
+    Torch.to_float64 = lambda self, X: X  # as on CUDA
     seen = {}
     JITFunction._do_compile = lambda self, key, *others: seen.setdefault(self.__name__, set()).add(str(key))
-    products.started = lambda device, *functions: [function() for function in functions] and []
+    ahead.start = lambda device, *functions: [function() for function in functions][:0]
     device = torch.device("cpu")
-    products.packing(device)
-    products.multiplying(device)
-    ahead = {name: len(keys) for name, keys in seen.items()}
-    params = [torch.nn.Parameter(torch.ones(*shape)) for shape in ((130, 200), (300, 129), (40, 70))]
+    for prepare in {
+        "of many shapes": (ahead.packing, ahead.shrinking, ahead.multiplying),
+        "wide and tall": (ahead.shrinking, lambda device: ahead.multiplying(device, tall=True)),
+        "large": (ahead.shrinking, lambda device: ahead.multiplying(device, large=True)),
+        "bases": (ahead.bases,),
+    }[kind]:
+        prepare(device)
+    before = {name: len(keys) for name, keys in seen.items()}
+    shapes = {
+        "of many shapes": ((130, 200), (300, 129), (40, 70)),
+        "wide and tall": ((640, 768), (768, 640)),
+        "large": ((1024, 1280),),
+        "bases": ((512, 768),),
+    }[kind]
+    params = [torch.nn.Parameter(torch.ones(*shape)) for shape in shapes]
     for p in params:
-        p.grad = torch.ones_like(p)
-    front.Muon(params, engine="triton", ns_steps=2).step()
-    return ahead, {name: len(seen[name]) - n for name, n in ahead.items()}
+        p.grad = torch.randn_like(p)
+    if kind == "bases":
+        opt = front.SOAP(params, engine="triton", precondition_frequency=1)
+        opt.step()
+        before.pop("renew")  # the running average has one of its own
+    else:
+        opt = front.Muon(params, engine="triton", ns_steps=2)
+    opt.step()
+    return before, {name: len(seen[name]) - n for name, n in before.items()}
 
 
 def test_a_step_on_a_device_imports_nothing_of_the_cpu_engine():

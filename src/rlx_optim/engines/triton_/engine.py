@@ -18,7 +18,7 @@ import torch
 from ... import storage
 from ...language import Reduction, Rule
 from ...program import Pass, Values
-from . import kernels, products, replay
+from . import ahead, kernels, products, replay
 from .kernels import (
     BLOCK,
     COLUMN,
@@ -127,9 +127,12 @@ class Triton(Matrices):
         mixed = bundle.spec.ragged() and not bundle.asked and bundle.spec.state_dtype == "float32"
         mixed = mixed and all(map(self.mixes, set(bundle.shapes)))
         if mixed:
-            products.packing(self.device)
+            ahead.packing(self.device)
+            ahead.shrinking(self.device)
             if any(not small for small, _, _ in plan.stacks()):
-                products.multiplying(self.device)
+                ahead.multiplying(self.device)
+        elif bundle.spec.ragged() and len(bundle.shapes[0]) > 1 and self.dtype is torch.float32:
+            self._compile_ahead((n, *bundle.shapes[0]))
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
             if mixed:

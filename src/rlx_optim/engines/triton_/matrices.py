@@ -22,7 +22,7 @@ from ...linalg import Coefficients
 from ...program import Values, reordered
 from ...spec import KEY
 from ..torch_ import Torch
-from . import noise, panels, precise, products, replay
+from . import ahead, noise, panels, precise, products, replay
 from .kernels import TENSOR
 from .pile import Pile, Ragged, dense, same
 from .tables import Laid, Placed, Plan, Table, placed
@@ -241,16 +241,25 @@ class Matrices(Torch):
     def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
         """Matrices of many shapes, in few stacks."""
         room, where = X.plan.room(self.dtype)
-        products.ended(products.packing(self.device))
+        ahead.join(ahead.packing(self.device))
+        ahead.join(ahead.shrinking(self.device))
         for small, sides, table in X.plan.stacks():
             if not small:
-                products.ended(products.multiplying(self.device))
+                ahead.join(ahead.multiplying(self.device))
             stack = torch.empty((len(table), *sides), dtype=self.dtype, device=self.device)
             products.packed(X.room, table, stack)
             orthogonalize = super().orthogonalize if small else self.orthogonalize
             done = orthogonalize(stack, steps, coefficients, eps)
             products.packed(room, table, done.to(self.dtype), out=True)
         return Ragged((), where, room, X.plan)
+
+    def _compile_ahead(self, shape: Any) -> list[list[Any]]:
+        """Threads that compile what Newton–Schulz on a stack of this shape launches."""
+        rows, columns = shape[1], math.prod(shape[2:])
+        if min(rows, columns) < products.LEAST or ahead.is_capturing(self.device):
+            return []
+        large = min(rows, columns) >= products.CONFIGS[0]["LEAST"]
+        return [ahead.shrinking(self.device), ahead.multiplying(self.device, large, rows > columns)]
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
         if isinstance(X, Ragged):
@@ -260,6 +269,8 @@ class Matrices(Torch):
         X = whole.reshape(*whole.shape[:2], -1)
         if not products.pays(X):
             return super().orthogonalize(whole, steps, coefficients, eps)
+        for threads in self._compile_ahead(X.shape):
+            ahead.join(threads)
         norm = torch.linalg.vector_norm(X.flatten(1), dim=-1, dtype=torch.float64) if norm is None else norm
         alone = (
             plan is not None and plan.recorded and ("replay",) not in plan.made and replay.pays(X) and not self.sender.capturing()
@@ -307,6 +318,13 @@ class Matrices(Torch):
             return panels.chosen(X, near, free, order)
         return basis.select_columns.default(self, X, near, free, order)  # type: ignore[no-any-return]
 
+    def eigh(self, L: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the first basis; what those after it need is compiled meanwhile."""
+        L = dense(L)
+        if precise.pays(L) and not ahead.is_capturing(self.device):
+            ahead.bases(self.device)
+        return super().eigh(L)
+
     panel_width = panels.WIDTH
 
     def orthonormalize_panel(self, X: torch.Tensor, noise: torch.Tensor | None = None) -> None:
@@ -328,6 +346,8 @@ class Matrices(Torch):
 
     def orthonormalize(self, X: torch.Tensor, near: torch.Tensor, order: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Nothing waits for the device."""
+        if precise.pays(X) and not ahead.is_capturing(self.device):
+            ahead.join(ahead.bases(self.device))
         return basis.orthonormalize_by_products(self, X, near, order, free)
 
     def map_by_size(self, function: Any, stacks: Any) -> Any:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -160,51 +159,6 @@ def packed(flat: torch.Tensor, table: torch.Tensor, stack: torch.Tensor, out: bo
     """`repack`."""
     n = stack[0].numel()
     repack[(-(-n // 1024), len(table))](flat, table, stack, n, stack.shape[2], out, 1024)
-
-
-@functools.cache
-def packing(device: torch.device) -> list[threading.Thread]:
-    """Threads that compile `repack` and `shrink`, most of it outside of Python, while this one compiles and launches what comes
-    before them."""
-
-    def pack() -> None:
-        flat, table = torch.zeros(1, device=device), torch.zeros((1, 5), dtype=torch.int64, device=device)
-        stack = torch.zeros((1, SIDE, SIDE), device=device)
-        packed(flat, table, stack)
-        packed(flat, table, stack, out=True)
-        half(stack, torch.ones(1, device=device), 1.0)
-
-    return started(device, pack)
-
-
-@functools.cache
-def multiplying(device: torch.device) -> list[threading.Thread]:
-    """Likewise the products of wide matrices, with an addend and without."""
-
-    def multiply(added: bool) -> None:
-        X = zero_padded((1, LEAST, LEAST), device)
-        product(X, X, torch.empty_like(X), add=X if added else None)
-
-    return started(device, functools.partial(multiply, False), functools.partial(multiply, True))
-
-
-def started(device: torch.device, *functions: Callable[[], None]) -> list[threading.Thread]:
-    def run(function: Callable[[], None]) -> None:
-        with torch.cuda.device(device):
-            function()
-
-    if device.type != "cuda":
-        return []
-    triton.runtime.driver.active.get_current_device()  # which is made once, and not by two threads
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def ended(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
 
 
 @functools.cache
