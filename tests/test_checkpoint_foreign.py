@@ -164,6 +164,37 @@ def test_damaged_state_dicts_are_refused_by_name(key, value, said, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
 
 
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda found, torch: found["state"][0].update(exp_avg="x"), "state 'exp_avg' of 'weight' is 'x', expected a tensor of"),
+        (
+            lambda found, torch: found["state"].update({0: torch.ones(3)}),
+            "the state of 'weight' is torch.float32 of shape .3,. on",
+        ),
+        (lambda found, torch: found["state"].update({1: "x"}), "the state of 'bias' is 'x', expected a dict of tensors"),
+        (lambda found, torch: found["param_groups"][0].update(eps="x"), "AdamW: eps must be a finite number >= 0, got 'x'"),
+        (
+            lambda found, torch: found.update(param_groups=None),
+            "'param_groups' of the state dict is None, expected a list of dicts",
+        ),
+        (lambda found, torch: found["param_groups"][0].pop("params"), "'params' of group 0 of the state dict is None, expected"),
+    ],
+)
+def test_what_is_wrong_with_a_state_dict_is_named(spoil, said):
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch.foreign import from_state_dict
+
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    found = opt.state_dict()
+    spoil(found, torch)
+    with pytest.raises(CheckpointError, match=said):
+        from_state_dict(found)
+
+
 def test_a_compressed_archive_is_refused(tmp_path):
     """torch maps it into memory, where compressed bytes would be taken for numbers; or it is a bomb."""
     path = damaged(tmp_path, "step", lambda torch: torch.tensor(7.0))

@@ -30,7 +30,7 @@ from .layouts import Origin
 from .names import foreign, in_dtype, outside
 from .restore import read_parameter, refuse_repeated, wrapped
 from .state import names_of, shape_in_state, split_in
-from .state_errors import unreadable
+from .state_errors import check_outline, refuse_state, unreadable
 from .stepping import plain
 from .translation import layout_of, refuse_strangers, settings_of, state_of, unwrapped
 
@@ -107,6 +107,7 @@ def convert(
 def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None, names: Sequence[str] | None = None) -> Snapshot:
     """A snapshot of an optimizer's state dict. Parameters that have no state yet are left out: they start afresh."""
     try:
+        check_outline("convert", state_dict)
         return _snapshot(state_dict, optimizer, names)
     except CheckpointError:
         raise
@@ -118,13 +119,16 @@ def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None,
 
 def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Sequence[str] | None) -> Snapshot:
     groups, states = state_dict["param_groups"], {key: unwrapped(state) for key, state in state_dict["state"].items()}
-    of = [[states.get(key) or {} for key in group["params"]] for group in groups]  # each group's
+    of = [[{} if states.get(key) is None else states[key] for key in group["params"]] for group in groups]  # each group's
     for group, each in zip(groups, of, strict=True):
         if "rule" not in group:
-            refuse_strangers("the state dict", group, each)
+            refuse_strangers("the state dict", group, [state for state in each if isinstance(state, Mapping)])
     rules: list[str] = [group.get("rule") or _rule(group, optimizer) for group in groups]
     order = sorted(dict.fromkeys(rules), key=lambda rule: rule != optimizer)
     called = _names(groups, names)
+    for key, state in states.items():
+        if key in called and not isinstance(state, Mapping | None):
+            raise refuse_state("convert", called[key], state)
     members: list[SavedOptimizer] = []
     parameters: dict[str, Parameter] = {}
     for rule in order:
@@ -194,7 +198,10 @@ def _values(
         raise CheckpointError(
             f"{kind.title}'s {different[0]} of None means another number for each dtype of a group; write numbers there"
         )
-    spec = kind(**{name: given[name] for name in kind.fields if name in given})
+    try:
+        spec = kind(**{name: given[name] for name in kind.fields if name in given})
+    except TypeError as problem:
+        raise CheckpointError(str(problem)) from None
     extra: dict[str, Any] = {
         k: given[k] for k in ("maximize", "hessian_seed", "initial_lr") if isinstance(given.get(k), PLAIN) and k in given
     }
@@ -210,7 +217,8 @@ def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapp
         if torch.is_tensor(value) and not unreadable(value):
             refuse_repeated(value, f"state {key!r} of {name!r}")
     slots = spec.stored_slots(inner_shape(shape, split))
-    dtypes = [state[key].dtype for slot, key in outside(spec, slots).items() if key in state and not slots[slot].storage]
+    plain_slots = [state.get(key) for slot, key in outside(spec, slots).items() if not slots[slot].storage]
+    dtypes = [value.dtype for value in plain_slots if torch.is_tensor(value)]
     dtype = torch.bfloat16 if LOW in state and spec.rounding == EXACT else dtypes[-1] if dtypes else torch.float32
     given = state if spec.torch.counts else {"step": 1, **state}  # torch's SGD and Muon do not count, and need not
     p = read_parameter(spec.title, spec, torch.empty(shape, dtype=dtype, device="meta"), split, given, name)
