@@ -30,7 +30,7 @@ def test_average_gram_is_that_of_float64_rounded(n, columns, precision):
         stored, later = engine.average_gram(L, Y, axis, 0.9, 0.1)
         want = 0.9 * L.astype(np.float64) + 0.1 * (X.astype(np.float64) @ X.astype(np.float64).mT)
         np.testing.assert_allclose(stored, want.astype(np.float32), rtol=3e-7, atol=3e-8)
-        np.testing.assert_allclose(engine.wide(later), want, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(engine.to_float64(later), want, rtol=1e-12, atol=1e-13)
         assert stored.dtype == engine.dtype
     symmetric, _ = engine.average_gram(L + L.mT, X, 1, 0.9, 0.1)
     np.testing.assert_array_equal(symmetric, symmetric.mT)
