@@ -128,7 +128,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     peak = torch.cuda.max_memory_allocated() - before
     state = sum(t.nbytes for each in opt.state.values() for t in each.values() if torch.is_tensor(t))
     copies = timed(functools.partial(carry, opt), rounds)
-    below = not any(lane.above for lane in opt._lanes)
+    below = not any(lane.above for lane in opt._placements)
     del opt
     gc.collect()
     fused = ao = None
@@ -151,8 +151,8 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
 
 def carry(opt: Any) -> None:
     """What a step copies, and nothing else."""
-    for lane in opt._lanes:
-        grads = [seat.param.grad for seat in lane.seats]
+    for lane in opt._placements:
+        grads = [seat.param.grad for seat in lane.entries]
         lane.carry(lane.turns(range(len(grads)), grads), lambda turn: None)
 
 

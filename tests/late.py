@@ -6,7 +6,7 @@ begin full of nonsense.
 
 import torch
 
-from rlx_optim.torch import offload
+from rlx_optim.torch.placements import host as offload
 
 
 class Stream:
@@ -68,4 +68,4 @@ class Late(offload.Link):
 
     def idle(self):
         """Whether nothing is under way."""
-        return all(stream.done == len(stream.todo) for stream in (self.there, self.back))
+        return all(stream.done == len(stream.todo) for stream in (self.forth, self.back))

@@ -427,7 +427,7 @@ def data_parallel(world):
         "refusal": refusal,
         "log": log,
         "shared": {name: wholes(params) for name, (params, _) in shared.items()},
-        "alone": every._council is None and every._homes is None,
+        "alone": every._consensus is None and every._homes is None,
     }
 
 

@@ -314,7 +314,7 @@ def test_an_update_that_raises_on_its_owner_is_raised_everywhere(results, size):
         close(found, ranks.wholes(params), 0)
         close(state, ranks.state_of(opt), 0)
         owners += told[2] == "ArithmeticError: no step of wide"
-        assert told[2].startswith(("ArithmeticError", "Elsewhere: the update of 'wide' failed on another rank, its owner"))
+        assert told[2].startswith(("ArithmeticError", "RemoteError: the update of 'wide' failed on another rank, its owner"))
         assert told[:2] + told[3:] == [None] * (reading_ranks.STEPS - 1)
     assert owners == 1
 
@@ -539,33 +539,33 @@ def test_refusals(results):
         assert "split is for rules on whole matrices" in given["split"]
         assert "use update_hessian_from_gradients" in given["hessian"][0]
         assert given["hessian"][1:] == (True, True)
-    assert first["one rank"].startswith("Elsewhere")
+    assert first["one rank"].startswith("RemoteError")
     assert "its gradient on" in second["one rank"]
     for name in ("Lamb", "Muon", "Sophia"):
         for t in range(2):
             assert first[name, t] == (
-                "Elsewhere: a gradient or a setting was refused on another rank, which says why; nothing was stepped",
+                "RemoteError: a gradient or a setting was refused on another rank, which says why; nothing was stepped",
                 True,
             )
             assert second[name, t] == (f"ValueError: {name}: lr must be a finite number >= 0, got -1.0", True)
     assert first["closure"] == (
-        ["Elsewhere: a gradient or a setting was refused on another rank, which says why; nothing was stepped"] * 2,
+        ["RemoteError: a gradient or a setting was refused on another rank, which says why; nothing was stepped"] * 2,
         True,
     )
     assert second["closure"] == (["KeyError: 'no such batch'"] * 2, True)
     assert any("sums over ranks are taken by the torch engine" in line for line in first["engine"])
-    assert first["file"].startswith("Elsewhere: the checkpoint was refused on another rank")
+    assert first["file"].startswith("RemoteError: the checkpoint was refused on another rank")
     assert "missing" in second["file"]
 
 
 def test_what_one_rank_cannot_lay_out_is_refused_on_all(results):
     first, second = results[2]["refused_while_laid_out"]
     for (name, change), (problem, still, steps) in first.items():
-        assert problem.startswith("Elsewhere: a ")
+        assert problem.startswith("RemoteError: a ")
         assert "on another rank, which says why" in problem
         other, also, counts = second[name, change]
         assert change == "damaged" or "lr must be" in other
-        assert "Elsewhere" not in other
+        assert "RemoteError" not in other
         assert still
         assert also
         assert steps == counts == {k: 1.0 if (k, change) == ("odd", "thawed") else 2.0 for k in steps}
@@ -616,7 +616,7 @@ def test_plain_parameters_do_not_notice():
     opt = ranks.make("Muon", ranks.parameters(ranks.plain))
     opt.step()
     assert opt._homes is None
-    assert opt._council is None
+    assert opt._consensus is None
 
 
 # ---- the example ------------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_steps_that_are_recorded_are_those_that_are_not(name, rank, monkeypatch)
             opt.step()
         torch.cuda.synchronize()
         ends.append([t.clone() for p in tensors.values() for t in (p.detach(), *opt.state[p].values())])
-        plans = [part.bundle.plan for lane in opt._lanes for part in lane.parts]
+        plans = [part.bundle.plan for lane in opt._placements for part in lane.parts]
         made = [(key[1:], passes.graph) for plan in plans for key, passes in plan.made.items() if key[:1] == ("replay",)]
         kept = [key for key, graph in made if graph is not None]
         assert {key[:2] for key in kept} == ({(False, False), (False, True)} if most else set())

@@ -17,7 +17,7 @@ from torch_cases import bits, curvature, every, give_gradients, make, parameters
 import rlx_optim
 import rlx_optim.torch as ours
 from rlx_optim import buckets
-from rlx_optim.torch import offload
+from rlx_optim.torch.placements import host as offload
 
 #: rows that are cut into runs, one row that is not, what is coded, small ones and an empty one
 SHAPES = {"w": (24, 16), "wide": (16, 300), "b": (1037,), "one": (1,), "s": (), "conv": (4, 3, 3, 2), "none": (0, 3)}
@@ -48,11 +48,11 @@ def check(pairs):
     (a, x), (b, y) = pairs
     assert same(bits(a), bits(b))
     assert same(flat(x), flat(y))
-    assert all(lane.link.idle() for lane in y._lanes if lane.hosted)
+    assert all(lane.link.idle() for lane in y._placements if lane.hosted)
 
 
 def counted(opt):
-    return [len(lane.buckets) for lane in opt._lanes]
+    return [len(lane.buckets) for lane in opt._placements]
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_the_same_numbers(name):
     for params, opt in pairs:
         run(opt, params, 0, STEPS)
     check(pairs)
-    assert all(lane.hosted for lane in pairs[1][1]._lanes)
+    assert all(lane.hosted for lane in pairs[1][1]._placements)
 
 
 @pytest.mark.parametrize("settings", HALVES, ids=str)
@@ -89,10 +89,10 @@ def test_what_is_cut_and_what_is_not():
     cut, whole, together = (both(name)[1] for name in ("AdamW", "Lamb", "Prodigy"))
     for params, opt in (cut, whole, together):
         run(opt, params, 0, 1)
-    assert {name: len(cut[1]._lanes[0].seats[i].records) for i, name in enumerate(SHAPES)}["wide"] == 16  # a row each
-    assert all(len(seat.records) == 1 for seat in whole[1]._lanes[0].seats)
+    assert {name: len(cut[1]._placements[0].entries[i].records) for i, name in enumerate(SHAPES)}["wide"] == 16  # a row each
+    assert all(len(seat.records) == 1 for seat in whole[1]._placements[0].entries)
     assert counted(cut[1]) > counted(whole[1]) > counted(together[1]) == [1]
-    rooms = cut[1]._lanes[0].rooms
+    rooms = cut[1]._placements[0].rooms
     assert len(rooms) == 3
     assert all(room.memory.numel() <= 2 * 1200 + 512 for room in rooms)  # a row of "wide", p and g
 
@@ -108,7 +108,7 @@ def test_engines(name, engine):
         torch.testing.assert_close(*(bits(params) for params, _ in pairs), rtol=1e-6, atol=1e-6)
     else:
         check(pairs)
-    lanes = pairs[1][1]._lanes
+    lanes = pairs[1][1]._placements
     assert all(lane.engine.name == engine for lane in lanes)
     assert any(lane.above for lane in lanes) == (name == "Muon" and engine == "torch")
 
@@ -128,12 +128,12 @@ def on_the_device():
         for params, opt in pairs:
             run(opt, params, 0, 2)
         check(pairs)
-        (lane,) = pairs[1][1]._lanes
+        (lane,) = pairs[1][1]._placements
         counted = memory.homes(
             rlx_optim.create(name.lower(), **settings), {k: tuple(p.shape) for k, p in pairs[1][0].items()}, 4, True, "triton"
         )
         assert counted["device"]["buckets"] == sum(room.memory.numel() for room in lane.rooms)
-        found[name] = type(lane.buckets[0].lane).__name__
+        found[name] = type(lane.buckets[0].placement).__name__
     return found
 
 
@@ -144,7 +144,7 @@ DEVICE = [("AdamW", torch.float32, {}), ("Sophia", torch.bfloat16, {"rounding": 
 def test_on_the_device():
     """engine="triton" has every rule compute on the device; its state goes up and comes down."""
     found = in_the_interpreter("on_the_device", "test_offload")
-    assert found == {name: "TritonBucket" for name, _, _ in DEVICE}
+    assert found == {name: "LocalTriton" for name, _, _ in DEVICE}
 
 
 def test_a_split_parameter():
@@ -367,7 +367,7 @@ def test_a_state_that_was_moved_is_refused():
 # ---- interruptions ----------------------------------------------------------------------------------------------------------
 def in_the_middle(monkeypatch, what):
     """Have something happen while a bucket is computed."""
-    step, calls = offload.HostBucket.carry, []
+    step, calls = offload.Hosted.carry, []
 
     def carry(self, turns, compute):
         def disturbed(turn):
@@ -378,7 +378,7 @@ def in_the_middle(monkeypatch, what):
 
         step(self, turns, disturbed)
 
-    monkeypatch.setattr(offload.HostBucket, "carry", carry)
+    monkeypatch.setattr(offload.Hosted, "carry", carry)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -416,7 +416,7 @@ def test_an_error_leaves_nothing_under_way(monkeypatch):
     give_gradients(params, 1)
     with pytest.raises(MemoryError):
         opt.step()
-    assert all(lane.link.idle() for lane in opt._lanes)
+    assert all(lane.link.idle() for lane in opt._placements)
 
 
 def test_threads():
@@ -470,7 +470,8 @@ def test_memory_counts_what_is_taken(name, engine, monkeypatch):
     kept = [v for state in opt.state.values() for k, v in state.items() if k not in ("step", *opt.spec().counters())]
     assert found["host"]["state"] == sum(v.nbytes for v in kept if torch.is_tensor(v))
     rooms = {
-        above: sum(r.memory.numel() for lane in opt._lanes if lane.above == above for r in lane.rooms) for above in (True, False)
+        above: sum(r.memory.numel() for lane in opt._placements if lane.above == above for r in lane.rooms)
+        for above in (True, False)
     }
     for said, taken in ((found["device"]["buckets"], rooms[True]), (found["host"]["buckets"], rooms[False])):
         assert said == taken

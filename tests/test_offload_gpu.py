@@ -64,7 +64,7 @@ def test_the_same_numbers(name):
     tensors = [v for state in opt.state.values() for v in state.values() if torch.is_tensor(v)]
     assert {t.device.type for t in tensors} == {"cpu"}
     assert opt.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
-    assert all(lane.kept.type == "cpu" for lane in opt._lanes)
+    assert all(lane.kept.type == "cpu" for lane in opt._placements)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -95,10 +95,10 @@ def test_on_the_device(name, settings):
     """engine="triton": the state goes up and comes down; the numbers are those of the step on the device."""
     (got, opt), (want, _) = (walk(name, "cuda", engine="triton", **settings, **more) for more in ({"offload": "cpu"}, {}))
     assert equal(values(got), values(want))
-    assert all(lane.above for lane in opt._lanes)
+    assert all(lane.above for lane in opt._placements)
     kept = [v for state in opt.state.values() for k, v in state.items() if k.startswith(("exp_avg", "m", "h"))]
     assert all(v.is_pinned() for v in kept)
-    assert len(opt._lanes[0].buckets) > 1
+    assert len(opt._placements[0].buckets) > 1
 
 
 def test_resumed_bit_for_bit(tmp_path):

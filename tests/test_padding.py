@@ -52,7 +52,7 @@ def test_as_the_reference(engine, settings):
 
 def test_they_are_stepped_together():
     _, opt = gap("torch")
-    assert [len(part.records) for lane in opt._lanes for part in lane.parts] == [len(SHAPES)]
+    assert [len(part.records) for lane in opt._placements for part in lane.parts] == [len(SHAPES)]
 
 
 def test_what_measures_is_not():
@@ -61,7 +61,7 @@ def test_what_measures_is_not():
     for settings in ({"cautious": True}, {"decay": "hyperball"}):
         far, opt = gap("torch", torch.float32, start, gradients, **settings)
         assert far < 1e-5
-        assert len(opt._lanes[0].parts) == 4
+        assert len(opt._placements[0].parts) == 4
     _, opt = walked(start, gradients[:1], "torch")
     for k, p in zip(start, opt.param_groups[0]["params"], strict=True):
         p.grad = torch.tensor(gradients[1][k])
@@ -112,7 +112,7 @@ def interpreted():
     settings = {"convention": "moonlight", "weight_decay": 0.1}
     far, _ = gap("triton", torch.float32, *problem(2, small), **settings)
     farther, opt = gap("triton", torch.float32, *problem(1, larger), **settings)
-    return far, farther, len(opt._lanes[0].parts)
+    return far, farther, len(opt._placements[0].parts)
 
 
 @pytest.mark.gpu
@@ -140,7 +140,7 @@ def test_larger_ones_on_a_gpu():
             want, usual = (iterate(p.grad.to(dtype)).double() for dtype in (torch.float64, torch.bfloat16))
             moved = moved.mT if rows > columns else moved
             assert (moved - want).norm() <= (usual - want).norm() / 2
-    assert len(opt._lanes[0].parts) == 1
+    assert len(opt._placements[0].parts) == 1
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ SHAPES = [(64, 48), (33, 17), (64, 48), (48, 32), (5,), (1,), (40, 3), (1000,)] 
 
 def replays(opt):
     """The recorded passes of an optimizer."""
-    plans = [part.bundle.plan for lane in opt._lanes for part in lane.parts]
+    plans = [part.bundle.plan for lane in opt._placements for part in lane.parts]
     return [each for plan in plans if plan is not None for each in plan.made.values() if isinstance(each, Passes)]
 
 

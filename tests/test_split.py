@@ -97,7 +97,7 @@ def test_noise_of_parts():
     opt = KronPSGD([("w", whole)], split={"w": (8, 4)}, preconditioner_update_probability=1.0)
     whole.grad = noise((12, 4), 1)
     opt.step()
-    assert [record.name for record in opt._lanes[0].seats[0].records] == ["w[0]", "w[1]"]
+    assert [record.name for record in opt._placements[0].entries[0].records] == ["w[0]", "w[1]"]
 
 
 def test_state_of_parts(tmp_path):

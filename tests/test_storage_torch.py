@@ -380,7 +380,7 @@ def captured_well(found):
         assert share < 0.02, (name, wanted)
         assert gap < 1e-6, (name, wanted)
         assert found[f"{name} {wanted} skipped"]
-    assert list(found["refused"]) == [f"Prodigy: state_dtype='int8': {rlx_optim.torch.graphs.ALONE}", True]
+    assert list(found["refused"]) == [f"Prodigy: state_dtype='int8': {rlx_optim.torch.placements.captured.ALONE}", True]
 
 
 def test_captured_in_the_interpreter():

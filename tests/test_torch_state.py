@@ -15,7 +15,7 @@ from torch import nn
 from torch_cases import bits, curvature, every, give_gradients, make, network, parameters, run, same, same_state, twins
 
 import rlx_optim.torch as ours
-from rlx_optim.torch import lanes
+from rlx_optim.torch.placements import local
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tensors are tiny: a second thread of torch only waits
 
@@ -518,7 +518,7 @@ def test_a_step_that_breaks_off_counts_what_was_stepped(place, error, monkeypatc
     run(opt, params, 0, 3)
     run(reference, others, 0, 3)
 
-    step, stepped = lanes.run_part, []
+    step, stepped = local.run_part, []
 
     def failing(part, *args):
         if len(stepped) == (place == "second"):
@@ -531,9 +531,9 @@ def test_a_step_that_breaks_off_counts_what_was_stepped(place, error, monkeypatc
 
     with monkeypatch.context() as broken:
         if place == "count":
-            broken.setattr(lanes.CpuBucket, "count", uncounted)
+            broken.setattr(local.LocalCpu, "count", uncounted)
         else:
-            broken.setattr(lanes, "run_part", failing)
+            broken.setattr(local, "run_part", failing)
         give_gradients(params, 3)
         with pytest.raises(error):
             opt.step()

@@ -8,6 +8,7 @@ from helpers import TORCH as ALL
 from torch import nn
 
 import rlx_optim.torch as ours
+from rlx_optim.torch import collect
 
 ENGINES = ("cpu", "torch")
 SHAPES = {"w": (24, 16), "wide": (6, 30), "b": (37,), "one": (1,), "s": (), "conv": (4, 3, 3, 2)}
@@ -83,5 +84,5 @@ def network(bias):
 
 
 def moved(params, opt):
-    opt._ready()[0][0].device = torch.device("cuda", 1)  # as if the state were there
-    opt._lanes[0].selections.clear()
+    collect.find_ready(opt)[0][0].device = torch.device("cuda", 1)  # as if the state were there
+    opt._placements[0].selections.clear()

@@ -101,9 +101,9 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
             out.sent[owner] += updates
             out.hidden[owner] += updates if place < turns[owner][-1] else 0
             for rank, part in enumerate(parts):
-                there = part * given if dim is not None and rank != owner else 0
-                out.sent[rank] += there
-                out.hidden[rank] += there if place > turns[owner][0] else 0
+                sent = part * given if dim is not None and rank != owner else 0
+                out.sent[rank] += sent
+                out.hidden[rank] += sent if place > turns[owner][0] else 0
     bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
         key = (type(spec), tuple(spec.slots(shape)), spec.likeness())

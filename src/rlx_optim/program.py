@@ -335,8 +335,9 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     """The program of a spec for tensors with these slots.
 
     what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit
-    alone, of a direction u that is an array; "observe", the second update of those that take estimates; "told", a step that also
-    gives what it did (`stats`). numbers: what `scalars` gives, where it is known already.
+    alone, of a direction u that is an array; "commit", the same of one that comes in g's place, as engines take it; "observe",
+    the second update of those that take estimates; "told", a step that also gives what it did (`stats`). numbers: what `scalars`
+    gives, where it is known already.
     """
     numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
     key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop, slot.storage) for name, slot in slots.items()), what)
@@ -366,8 +367,8 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
     spec, before = _shared(spec), E.current["p"]
-    x = stats.before(E, x) if what == "told" else x
-    for part in {"observe": ("observe",), "move": ("commit",)}.get(what, ("update", "mask", "commit")):
+    x = stats.before(E, x) if what == "told" else x.set(u=x.g) if what == "commit" else x
+    for part in {"observe": ("observe",), "move": ("commit",), "commit": ("commit",)}.get(what, ("update", "mask", "commit")):
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
                 if not isinstance(x.get(name), Symbol):
@@ -378,7 +379,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
         if E.current["p"] != before:
             raise LanguageError(f"{E.title}.{part} writes p; rules give the direction u, and the commit what is taken from p")
     x = stats.after(E, x) if what == "told" else x
-    if what in ("step", "move", "told"):
+    if what in ("step", "move", "commit", "told"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
         if x[name].number != number:

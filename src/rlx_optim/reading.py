@@ -1,5 +1,5 @@
-"""What a matrix rule reads of its parameter: its values, or its shape alone. Found out by running `update`, so that nobody has to
-declare it: over ranks a matrix is sent to its owner only where the rule reads it."""
+"""What a matrix rule reads, found out by running `update`, so that nobody has to declare it: of its parameter the values, or the
+shape alone (over ranks a matrix is sent to its owner only where the rule reads it); of its hyperparameters which numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from .engine import Bundle
 from .engines.reference import Reference
+from .program import Unread
 from .spec import Shape, Spec
 
 SMALL = 4096  # elements of a tensor up to which an update is tried on its own shape
@@ -57,14 +58,31 @@ def samples(shape: Shape) -> list[Shape]:
     return [tuple(n if n <= 1 else unit * (2 + lengths.index(n)) for n in shape) for unit in UNITS]
 
 
+def check_replays(spec: Spec, shape: Shape) -> None:
+    """Refuse an `update` that reads a float of the hyperparameters where `replays` says that its step can be recorded: a recorded
+    step would go on with the float that it was recorded with."""
+    if not spec.replays():
+        return
+    unread = object.__new__(type(spec))
+    for name, value in spec.values().items():
+        unread.__dict__[name] = Unread(type(spec).__name__, name) if type(value) is float else value
+    for sample in (each for each in samples(shape) if spec.takes(each) is None):
+        _run(spec, sample, unread, blind=False)
+
+
 def _tried(spec: Spec, shape: Shape) -> bool:
-    engine, slots, counters = Trying(), spec.slots(shape), spec.counters()
-    gradient = np.random.default_rng(0).standard_normal(shape)
-    state = {name: [engine.allocate(slot)] for name, slot in slots.items()}
-    bundle = Bundle(spec, ["p"], [shape], slots, {"p": [np.zeros(shape)], "g": [gradient], **state}, t=1, blind=True)
-    bundle.numbers = {**counters, **spec.numbers(1, counters)}
     try:
-        engine.run(bundle, move=False)
+        _run(spec, shape, spec, blind=True)
     except Exception:  # it reads p, or is not for NumPy
         return True
     return False
+
+
+def _run(spec: Spec, shape: Shape, shown: Spec, blind: bool) -> None:
+    """Run the update of one matrix, both ways at every branch. shown: the spec that `update` sees."""
+    engine, slots, counters = Trying(), spec.slots(shape), spec.counters()
+    gradient = np.random.default_rng(0).standard_normal(shape)
+    state = {name: [engine.allocate(slot)] for name, slot in slots.items()}
+    bundle = Bundle(shown, ["p"], [shape], slots, {"p": [np.zeros(shape)], "g": [gradient], **state}, t=1, blind=blind)
+    bundle.numbers = {**counters, **spec.numbers(1, counters)}
+    engine.run(bundle, move=False)

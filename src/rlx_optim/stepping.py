@@ -82,17 +82,18 @@ class TensorState:
 class Part:
     """One bundle, and what its last step did."""
 
-    __slots__ = ("bundle", "counted", "records", "told")
+    __slots__ = ("bundle", "commits", "counted", "records", "report")
 
-    def __init__(self, bundle: Bundle, records: list[TensorState]):
+    def __init__(self, bundle: Bundle, records: list[TensorState], commits: bool = False):
         self.bundle, self.records = bundle, records
-        self.told: Mapping[str, Any] = {}  # what its last step did, where that was asked
+        self.commits = commits  # it takes directions in place of gradients; the numbers are the records' counters
+        self.report: Mapping[str, Any] = {}  # what its last step did, where that was asked
         self.counted = False  # whether its last step moved a counter
 
     def tell(self, found: Mapping[str, Any]) -> None:
         """Keep what a step did, of what it gave, where that was asked."""
         if self.bundle.asked:
-            self.told = {kind: found[kind] for kind in KINDS if kind in found}
+            self.report = {kind: found[kind] for kind in KINDS if kind in found}
 
 
 class StepPart(NamedTuple):
@@ -119,8 +120,9 @@ class Grouping:
 
     CHOICES = 16  # times all records: how many a grouping remembers
 
-    def __init__(self, engine: Engine, records: list[TensorState], pointers: Any = None):
-        self.engine, self.records, self.pointers = engine, records, pointers
+    def __init__(self, engine: Engine, records: list[TensorState], pointers: Any = None, commits: bool = False):
+        """commits: only the commit of a rule is run, of a direction that comes in the gradient's place."""
+        self.engine, self.records, self.pointers, self.commits = engine, records, pointers, commits
         most = self.CHOICES * (len(records) + 1)
         self.plans, self.parts = Recent(most), Recent(most)
 
@@ -136,17 +138,19 @@ class Grouping:
     def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], structures: tuple[Any, ...], asked: bool) -> Any:
         """What a plan is known by. Stacks of a matrix rule share their numbers, so it says who has stepped equally often."""
         seen: dict[Any, int] = {}
-        matrix = any(spec.matrix for spec in specs)
+        matrix = not self.commits and any(spec.matrix for spec in specs)
         counts = tuple(seen.setdefault(self.records[i].cohort(), len(seen)) for i in chosen) if matrix else ()
         return chosen, structures, asked, counts
 
     def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], structures: Any, asked: bool) -> list[StepPart]:
-        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, asked)
+        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, asked, self.commits)
         found = []
         for key, places in alike.items():
             spec = specs[self.records[places[0]].group]
-            check_axes([self.records[i] for i in places], spec)
-            limit = self.engine.stack(self.records[places[0]].shape) if spec.matrix else len(places)
+            if not self.commits:
+                check_axes([self.records[i] for i in places], spec)
+            stacked = spec.matrix and not self.commits
+            limit = self.engine.stack(self.records[places[0]].shape) if stacked else len(places)
             for lo in range(0, len(places), limit):
                 found.append(self._part(key, tuple(places[lo : lo + limit]), specs, structures, asked))
         if len(found) > 1:
@@ -155,9 +159,10 @@ class Grouping:
 
     def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], structures: Any, asked: bool) -> StepPart:
         def make(places: Sequence[int]) -> Part:
-            return make_part([(i, self.records[i]) for i in places], specs, self.pointers, asked)
+            return make_part([(i, self.records[i]) for i in places], specs, self.pointers, asked, self.commits)
 
-        if isinstance(self.engine, TakingRows) and not specs[self.records[places[0]].group].matrix and self.pointers is not None:
+        swept = self.commits or not specs[self.records[places[0]].group].matrix
+        if isinstance(self.engine, TakingRows) and swept and self.pointers is not None:
             part = self.parts.find((key, structures, asked), lambda: make(self._everyone(key, specs, asked)), len(self.records))
             if self.engine.takes_rows(part.bundle):
                 everyone: list[int] = part.bundle.index
@@ -169,11 +174,11 @@ class Grouping:
 
     def _everyone(self, key: Any, specs: Sequence[Spec], asked: bool) -> list[int]:
         """The places of all records that step together with those of a key."""
-        return group_alike(enumerate(self.records), specs, self.engine, asked)[key]
+        return group_alike(enumerate(self.records), specs, self.engine, asked, self.commits)[key]
 
 
 def group_alike(
-    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, asked: bool
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, asked: bool, commits: bool = False
 ) -> dict[Any, list[int]]:
     """The places of records that may be in one bundle: an elementwise rule takes all that share a structure, a matrix rule stacks
     of one shape and count, or of many shapes where it and the engine can. Empty tensors are left out."""
@@ -181,9 +186,12 @@ def group_alike(
     for place, record in records:
         if record.size:
             spec = specs[record.group]
+            if commits:
+                alike.setdefault((type(spec), spec.likeness(), record.kind), []).append(place)
+                continue
             mixed = spec.ragged() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
             mixed = mixed and spec.state_dtype == "float32"
-            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else spec.likeness()
+            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.likeness())
             alike.setdefault((_slots(spec, record), key), []).append(place)
     return alike
 
@@ -191,7 +199,7 @@ def group_alike(
 def bundle_up(
     records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
 ) -> list[Part]:
-    """Bundle (place in the call, record) pairs, for one step or a few. asked: their steps say what they did (`Part.told`)."""
+    """Bundle (place in the call, record) pairs, for one step or a few. asked: their steps say what they did (`Part.report`)."""
     pairs = dict(records)
     parts = []
     for places in group_alike(pairs.items(), specs, engine, asked).values():
@@ -231,16 +239,22 @@ def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]
             )
 
 
-def make_part(members: Sequence[tuple[int, TensorState]], specs: Sequence[Spec], watch: Any, asked: bool) -> Part:
-    """A part of these (place, record) pairs."""
+def make_part(
+    members: Sequence[tuple[int, TensorState]], specs: Sequence[Spec], watch: Any, asked: bool, commits: bool = False
+) -> Part:
+    """A part of these (place, record) pairs. commits: of the commit alone."""
     places, records = [place for place, _ in members], [record for _, record in members]
     spec, slots = specs[records[0].group], records[0].slots
     buffers: dict[str, Sequence[Any]] = {"p": [], "g": []} | {s: [r.state[s] for r in records] for s in slots}
     names, shapes = [r.name for r in records], [r.shape for r in records]
-    program = None if spec.matrix else trace(spec, slots, "told" if asked else "step")
+    program: Program | None = None
+    if commits:
+        program = trace(spec, slots, "commit", dict.fromkeys(spec.committed, 0.0))
+    elif not spec.matrix:
+        program = trace(spec, slots, "told" if asked else "step")
     bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=places, asked=asked)
     bundle.halves = [r.half for r in records] if any(r.half for r in records) else ()
-    return Part(bundle, records)
+    return Part(bundle, records, commits)
 
 
 def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
@@ -269,39 +283,42 @@ def find_cohorts(records: Sequence[TensorState]) -> list[list[int]]:
 
 def run_part(
     part: Part, engine: Engine, specs: Sequence[Spec], numbers: dict[Any, dict[str, Any]], params: Any, grads: Any, scale: float,
-    rows: np.ndarray | None = None,
-) -> None:  # fmt: skip
-    """Step the tensors of one part, and count the step. rows: which of them; None: all."""
+    rows: np.ndarray | None = None, move: bool = True,
+) -> Mapping[str, Any]:  # fmt: skip
+    """Step the tensors of one part, count the step, and give what the engine gave. rows: which of them; None: all. move=False
+    leaves a matrix rule's direction where p would be."""
     bundle = part.bundle
     records = part.records if rows is None else [part.records[row] for row in rows]
     cohorts = find_cohorts(records)
     firsts = [records[places[0]] for places in cohorts]
     bundle.spec, bundle.rows = specs[firsts[0].group], rows
-    each = [scalars(first, specs[first.group], numbers) for first in firsts]
+    each = [first.counters if part.commits else scalars(first, specs[first.group], numbers) for first in firsts]
     if bundle.halves:
-        each = [{**now, "_tick": first.t + 1} for now, first in zip(each, firsts, strict=True)]
+        each = [{**given, "_tick": first.t + 1} for given, first in zip(each, firsts, strict=True)]
     bundle.t = firsts[0].t + 1
-    now = each[0] if len(each) == 1 else _columns(cohorts, each, len(records))
+    given = each[0] if len(each) == 1 else _columns(cohorts, each, len(records))
+    found: Mapping[str, Any]
     if bundle.runner is not None and bundle.watch is not None:  # which knows where the arrays are
-        found = bundle.runner(now, scale)
+        found = bundle.runner(given, scale)
     else:
-        found = run_bundle(bundle, engine, now, scale, p=params, g=grads)
+        found = run_bundle(bundle, engine, given, scale, move, p=params, g=grads)
     part.tell(found)
     moved = [
-        count([records[i] for i in places] if len(cohorts) > 1 else records, found if bundle.spec.matrix else its)
-        for places, its in zip(cohorts, each, strict=True)
+        count([records[i] for i in places] if len(cohorts) > 1 else records, found if bundle.program is None else own)
+        for places, own in zip(cohorts, each, strict=True)
     ]
     part.counted = any(moved)
+    return found
 
 
 def run_bundle(
-    bundle: Bundle, engine: Engine, numbers: Mapping[str, Any], scale: Any, **arrays: Sequence[Any]
+    bundle: Bundle, engine: Engine, numbers: Mapping[str, Any], scale: Any, move: bool = True, **arrays: Sequence[Any]
 ) -> Mapping[str, Any]:
     """Run a bundle on a caller's arrays, which are not kept."""
     bundle.numbers, bundle.scale = dict(numbers), scale
     bundle.buffers |= arrays
     try:
-        return engine.run(bundle) if bundle.runner is None else bundle.runner(bundle.numbers, scale)
+        return engine.run(bundle, move) if bundle.runner is None else bundle.runner(bundle.numbers, scale)
     finally:
         bundle.buffers |= dict.fromkeys(arrays, ())
 
@@ -322,14 +339,14 @@ def rows(parts: Iterable[StepPart], names: Mapping[TensorState, str]) -> list[Ro
     found = []
     for step in parts:
         records = step.records
-        found += rows_of(step.part.told, [names[r] for r in records], [r.size for r in records])
+        found += rows_of(step.part.report, [names[r] for r in records], [r.size for r in records])
     return found
 
 
-def count(records: Sequence[TensorState], now: Mapping[str, Any]) -> bool:
+def count(records: Sequence[TensorState], given: Mapping[str, Any]) -> bool:
     """Count a step of a cohort, records that share its numbers; whether a counter of theirs moved."""
     mine = records[0].counters
-    changed = {name: now[name] for name, value in mine.items() if name in now and now[name] != value} if mine else {}
+    changed = {name: given[name] for name, value in mine.items() if name in given and given[name] != value} if mine else {}
     for record in records:
         record.t += 1
     if changed:

@@ -67,7 +67,7 @@ def run_ranks(method: str, work: Callable[..., Any], given: Sequence[Any], size:
                 rank.kill()
                 rank.join()
         problems = [each.read_text() for each in sorted(Path(folder).glob("problem*"))]
-        problems.sort(key=lambda text: text.startswith("Elsewhere"))  # which repeats another
+        problems.sort(key=lambda text: text.startswith("RemoteError"))  # which repeats another
         if problems:
             raise RuntimeError(f"over {size} ranks: {problems[0]}")
         if not Path(folder, "found").exists():

@@ -20,8 +20,8 @@ from ..spec import MODIFIERS, REQUIRED, Spec
 try:
     from .attention import qk_clip_
     from .clip import clip_grad_norm_
+    from .cuda_graphs import Graphed
     from .curvature import CurvatureOptimizer
-    from .graphed import Graphed
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
     raise documentation.lacking(problem, __name__, "torch", ("torch",)) from None

@@ -87,12 +87,12 @@ def _over(weight: torch.Tensor, param: torch.Tensor) -> bool:
 def _scale(weight: torch.Tensor, rows: torch.Tensor, low: torch.Tensor | None) -> None:
     """Row by row: in float32 and rounded once, where the weight has fewer bits; with its low half, where it has one."""
     if is_spread(weight) and weight.ndim:
-        offsets, here = extent(weight)
-        rows = rows[offsets[0] : offsets[0] + here[0]]
-    rows, mine = rows.reshape(-1, *[1] * (weight.ndim - 1)), local(weight)
+        offsets, lengths = extent(weight)
+        rows = rows[offsets[0] : offsets[0] + lengths[0]]
+    rows, weights = rows.reshape(-1, *[1] * (weight.ndim - 1)), local(weight)
     if low is None:
-        mine.mul_(rows)
+        weights.mul_(rows)
     else:
-        part(joined(mine, low) * rows, mine, low)
-    if mine is not weight:
+        part(joined(weights, low) * rows, weights, low)
+    if weights is not weight:
         torch.autograd.graph.increment_version(weight)

@@ -18,9 +18,9 @@ from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Spec
 from ..splits import WHOLE, shapes_of
-from .lanes import ARITHMETIC
 from .names import in_dtype
 from .optimizer import RuleOptimizer
+from .placements.local import ARITHMETIC
 from .restore import fill, make_room, read_parameter
 from .state import init_state, part_names
 from .state_errors import COUNTABLE

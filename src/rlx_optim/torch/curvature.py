@@ -10,7 +10,8 @@ import torch
 
 from .. import random
 from ..routing import bare
-from .evaluating import named
+from .collect import check_entry, find_ready
+from .eval_mode import named
 from .halves import is_spread
 from .optimizer import RuleOptimizer
 
@@ -114,12 +115,12 @@ class CurvatureOptimizer(RuleOptimizer):
         if not estimates:
             return False
         self._current_specs()
-        self._ready()
+        find_ready(self)
         local = {p: self._local(p, estimate) for p, estimate in estimates.items()}
         verdict = None
-        if self._council is not None and self.nonfinite != "propagate":
+        if self._consensus is not None and self.nonfinite != "propagate":
             bad = not all(bool(torch.isfinite(estimate).all()) for estimate in local.values())
-            verdict = bool(self._council.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
+            verdict = bool(self._consensus.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
         if not self._passes(lambda: local, list(local.values()), verdict):
             return False
         for p, estimate in local.items():
@@ -130,7 +131,7 @@ class CurvatureOptimizer(RuleOptimizer):
         """The part of a tensor that is here, placed like the parameter."""
         if not is_spread(param):
             return tensor
-        from .sharded.council import local_grad
+        from .sharded.consensus import local_grad
 
         return local_grad(self._owner, "a parameter", param, tensor.detach())
 
@@ -151,11 +152,11 @@ class CurvatureOptimizer(RuleOptimizer):
     @torch.no_grad()
     def _observe(self, param: torch.Tensor, estimate: torch.Tensor) -> None:
         spec_of = self._current_specs()
-        ((lane, (place,), _),) = self._ready(param)
-        seat = lane.seats[place]
-        self._check_seat(lane, seat)
-        given = estimate.detach().resolve_neg().to(lane.dtype).contiguous()
-        record = seat.records[0]
-        lane.observe(seat, spec_of[record.group], given)
-        seat.state["estimates"].fill_(record.counters["estimates"])  # on the device, where it is captured
-        lane.write_counters()
+        ((placement, (place,), _),) = find_ready(self, param)
+        entry = placement.entries[place]
+        check_entry(self, placement, entry)
+        given = estimate.detach().resolve_neg().to(placement.dtype).contiguous()
+        record = entry.records[0]
+        placement.observe(entry, spec_of[record.group], given)
+        entry.state["estimates"].fill_(record.counters["estimates"])  # on the device, where it is captured
+        placement.write_counters()

@@ -44,9 +44,9 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: t
     if not keeps_low(spec, param):
         state.pop(LOW, None)
     elif LOW not in state:
-        here = local(param)
-        low = torch.zeros((*here.shape, 2), dtype=torch.uint8, device=device)
-        state[LOW] = low if here is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
+        shard = local(param)
+        low = torch.zeros((*shard.shape, 2), dtype=torch.uint8, device=device)
+        state[LOW] = low if shard is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
 
 
 def _layout(tensor: Any) -> Any:
@@ -72,15 +72,15 @@ def checked(
     """The low half of what is here, as integers of 16 bits, if there is to be one."""
     if not keeps_low(spec, param):
         return None
-    kept, here, shape = state[LOW], local(param), (*param.shape, 2)
+    kept, shard, shape = state[LOW], local(param), (*param.shape, 2)
     low = local(kept)
-    same = tuple(kept.shape) == shape and tuple(low.shape) == (*here.shape, 2) and is_spread(kept) == is_spread(param)
+    same = tuple(kept.shape) == shape and tuple(low.shape) == (*shard.shape, 2) and is_spread(kept) == is_spread(param)
     if not same or low.dtype is not torch.uint8 or low.device != device or not low.is_contiguous():
         raise RuntimeError(
             f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and on {device}; it is "
             f"{low.dtype}, of shape {tuple(kept.shape)} and on {low.device}"
         )
-    found: torch.Tensor = low.view(torch.int16).view(here.shape)
+    found: torch.Tensor = low.view(torch.int16).view(shard.shape)
     return found
 
 
@@ -90,9 +90,9 @@ def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None
         return None
     first: int | None = 0
     if is_spread(param):
-        offsets, here = extent(param)
-        rows = tuple(here[1:]) == tuple(param.shape[1:])
-        first = None if not rows else offsets[0] * math.prod(here[1:]) if here else 0
+        offsets, shard = extent(param)
+        rows = tuple(shard[1:]) == tuple(param.shape[1:])
+        first = None if not rows else offsets[0] * math.prod(shard[1:]) if shard else 0
     return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
 
 
@@ -100,59 +100,59 @@ def extent(param: Any) -> tuple[list[int], list[int]]:
     """Where what is here of a parameter begins, along each axis, and how long it is."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    here, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return list(offsets), list(here)
+    shard, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return list(offsets), list(shard)
 
 
 def places(param: Any) -> torch.Tensor:
     """The index in the whole parameter of each element that is here."""
-    offsets, here = extent(param)
+    offsets, shard = extent(param)
     device, found = local(param).device, torch.zeros((), dtype=torch.int64, device="cpu")
-    for axis, (offset, n) in enumerate(zip(offsets, here, strict=True)):
+    for axis, (offset, n) in enumerate(zip(offsets, shard, strict=True)):
         along = torch.arange(n, dtype=torch.int64, device="cpu") + offset
         found = found[..., None] + along * math.prod(param.shape[axis + 1 :])
     return found.reshape(-1).to(device)
 
 
-def held(seat: Any) -> torch.Tensor:
-    """What this rank has of a seat's parameter, with its low half if it has one."""
-    return whole(local(seat.param).detach().resolve_neg(), seat.half)
+def held(entry: Any) -> torch.Tensor:
+    """What this rank has of an entry's parameter, with its low half if it has one."""
+    return whole(local(entry.param).detach().resolve_neg(), entry.half)
 
 
-def opened(seat: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a seat's parameter in the arithmetic's type."""
-    p = seat.param.detach().resolve_neg()
-    joined = whole(p, seat.half)
+def opened(entry: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of an entry's parameter in the arithmetic's type."""
+    p = local(entry.param).detach().resolve_neg()
+    joined = whole(p, entry.half)
     return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def closed(seat: Any, value: torch.Tensor, t: Any) -> None:
-    """Leave in a seat's parameter what came of such a copy at step t."""
-    p, half = seat.param.detach(), seat.half
+def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
+    """Leave in an entry's parameter what came of such a copy at step t."""
+    p, half = local(entry.param).detach(), entry.half
     if half is None:
         p.copy_(value)
     elif half.low is not None:
         part(value, p, half.low)
     else:
-        places = seat.places() if half.first is None else None
+        places = entry.places() if half.first is None else None
         p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places))
 
 
-def tell(lane: Any, seat: Any) -> None:
-    """Tell the records of a seat how they are rounded, as the engine of their lane wants it."""
-    if lane.separates:
-        for record in seat.records:
-            record.kind = KINDS.get(seat.param.dtype, "")
-    if lane.rounds:
-        deal_out(lane, seat)
+def tell(placement: Any, entry: Any) -> None:
+    """Tell the records of an entry how they are rounded, as the engine of their placement wants it."""
+    if placement.separates:
+        for record in entry.records:
+            record.kind = KINDS.get(entry.param.dtype, "")
+    if placement.rounds:
+        deal_out(placement, entry)
 
 
-def deal_out(lane: Any, seat: Any) -> None:
-    """Tell the records of a seat how they are rounded, each a part of it, as the engine of their lane wants it."""
-    half = seat.half
-    if half is None or half.first is None or seat.columns:
+def deal_out(placement: Any, entry: Any) -> None:
+    """Tell the records of an entry how they are rounded, each a part of it, as the engine of their placement wants it."""
+    half = entry.half
+    if half is None or half.first is None or entry.columns:
         return
-    sizes = [record.size for record in seat.records]
-    for record, first in zip(seat.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
-        low = None if half.low is None else lane.view(half.low.view(-1)[first : first + record.size])
+    sizes = [record.size for record in entry.records]
+    for record, first in zip(entry.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
+        low = None if half.low is None else placement.view(half.low.view(-1)[first : first + record.size])
         record.half = dataclasses.replace(half, first=half.first + first, low=low)

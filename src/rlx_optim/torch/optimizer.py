@@ -23,12 +23,13 @@ from ..routing import Choice, Router, first_match, report
 from ..spec import Spec
 from ..splits import WHOLE, Split, checked, described, shapes_of
 from ..validation import listed
+from .collect import find_ready
 from .engines import check_engine
-from .evaluating import dicts_in, eager, named
-from .lanes import ARITHMETIC
+from .eval_mode import dicts_in, eager, named
+from .hf_config import has_heads, splits_of
 from .layouts import Origin
-from .models import has_heads, splits_of
 from .names import by_name, foreign, with_names
+from .placements.local import ARITHMETIC
 from .replaced import list_params
 from .restore import load_state, refuse_codes
 from .routing import kinds_of
@@ -171,9 +172,9 @@ class RuleOptimizer(Stepper):
         for what, given in (("split", split), ("heads", heads)):
             if not isinstance(given, Mapping | None) and not (what == "heads" and isinstance(given, bool)):
                 raise TypeError(f'{self._owner}: {what} must be a dict such as {{"*.qkv.weight": 3}}, got {given!r}')
-        told, found = heads if isinstance(heads, Mapping) else {}, dict[str, Split]()
-        for pattern, given in {**(split or {}), **told}.items():
-            if pattern in told and (not isinstance(given, int) or pattern in (split or {})):
+        counted, found = heads if isinstance(heads, Mapping) else {}, dict[str, Split]()
+        for pattern, given in {**(split or {}), **counted}.items():
+            if pattern in counted and (not isinstance(given, int) or pattern in (split or {})):
                 raise ValueError(
                     f"{self._owner}: heads of {pattern!r} must be their number, and not be in split too, got {given!r}"
                 )
@@ -200,10 +201,10 @@ class RuleOptimizer(Stepper):
         if given.otherwise is not None:
             raise ValueError(f"{self._owner}: {what} must take every tensor itself; give {type(given).__name__} otherwise=None")
         rule = given.spec.name
-        mine = {"rule": rule, **given.hyperparameters(), "maximize": self._maximize}
+        settings_of_rule = {"rule": rule, **given.hyperparameters(), "maximize": self._maximize}
         self._rules[rule] = given.spec
-        self._others.setdefault(rule, mine)
-        return Choice(self._spec_of(mine), mine)
+        self._others.setdefault(rule, settings_of_rule)
+        return Choice(self._spec_of(settings_of_rule), settings_of_rule)
 
     # ---- groups --------------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -231,16 +232,18 @@ class RuleOptimizer(Stepper):
             if (share := next((each for each in shares if each[0] == choice.rule), None)) is None:
                 shares.append(share := (choice.rule, []))
             share[1].append(entry)
-        (_, mine), *rest = shares
-        groups = [{**param_group, "params": mine}] if mine or not rest else []
-        groups += [{**rule, **self._kept(param_group, rule["rule"], there), "params": there} for rule, there in rest]
+        (_, own_params), *rest = shares
+        groups = [{**param_group, "params": own_params}] if own_params or not rest else []
+        groups += [{**rule, **self._kept(param_group, rule["rule"], others), "params": others} for rule, others in rest]
         self._add_all(groups)
         self._router.warn(2)
 
     def _kept(self, group: Mapping[str, Any], rule: str, entries: list[Any]) -> dict[str, Any]:
         """What a group says that holds too for those of its parameters that go to another rule."""
-        there = self._rules[rule].fields.keys() - ({"convention"} if rule != self.rule else ())  # whose words are each rule's own
-        lost = [k for k in group if k in self.spec.fields and k not in there]
+        known_fields = self._rules[rule].fields.keys() - (
+            {"convention"} if rule != self.rule else ()
+        )  # whose words are each rule's own
+        lost = [k for k in group if k in self.spec.fields and k not in known_fields]
         if lost:
             named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in entries]
             warnings.warn(
@@ -271,7 +274,7 @@ class RuleOptimizer(Stepper):
 
     def _add(self, group: dict[str, Any]) -> None:
         rule = group.get("rule", self.rule)
-        mine, self.defaults = self.defaults, self._defaults_of(rule)
+        own_defaults, self.defaults = self.defaults, self._defaults_of(rule)
         try:
             self._spec_of({**self.defaults, **group})
             super().add_param_group(group)
@@ -283,7 +286,7 @@ class RuleOptimizer(Stepper):
             how = "pairs of name and parameter" if "param_names" in self.param_groups[0] else "parameters without names"
             raise ValueError(f"{self._owner}: the other groups have {how}; give such here too ({problem})") from None
         finally:
-            self.defaults = mine
+            self.defaults = own_defaults
         added = self.param_groups[-1]
         spec = self._spec_of(added)
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
@@ -309,10 +312,10 @@ class RuleOptimizer(Stepper):
 
     def _defaults_of(self, rule: str, whose: str = "a group") -> dict[str, Any]:
         if not isinstance(rule, str) or rule not in self._rules:
-            there = known().get(rule) if isinstance(rule, str) else None
+            other = known().get(rule) if isinstance(rule, str) else None
             hint = "it is misspelt or damaged, or of a package that is not installed"
-            if there:
-                hint = f"make this one as that one was made: as rlx_optim.torch.{there.title}, or with route="
+            if other:
+                hint = f"make this one as that one was made: as rlx_optim.torch.{other.title}, or with route="
             raise ValueError(f"{self._owner}: {whose} is for rule {rule!r}; known are {listed(self._rules)}; {hint}")
         return self.defaults if rule == self.rule else self._others[rule]
 
@@ -359,8 +362,8 @@ class RuleOptimizer(Stepper):
                 saved["state"] = {key: copy.copy(state) for key, state in saved["state"].items()}
             for group in saved["param_groups"]:
                 group.update(foreign(self._rules[group.get("rule", self.rule)], group))
-                there = [key for key in group["params"] if key in saved["state"]]
-                saved["state"] |= {key: export_state(group, saved["state"][key]) for key in there}
+                present = [key for key in group["params"] if key in saved["state"]]
+                saved["state"] |= {key: export_state(group, saved["state"][key]) for key in present}
             return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
         self._refresh()
@@ -455,17 +458,17 @@ class RuleOptimizer(Stepper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
-        derived = {"_asked", "_rows", "_lanes", "_layout", "_places", "_specs", "_given", "_council", "_consolidated"}
+        derived = {"_asked", "_rows", "_placements", "_layout", "_places", "_specs", "_given", "_consensus", "_consolidated"}
         derived |= {"_listed", "_listed_specs", "_structures", "_dormant"}
-        mine = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
-        mine = {k: v for k, v in mine.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
-        return {**mine, **super().__getstate__()}
+        kept = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
+        kept = {k: v for k, v in kept.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
+        return {**kept, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
-            here = [group["state_dtype"] for group in self.param_groups]
+            formats = [group["state_dtype"] for group in self.param_groups]
             layouts = [self._layout_of(group, i, state["state"]) for i, group in enumerate(state["param_groups"])]
-            given = zip(state["param_groups"], here, layouts, strict=True)
+            given = zip(state["param_groups"], formats, layouts, strict=True)
             groups = [self._completed({**g, "state_dtype": kept}, i, layout) for i, (g, kept, layout) in enumerate(given)]
             state = {"param_groups": groups, "state": self._loaded(groups, state, layouts)}
         super().__setstate__(state)
@@ -499,21 +502,21 @@ class RuleOptimizer(Stepper):
         state = type(self.state)(dict)
         state.update({k: unboxed(v) for k, v in saved.items() if not isinstance(k, torch.Tensor)})
         for index, (group, given, layout) in enumerate(zip(groups, checkpoint["param_groups"], layouts, strict=True)):
-            spec, there = self._spec_of(group), given.get("state_dtype", "float32")
+            spec, saved_format = self._spec_of(group), given.get("state_dtype", "float32")
             for name, param in named(group, index):
-                its = unboxed(saved.get(param) or {})
-                if not isinstance(its, Mapping | None):
-                    raise refuse_state(self._owner, name, its)
-                if not its and is_frozen(param):
+                given_state = unboxed(saved.get(param) or {})
+                if not isinstance(given_state, Mapping | None):
+                    raise refuse_state(self._owner, name, given_state)
+                if not given_state and is_frozen(param):
                     continue
                 self._check_param(name, param, group)
-                split = self._saved_split(name, param, its or {})
+                split = self._saved_split(name, param, given_state or {})
                 home = self._home(name, param, spec, split)
                 slots = list(names_of(spec, kept_slots(spec, param, split, home)).values())
-                its = state_of(self._owner, spec, layout, given, its or {}, slots, tuple(param.shape), name)
-                if there not in ("float32", spec.state_dtype):
-                    refuse_codes(self._owner, spec, there, param, split, its, name)
-                state[param] = load_state(self._owner, spec, param, split, its, name, home)
+                given_state = state_of(self._owner, spec, layout, given, given_state or {}, slots, tuple(param.shape), name)
+                if saved_format not in ("float32", spec.state_dtype):
+                    refuse_codes(self._owner, spec, saved_format, param, split, given_state, name)
+                state[param] = load_state(self._owner, spec, param, split, given_state, name, home)
                 if split != self._batch(name, param):
                     state[param]["batch"] = split  # a whole one says so too, where it would be split
         return state
@@ -557,24 +560,23 @@ class RuleOptimizer(Stepper):
         from .sharded.together import sharing
 
         params = [param for group in self.param_groups for param in group["params"]]
-        return sharing(params, self._homes.circle).agreed(what, params[0].device)
+        return sharing(params, self._homes.comm).agreed(what, params[0].device)
 
     # ---- reports ---------------------------------------------------------------------------------------------------------
     def engine_report(self) -> dict[str, str]:
         """Which engine steps what, and why: {"12 parameters on cpu, float32 arithmetic": "cpu: … (why)"}."""
         out = {}
         asked = self._ignored and f"; {self._ignored}= makes no difference, engine= does"
-        self._ready()
-        for lane in self._lanes or []:
-            first = lane.seats[0]
+        find_ready(self)
+        for placement in self._placements or []:
+            first = placement.entries[0]
             arithmetic = str(ARITHMETIC[first.param.dtype]).removeprefix("torch.")
             spec = self._spec_of(self._views()[first.records[0].group])
-            key = (
-                f"{len(lane.seats)} parameters on {lane.device}, {arithmetic} arithmetic{', maximized' if lane.sign < 0 else ''}"
-            )
-            key += (lane.spread and f", {lane.spread}") + lane.words
-            copies = f"; the last step took {lane.copied} of them through copies" if lane.copied else ""
-            out[key] = f"{lane.engine.live(spec)} ({lane.why}{asked}{copies})"
+            turned = ", maximized" if placement.sign < 0 else ""
+            key = f"{len(placement.entries)} parameters on {placement.device}, {arithmetic} arithmetic{turned}"
+            key += (placement.spread and f", {placement.spread}") + placement.words
+            copies = f"; the last step took {placement.copied} of them through copies" if placement.copied else ""
+            out[key] = f"{placement.engine.live(spec)} ({placement.why}{asked}{copies})"
         if self._dormant:
             out[f"{len(self._dormant)} frozen parameters"] = "not stepped, no state until they are trained"
         return out

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..validation import listed
-from .evaluating import named
+from .eval_mode import named
 from .halves import is_spread
 from .restore import load_state, whole
 from .state import HOST, is_frozen, shapes_in_state, split_in

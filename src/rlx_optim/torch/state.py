@@ -17,8 +17,8 @@ from .. import storage
 from ..spec import Shape, Slot, Spec
 from ..splits import WHOLE, Split, checked, part, shapes_of, slots_of, stored
 from . import halves
-from .lanes import ARITHMETIC
 from .names import outside
+from .placements.local import ARITHMETIC
 from .state_errors import state_error
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter

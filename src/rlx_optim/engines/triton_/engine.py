@@ -124,7 +124,7 @@ class Triton(Matrices):
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
         numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         # what mixes is padded, also where all are of one shape: the others in a step do not change the bits of a matrix
-        mixed = bundle.spec.ragged() and not bundle.asked and bundle.spec.state_dtype == "float32"
+        mixed = bundle.program is None and bundle.spec.ragged() and not bundle.asked and bundle.spec.state_dtype == "float32"
         mixed = mixed and all(map(self.mixes, set(bundle.shapes)))
         if mixed:
             ahead.packing(self.device)

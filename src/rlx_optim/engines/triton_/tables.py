@@ -209,7 +209,9 @@ class Plan:
         self.version: Any = None  # of the watch, when they were told where they are
         self.halves = bundle.halves
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
-        self.exact = not bundle.spec.ragged()  # whether a matrix rule may read what it wrote, and not only as codes
+        self.exact = (
+            bundle.program is not None or not bundle.spec.ragged()
+        )  # whether a matrix rule may read what it wrote, and not only as codes
         self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
         self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept
 

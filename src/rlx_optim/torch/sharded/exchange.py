@@ -14,7 +14,7 @@ import torch
 
 from ...partition import extent
 from ...spec import Shape
-from .layout import Circle
+from .layout import Comm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,62 +26,62 @@ class Item:
     dim: int | None
     owner: int
 
-    def part(self, circle: Circle, rank: int) -> Shape:
+    def part(self, comm: Comm, rank: int) -> Shape:
         if self.dim is None:
             return self.shape
-        return (*self.shape[: self.dim], extent(self.shape[self.dim], circle.size, rank)[1], *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], extent(self.shape[self.dim], comm.size, rank)[1], *self.shape[self.dim + 1 :])
 
-    def nbytes(self, circle: Circle, rank: int) -> int:
-        return math.prod(self.part(circle, rank)) * self.dtype.itemsize
+    def nbytes(self, comm: Comm, rank: int) -> int:
+        return math.prod(self.part(comm, rank)) * self.dtype.itemsize
 
-    def cut(self, circle: Circle, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def cut(self, comm: Comm, whole: torch.Tensor, rank: int) -> torch.Tensor:
         if self.dim is None:
             return whole
-        return whole.narrow(self.dim, *extent(self.shape[self.dim], circle.size, rank))
+        return whole.narrow(self.dim, *extent(self.shape[self.dim], comm.size, rank))
 
 
 def collect(
-    circle: Circle, items: Sequence[Item], parts: Sequence[torch.Tensor], device: torch.device
+    comm: Comm, items: Sequence[Item], parts: Sequence[torch.Tensor], device: torch.device
 ) -> Callable[[], dict[int, torch.Tensor]]:
     """Every rank gives its parts; an owner gets its tensors whole, by their place in `items`."""
-    mine = [i for i, item in enumerate(items) if item.owner == circle.rank]
+    own = [i for i, item in enumerate(items) if item.owner == comm.rank]
     came = _exchange(
-        circle,
-        [[parts[i] for i, item in enumerate(items) if item.owner == rank] for rank in range(circle.size)],
-        [[(items[i].part(circle, rank), items[i].dtype) for i in mine] for rank in range(circle.size)],
+        comm,
+        [[parts[i] for i, item in enumerate(items) if item.owner == rank] for rank in range(comm.size)],
+        [[(items[i].part(comm, rank), items[i].dtype) for i in own] for rank in range(comm.size)],
         device,
     )
 
     def wholes() -> dict[int, torch.Tensor]:
         parts = came()
-        return {i: torch.cat([parts[rank][k] for rank in range(circle.size)], items[i].dim or 0) for k, i in enumerate(mine)}
+        return {i: torch.cat([parts[rank][k] for rank in range(comm.size)], items[i].dim or 0) for k, i in enumerate(own)}
 
     return wholes
 
 
 def spread(
-    circle: Circle, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device
+    comm: Comm, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device
 ) -> Callable[[], list[torch.Tensor]]:
     """Owners give their tensors whole; every rank gets its part of each."""
-    owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(circle.size)]
-    mine = owned[circle.rank]
+    owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(comm.size)]
+    own = owned[comm.rank]
     came = _exchange(
-        circle,
-        [[items[i].cut(circle, wholes[i], rank) for i in mine] for rank in range(circle.size)],
-        [[(items[i].part(circle, circle.rank), items[i].dtype) for i in owned[rank]] for rank in range(circle.size)],
+        comm,
+        [[items[i].cut(comm, wholes[i], rank) for i in own] for rank in range(comm.size)],
+        [[(items[i].part(comm, comm.rank), items[i].dtype) for i in owned[rank]] for rank in range(comm.size)],
         device,
     )
 
     def parts() -> list[torch.Tensor]:
         each = came()
-        place = {i: each[rank][k] for rank in range(circle.size) for k, i in enumerate(owned[rank])}
+        place = {i: each[rank][k] for rank in range(comm.size) for k, i in enumerate(owned[rank])}
         return [place[i] for i in range(len(items))]
 
     return parts
 
 
 def _exchange(
-    circle: Circle, gives: list[list[torch.Tensor]], wants: list[list[tuple[Shape, torch.dtype]]], device: torch.device
+    comm: Comm, gives: list[list[torch.Tensor]], wants: list[list[tuple[Shape, torch.dtype]]], device: torch.device
 ) -> Callable[[], list[list[torch.Tensor]]]:
     """Give lists of tensors to each rank, get tensors of known shapes from each."""
     sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in wants]
@@ -89,7 +89,7 @@ def _exchange(
     send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     receive = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
     given = [sum(t.numel() * t.element_size() for t in each) for each in gives]
-    work = torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=circle.group, async_op=True)
+    work = torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=comm.group, async_op=True)
 
     def came() -> list[list[torch.Tensor]]:
         work.wait()

@@ -20,7 +20,7 @@ from ...splits import WHOLE, Split, exact, number, shapes_of
 from ...storage import COMPONENTS
 from ..state import Slots, fresh, piece_shape, shape_in_state
 from .exchange import Item, spread
-from .layout import Circle, Layout, here
+from .layout import Comm, Layout, to_local
 
 
 class Shards:
@@ -58,7 +58,7 @@ class Shards:
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         if slot.drop == () and shape:
             local[-1] = layout.local_shape[-1] if shape[-1] == layout.shape[-1] else shape[-1]  # scales have rows of their own
-        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=here(param).device), shape, placements)
+        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=to_local(param).device), shape, placements)
 
     @torch.no_grad()
     def put(self, buffer: Any, value: torch.Tensor) -> None:
@@ -85,18 +85,18 @@ def lacking_axes(slot: Slot, shape: Shape) -> set[int]:
 
 
 class Owned:
-    """State that lies whole on one rank of a circle."""
+    """State that lies whole on one rank of a comm."""
 
-    def __init__(self, circle: Circle, owner: int, layout: Layout | None):
-        self.circle, self.owner, self.layout = circle, owner, layout
-        self.mine = circle.rank == owner
+    def __init__(self, comm: Comm, owner: int, layout: Layout | None):
+        self.comm, self.owner, self.layout = comm, owner, layout
+        self.is_owner = comm.rank == owner
         self.dim = None if layout is None else layout.shards[0][1]
 
     def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
         return slots
 
     def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-        return fresh(slots, param, split, dtype) if self.mine else torch.empty(0, dtype=dtype, device=param.device)
+        return fresh(slots, param, split, dtype) if self.is_owner else torch.empty(0, dtype=dtype, device=param.device)
 
     def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Item:
         """How a slot travels: cut like the parameter, or along its first axis."""
@@ -111,16 +111,16 @@ class Owned:
     @torch.no_grad()
     def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if self.mine:
+        if self.is_owner:
             buffer.copy_(whole.reshape(buffer.shape))
 
     @torch.no_grad()
     def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         item = Item(shape, buffer.dtype, None, self.owner)
-        return spread(self.circle, [item], {0: buffer} if self.mine else {}, buffer.device)()[0]
+        return spread(self.comm, [item], {0: buffer} if self.is_owner else {}, buffer.device)()[0]
 
     def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
-        return tuple(buffer.shape) == (shape if self.mine else (0,))
+        return tuple(buffer.shape) == (shape if self.is_owner else (0,))
 
 
 Home = Shards | Owned
@@ -131,18 +131,18 @@ class Homes:
 
     def __init__(self, owner: str, process_group: Any):
         self.owner = owner
-        self.circle = None if process_group is None else Circle(process_group)
+        self.comm = None if process_group is None else Comm(process_group)
         self.owners: dict[torch.Tensor, int] = {}
         self.loads: dict[str, list[int]] = {}
 
     def of(self, name: str, param: torch.Tensor, spec: Spec, split: Split) -> Home | None:
         """Where a parameter's state is kept; None for a plain tensor that every rank steps by itself."""
         layout = Layout(param) if isinstance(param, DTensor) else None
-        circle = self.circle_of(layout, spec)
-        if circle is not None:
+        comm = self.comm_of(layout, spec)
+        if comm is not None:
             if param not in self.owners:
                 self.share_out([(param, spec, split)])
-            return Owned(circle, self.owners[param], layout)
+            return Owned(comm, self.owners[param], layout)
         if layout is None:
             return None
         if layout.shards and split != WHOLE and measures(spec, piece_shape(param, split)):
@@ -157,24 +157,24 @@ class Homes:
             )
         return Shards(layout, whole=spec.matrix)
 
-    def circle_of(self, layout: Layout | None, spec: Spec) -> Circle | None:
+    def comm_of(self, layout: Layout | None, spec: Spec) -> Comm | None:
         """Among whom a parameter is owned by one."""
         if not spec.matrix:
             return None
         if layout is None:
-            return self.circle
-        return layout.circles[0] if layout.exchangeable else None
+            return self.comm
+        return layout.comms[0] if layout.exchangeable else None
 
     def share_out(self, newcomers: Iterable[tuple[torch.Tensor, Spec, Split]]) -> None:
         """Give new parameters their owners, by the work they are."""
-        circles: dict[str, tuple[Circle, list[tuple[torch.Tensor, int]]]] = {}
+        comms: dict[str, tuple[Comm, list[tuple[torch.Tensor, int]]]] = {}
         for param, spec, split in newcomers:
-            circle = self.circle_of(Layout(param) if isinstance(param, DTensor) else None, spec)
-            if circle is not None and param not in self.owners:
+            comm = self.comm_of(Layout(param) if isinstance(param, DTensor) else None, spec)
+            if comm is not None and param not in self.owners:
                 cost = sum(map(spec.work, shapes_of(tuple(param.shape), split)))
-                circles.setdefault(circle.name, (circle, []))[1].append((param, cost))
-        for circle, members in circles.values():
-            loads = self.loads.setdefault(circle.name, [0] * circle.size)
+                comms.setdefault(comm.name, (comm, []))[1].append((param, cost))
+        for comm, members in comms.values():
+            loads = self.loads.setdefault(comm.name, [0] * comm.size)
             owners = share_out([cost for _, cost in members], loads)
             self.owners |= {param: rank for (param, _), rank in zip(members, owners, strict=True)}
 
@@ -182,16 +182,16 @@ class Homes:
 def exported(
     states: Mapping[Any, dict[str, Any]], owned: Iterable[tuple[torch.Tensor, Owned, Mapping[str, Shape]]]
 ) -> dict[Any, dict[str, Any]]:
-    """The state with what owners hold as DTensors (under DDP: as whole tensors), by one exchange a circle."""
+    """The state with what owners hold as DTensors (under DDP: as whole tensors), by one exchange a comm."""
     out = {param: dict(state) if isinstance(state, dict) else state for param, state in states.items()}
-    circles: dict[Any, tuple[Circle, list[tuple[torch.Tensor, Owned, str, Item]]]] = {}
+    comms: dict[Any, tuple[Comm, list[tuple[torch.Tensor, Owned, str, Item]]]] = {}
     for param, home, shapes in owned:
         for key, shape in shapes.items():
             item = home.item(shape, states[param][key].dtype, shape == tuple(param.shape))
-            circles.setdefault((home.circle.name, param.device), (home.circle, []))[1].append((param, home, key, item))
-    for (_, device), (circle, entries) in circles.items():
-        wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.mine}
-        parts = spread(circle, [item for *_, item in entries], wholes, device)()
+            comms.setdefault((home.comm.name, param.device), (home.comm, []))[1].append((param, home, key, item))
+    for (_, device), (comm, entries) in comms.items():
+        wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.is_owner}
+        parts = spread(comm, [item for *_, item in entries], wholes, device)()
         for (param, home, key, item), part in zip(entries, parts, strict=True):
             out[param][key] = part.clone() if home.layout is None else _as_dtensor(home, item, part)
     return out

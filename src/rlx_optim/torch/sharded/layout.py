@@ -12,7 +12,7 @@ from ...partition import extent
 from ...spec import Shape
 
 
-def here(tensor: Any) -> torch.Tensor:
+def to_local(tensor: Any) -> torch.Tensor:
     """The part of a tensor that is in this rank's memory; a plain tensor itself."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
@@ -20,7 +20,7 @@ def here(tensor: Any) -> torch.Tensor:
     return tensor
 
 
-class Circle:
+class Comm:
     """Ranks that share parameters out among themselves: a process group, and the place in it."""
 
     def __init__(self, group: Any):
@@ -34,8 +34,8 @@ class Layout:
     def __init__(self, tensor: DTensor):
         self.mesh, self.placements, self.shape = tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape)
         self.shards = [(i, int(p.dim)) for i, p in enumerate(self.placements) if not p.is_replicate()]  # type: ignore[attr-defined]
-        self.local_shape: Shape = tuple(here(tensor).shape)
-        self.circles = [Circle(self.mesh.get_group(i)) for i, _ in self.shards]
+        self.local_shape: Shape = tuple(to_local(tensor).shape)
+        self.comms = [Comm(self.mesh.get_group(i)) for i, _ in self.shards]
 
     @property
     def exchangeable(self) -> bool:
@@ -43,16 +43,16 @@ class Layout:
         if len(self.shards) != 1:
             return False
         ((i, dim),) = self.shards
-        circle, placement = self.circles[0], self.placements[i]
+        comm, placement = self.comms[0], self.placements[i]
         expected = list(self.shape)
-        expected[dim] = extent(self.shape[dim], circle.size, circle.rank)[1]
+        expected[dim] = extent(self.shape[dim], comm.size, comm.rank)[1]
         return not hasattr(placement, "split_factor") and tuple(expected) == self.local_shape
 
     def extent(self, axis: int) -> tuple[int, int]:
         """From where to where this rank has an axis, of what is exchangeable or not sharded."""
         if not self.shards or self.shards[0][1] != axis:
             return 0, self.shape[axis]
-        first, length = extent(self.shape[axis], self.circles[0].size, self.circles[0].rank)
+        first, length = extent(self.shape[axis], self.comms[0].size, self.comms[0].rank)
         return first, first + length
 
     @property

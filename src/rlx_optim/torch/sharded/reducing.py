@@ -17,7 +17,7 @@ from ...engines.torch_ import Torch
 from ...language import Reduction
 from ...program import Pass, reduced_axis
 from ...spec import Shape
-from .layout import Circle, Layout
+from .layout import Comm, Layout
 
 
 class Reducing(Torch):
@@ -46,14 +46,14 @@ class Reducing(Torch):
     @staticmethod
     def _add_up(entries: list[tuple[Layout, int | None, bool, list[torch.Tensor], int]]) -> None:
         """Make the sums of this rank those of all ranks that share what was summed over."""
-        shared: dict[tuple[str, bool], tuple[Circle, list[tuple[list[torch.Tensor], int]]]] = {}
+        shared: dict[tuple[str, bool], tuple[Comm, list[tuple[list[torch.Tensor], int]]]] = {}
         for layout, axis, largest, sums, i in entries:
-            for (_, dim), circle in zip(layout.shards, layout.circles, strict=True):
-                if circle.size > 1 and axis in (None, dim - len(layout.shape)):
-                    shared.setdefault((circle.name, largest), (circle, []))[1].append((sums, i))
-        for (_, largest), (circle, members) in shared.items():
+            for (_, dim), comm in zip(layout.shards, layout.comms, strict=True):
+                if comm.size > 1 and axis in (None, dim - len(layout.shape)):
+                    shared.setdefault((comm.name, largest), (comm, []))[1].append((sums, i))
+        for (_, largest), (comm, members) in shared.items():
             flat = torch.cat([sums[i].reshape(-1) for sums, i in members])
             op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-            torch.distributed.all_reduce(flat, op, group=circle.group)
+            torch.distributed.all_reduce(flat, op, group=comm.group)
             for (sums, i), total in zip(members, flat.split([sums[i].numel() for sums, i in members]), strict=True):
                 sums[i] = total.reshape(sums[i].shape)

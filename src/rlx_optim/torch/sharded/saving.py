@@ -49,7 +49,7 @@ class Lockstep:
 def save(opt: Any, steps: int, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool) -> Path | None:
     """As `checkpoint.files.save`, by all ranks together; the one with the lowest number writes."""
     params = [param for group in opt.param_groups for param in group["params"]]
-    together, device = sharing(params, opt._homes.circle), params[0].device
+    together, device = sharing(params, opt._homes.comm), params[0].device
     rank = torch.distributed.get_rank()
     steps, lead = together.highest([steps, -rank], torch.int64, device)
     if type(every) is int and every > 0 and steps % every:

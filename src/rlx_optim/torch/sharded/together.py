@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .layout import Circle, Layout
+from .layout import Comm, Layout
 
 
-class Elsewhere(RuntimeError):
+class RemoteError(RuntimeError):
     """Another rank has refused, and says why."""
 
 
 class Together:
     """Process groups whose ranks must agree. One after the other, so ranks that share none directly agree through a third."""
 
-    def __init__(self, circles: Iterable[Circle]):
-        self.circles = list({circle.name: circle for circle in circles if circle.size > 1}.values())
+    def __init__(self, comms: Iterable[Comm]):
+        self.comms = list({comm.name: comm for comm in comms if comm.size > 1}.values())
 
     def highest(self, values: list[int], dtype: torch.dtype = torch.uint8, device: Any = "cpu") -> list[int]:
         """The largest of each value on any rank. device: where these ranks can talk if they cannot on the host."""
-        for circle in self.circles:
-            on_host = "cpu:" in torch.distributed.get_backend_config(circle.group)
-            told = torch.tensor(values, dtype=dtype, device="cpu" if on_host else device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=circle.group)
-            values = told.tolist()
+        for comm in self.comms:
+            on_host = "cpu:" in torch.distributed.get_backend_config(comm.group)
+            tensor = torch.tensor(values, dtype=dtype, device="cpu" if on_host else device)
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=comm.group)
+            values = tensor.tolist()
         return values
 
     @contextmanager
@@ -40,17 +40,17 @@ class Together:
             self.highest([1], device=device)
             raise
         if self.highest([0], device=device)[0]:
-            raise Elsewhere(f"{what} on another rank, which says why")
+            raise RemoteError(f"{what} on another rank, which says why")
 
 
-def sharing(params: Iterable[torch.Tensor], circle: Circle | None) -> Together:
+def sharing(params: Iterable[torch.Tensor], comm: Comm | None) -> Together:
     """Everyone who has a part or a replica of these parameters."""
-    circles = [] if circle is None else [circle]
+    comms = [] if comm is None else [comm]
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
-        circles += [Circle(mesh.get_group(i)) for i in range(mesh.ndim)]
-    return Together(circles)
+        comms += [Comm(mesh.get_group(i)) for i in range(mesh.ndim)]
+    return Together(comms)
 
 
 def splitting(params: Iterable[torch.Tensor]) -> Together:
     """Those who have different parts of these parameters, and replicas of such parts: what one refuses, all of them refuse."""
-    return sharing([p for p in params if isinstance(p, DTensor) and Layout(p).circles], None)
+    return sharing([p for p in params if isinstance(p, DTensor) and Layout(p).comms], None)

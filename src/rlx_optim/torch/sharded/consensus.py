@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from ..lanes import Batch, Bucket
-from .layout import here
-from .together import Elsewhere, Together
+from ..placements.local import Batch, Placement
+from .layout import to_local
+from .together import RemoteError, Together
 
 Work = list[Batch]
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
 
 
-class Council:
-    """Who must agree, and the lanes whose seats they agree on, in the same order on every rank."""
+class Consensus:
+    """Who must agree, and the placements whose entries they agree on, in the same order on every rank."""
 
-    def __init__(self, together: Together, lanes: Sequence[Bucket], device: torch.device):
-        self.together, self.lanes, self.device = together, lanes, device
+    def __init__(self, together: Together, placements: Sequence[Placement], device: torch.device):
+        self.together, self.placements, self.device = together, placements, device
 
     def agree(
         self, prepare: Callable[[], tuple[Work, bool, torch.Tensor | None]], stopped: bool
@@ -38,33 +38,39 @@ class Council:
             work, bad, norm = prepare()
         except Exception as raised:
             problem = raised
-        here_too = {(id(lane), i) for lane, chosen, *_ in work for i in chosen}
+        here_too = {(id(placement), i) for placement, chosen, *_ in work for i in chosen}
         flags = [int(problem is not None), int(stopped), int(bad), int(norm is None)]
-        flags += [int((id(lane), i) in here_too) for lane in self.lanes for i in range(len(lane.seats))]
+        flags += [int((id(placement), i) in here_too) for placement in self.placements for i in range(len(placement.entries))]
         flags = self.together.highest(flags, device=self.device)
         if problem is not None:
             raise problem
         if flags[REFUSED]:
-            raise Elsewhere("a gradient or a setting was refused on another rank, which says why; nothing was stepped")
+            raise RemoteError("a gradient or a setting was refused on another rank, which says why; nothing was stepped")
         norm = None if flags[UNMEASURED] else norm
         return self._completed(work, flags[4:]), bool(flags[STOPPED]), bool(flags[NOT_FINITE]), norm
 
     def _completed(self, work: Work, present: list[int]) -> Work:
         """The work with zeros for gradients that only others have."""
-        found = {id(batch.bucket): (batch.chosen, batch.grads) for batch in work}
+        found = {id(batch.placement): (batch.chosen, batch.grads) for batch in work}
         flags = iter(present)
-        wanted = {id(lane): [i for i in range(len(lane.seats)) if next(flags)] for lane in self.lanes}
-        out: Work = [batch for batch in work if id(batch.bucket) not in wanted]
-        for lane in self.lanes:
-            chosen = wanted[id(lane)]
-            mine = dict(zip(*found.get(id(lane), ([], [])), strict=True))
+        wanted = {id(placement): [i for i in range(len(placement.entries)) if next(flags)] for placement in self.placements}
+        out: Work = [batch for batch in work if id(batch.placement) not in wanted]
+        for placement in self.placements:
+            chosen = wanted[id(placement)]
+            present_grads = dict(zip(*found.get(id(placement), ([], [])), strict=True))
             if chosen:
-                out.append(Batch(lane, chosen, [mine[i] if i in mine else self._nothing(lane.seats[i].param) for i in chosen]))
+                out.append(
+                    Batch(
+                        placement,
+                        chosen,
+                        [present_grads[i] if i in present_grads else self._nothing(placement.entries[i].param) for i in chosen],
+                    )
+                )
         return out
 
     @staticmethod
     def _nothing(param: Any) -> torch.Tensor:
-        return torch.zeros_like(here(param))
+        return torch.zeros_like(to_local(param))
 
 
 def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:
@@ -75,5 +81,5 @@ def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:
         raise RuntimeError(f"{owner}: {name} lies on {param.device_mesh}, its gradient on {grad.device_mesh}")
     if tuple(grad.placements) != tuple(param.placements):  # a replicated parameter's gradient may be a partial sum
         grad = grad.redistribute(placements=param.placements)
-    local = here(grad)
+    local = to_local(grad)
     return local.wait() if hasattr(local, "wait") else local

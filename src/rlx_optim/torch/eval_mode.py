@@ -54,7 +54,7 @@ def dicts_in(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     return [each for each in state.values() if isinstance(each, dict)]
 
 
-class Evaluating(torch.optim.Optimizer):
+class EvalMode(torch.optim.Optimizer):
     """An optimizer whose parameters may have another point to evaluate at: `Spec.evaluated` says which slot leads there."""
 
     _rules: dict[str, type[Spec]]
@@ -86,10 +86,10 @@ class Evaluating(torch.optim.Optimizer):
                     continue
                 key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
                 if TRAINED not in state and key in state:
-                    here, there = local(param), local(state[key])
-                    away = there.device != here.device  # on the host
-                    state[TRAINED] = param.detach().to(there.device) if away else param.detach().clone()
-                    here.add_(there.to(here.device))
+                    value, offset = local(param), local(state[key])
+                    away = offset.device != value.device  # on the host
+                    state[TRAINED] = param.detach().to(offset.device) if away else param.detach().clone()
+                    value.add_(offset.to(value.device))
                     self._evaluating = True
 
     @eager

@@ -31,30 +31,30 @@ class Graphed:
         self.function, self.optimizers = step, optimizers
         self._forget(())
 
-    def _forget(self, lanes: Any) -> None:
-        self.lanes = lanes  # whose memory the graphs use
+    def _forget(self, placements: Any) -> None:
+        self.placements = placements  # whose memory the graphs use
         self.calls: dict[Any, int] = {}
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool: Any = None
         self.stream: Any = None
 
     def __call__(self) -> Any:
-        lanes = tuple(lane for opt in self.optimizers for lane in opt._graph_lanes())
-        if lanes != self.lanes:
-            self._forget(lanes)
-        found = [lane.phase() for lane in lanes]
+        placements = tuple(placement for opt in self.optimizers for placement in opt._captured_placements())
+        if placements != self.placements:
+            self._forget(placements)
+        found = [placement.phase() for placement in placements]
         phase, asks = tuple(phase for phase, _ in found), any(asks for _, asks in found)
         self.calls[phase] = self.calls.get(phase, 0) + 1
         if self.stream is None:
             self.stream = torch.cuda.Stream()
-        if not lanes or asks or self.calls[phase] <= WARM:
+        if not placements or asks or self.calls[phase] <= WARM:
             return self._plainly()
         if phase not in self.graphs:
-            self.graphs[phase] = self._captured(lanes)
+            self.graphs[phase] = self._captured(placements)
         graph, result = self.graphs[phase]
         graph.replay()
-        for lane in lanes:
-            lane.follow()
+        for placement in placements:
+            placement.follow()
         return result
 
     def _plainly(self) -> Any:
@@ -67,14 +67,14 @@ class Graphed:
         return result
 
     @uncollected()
-    def _captured(self, lanes: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _captured(self, placements: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
-        for lane in lanes:
-            lane.followed = True
+        for placement in placements:
+            placement.followed = True
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 return graph, self.function()
         finally:
-            for lane in lanes:
-                lane.followed = False
+            for placement in placements:
+                placement.followed = False

@@ -49,15 +49,15 @@ class Sizes:
 def sizes_of(config: Any) -> Sizes | None:
     """None where it says nothing of attention."""
     config = getattr(config, "text_config", None) or config
-    said = {
+    found = {
         what: next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int)), 0)
         for what, names in NAMES.items()
     }
-    heads, width = said["heads"], said["width"]
-    if not heads or not (said["size"] or width):
+    heads, width = found["heads"], found["width"]
+    if not heads or not (found["size"] or width):
         return None
-    groups = 1 if getattr(config, "multi_query", False) is True else said["groups"] or heads
-    return Sizes(heads, groups, said["size"] or width // heads, said["experts"], said["inner"])
+    groups = 1 if getattr(config, "multi_query", False) is True else found["groups"] or heads
+    return Sizes(heads, groups, found["size"] or width // heads, found["experts"], found["inner"])
 
 
 def heads_of(sizes: Sizes, shape: Shape, count: int) -> Split | None:

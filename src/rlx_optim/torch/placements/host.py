@@ -1,11 +1,10 @@
 """State on the host: `offload="cpu"`, for parameters on a CUDA device.
 
-Who steps what stays as it is; where the arrays are is what changes. `HostBucket` deals its seats out into buckets. A bucket is an
-ordinary lane whose seats (`Chunk`) are stand-ins over arrays that are brought to where the arithmetic is. For most rules that is
+Who steps what stays as it is; where the arrays are is what changes. `Hosted` deals its entries out into `StagedBucket`s: each is
+an ordinary placement whose entries (`Chunk`) stand for arrays that are brought to where the arithmetic is. For most rules that is
 the host: gradients and parameters come down, the parameters go up again, the state never moves. For matrix rules, and for all
 with engine="triton", it is the device: state goes up and comes down again. Where a rule looks at single coordinates, a large
-tensor goes in runs of rows.
-While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
+tensor goes in runs of rows. While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
 
 Nothing is under way when a step has ended, and no copy of a parameter outlives it: what the owner does with p between steps
 counts.
@@ -24,18 +23,18 @@ from typing import Any, cast
 
 import torch
 
-from .. import buckets
-from ..buckets import SLOTS, aligned
-from ..engine import Engine
-from ..program import gathers, measures
-from ..rounding import LOW
-from ..spec import Spec
-from ..splits import WHOLE
-from ..stepping import TensorState, observe
-from ..storage import Quantized
-from . import halves
-from .lanes import BUCKETS, Batch, Bucket, ParamEntry, Selection, TorchBucket
-from .state import HOST
+from ... import buckets
+from ...buckets import SLOTS, aligned
+from ...engine import Engine
+from ...program import gathers, measures
+from ...rounding import LOW
+from ...spec import Spec
+from ...splits import WHOLE
+from ...stepping import TensorState, observe
+from ...storage import Quantized
+from .. import halves
+from ..state import HOST
+from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
 
@@ -67,7 +66,7 @@ class Link:
 
     def __init__(self, device: torch.device, below: bool):
         self.device, self.below = device, below
-        self.there, self.back = self.stream(), self.stream()
+        self.forth, self.back = self.stream(), self.stream()
 
     def stream(self) -> Any:
         return torch.cuda.Stream(self.device)
@@ -102,14 +101,14 @@ class Link:
 
     def begin(self) -> None:
         """What is copied comes after what the device computes now."""
-        for stream in (self.there, self.back):
+        for stream in (self.forth, self.back):
             stream.wait_stream(self.current())
 
     def bring(self, room: Room, pairs: Pairs) -> None:
         """To where the arithmetic is, as soon as what was in the room before is gone."""
         if room.gone is not None:
-            self.there.wait_event(room.gone)
-        room.come = self.copied(self.there, pairs)
+            self.forth.wait_event(room.gone)
+        room.come = self.copied(self.forth, pairs)
 
     def arrive(self, room: Room) -> None:
         """Let the arithmetic wait for what was brought."""
@@ -126,7 +125,7 @@ class Link:
 
     def end(self) -> None:
         """What the device computes next comes after the copies."""
-        for stream in (self.there, self.back):
+        for stream in (self.forth, self.back):
             self.current().wait_stream(stream)
 
     def rest(self) -> None:
@@ -140,12 +139,12 @@ LINKS: dict[str, type[Link]] = {"cuda": Link}
 
 
 class Chunk:
-    """A seat in a bucket: a parameter, or a run of its rows."""
+    """An entry in a bucket: a parameter, or a run of its rows."""
 
-    def __init__(self, seat: ParamEntry, records: list[TensorState], half: Any, rows: slice | None):
-        self.param, self.whole, self.records, self.half, self.rows = seat.param, seat.param, records, half, rows
-        self.split, self.columns = (seat.split, seat.columns) if rows is None else (WHOLE, False)
-        self.dtype = seat.dtype
+    def __init__(self, entry: ParamEntry, records: list[TensorState], half: Any, rows: slice | None):
+        self.param, self.whole, self.records, self.half, self.rows = entry.param, entry.param, records, half, rows
+        self.split, self.columns = (entry.split, entry.columns) if rows is None else (WHOLE, False)
+        self.dtype = entry.dtype
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.rows is None else tensor[self.rows]
@@ -157,19 +156,19 @@ class Chunk:
 
 
 @dataclasses.dataclass
-class HostBatch:
-    """A lane of chunks; of each its seat's place, and what must be copied of its state."""
+class StagedBucket:
+    """A placement of chunks; of each its entry's place, and what must be copied of its state."""
 
-    lane: Bucket
+    placement: Placement
     places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
     room: Room | None = None  # where that is bound to one
     #: else: what parameters and gradients were brought to last; in which memory, of which chunks, and of which types
-    here: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    staged: list[torch.Tensor] = dataclasses.field(default_factory=list)
     shape: Any = None
 
 
-class HostBucket(Bucket):
+class Hosted(Placement):
     """Seats whose state is on the host, and who computes where."""
 
     hosted = True
@@ -180,12 +179,12 @@ class HostBucket(Bucket):
         """device: of the parameters; where: the arithmetic is; above: that is the device."""
         super().__init__(engine, why, device, dtype, sign)
         self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
-        self.inner = BUCKETS.get(engine.name, TorchBucket)
+        self.inner = LOCAL.get(engine.name, LocalTensors)
         self.together = False  # whether a rule reduces over all tensors
         self.matrix = False  # whether one is a matrix rule
         self.link = LINKS[device.type](device, not above)
         self.rooms = [Room() for _ in range(SLOTS)]
-        self.buckets: list[HostBatch] = []
+        self.buckets: list[StagedBucket] = []
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -200,26 +199,26 @@ class HostBucket(Bucket):
             if name in state:
                 state[name] = self.link.pinned(state[name])
 
-    def admit(self, seat: ParamEntry, spec: Spec) -> None:
-        """Take a seat in, cut into runs of rows where that makes no difference to its rule."""
-        self.seats.append(seat)
-        shape = tuple(seat.shape)
+    def admit(self, entry: ParamEntry, spec: Spec) -> None:
+        """Take an entry in, cut into runs of rows where that makes no difference to its rule."""
+        self.entries.append(entry)
+        shape = tuple(entry.shape)
         self.together, self.matrix = self.together or gathers(spec, shape), self.matrix or spec.matrix
         if self.together and self.above:
             raise spec.refuse(
                 "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
             )
-        if spec.matrix or seat.split != WHOLE or not math.prod(shape) or not shape or measures(spec, shape):
+        if spec.matrix or entry.split != WHOLE or not math.prod(shape) or not shape or measures(spec, shape):
             return
-        (whole,) = seat.records
-        moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * seat.param.nbytes
+        (whole,) = entry.records
+        moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * entry.param.nbytes
         runs = buckets.runs(shape[0], moved // shape[0], buckets.most(self.above, spec.matrix))
         if len(runs) > 1:
-            seat.records = [run_of(whole, rows) for rows in runs]
+            entry.records = [run_of(whole, rows) for rows in runs]
 
     def share_counts(self) -> None:
         super().share_counts()
-        chunks = [(place, chunk) for place, seat in enumerate(self.seats) for chunk in self.chunks(seat)]
+        chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.chunks(entry)]
         moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
         sizes, most = list(map(bytes_of, moved)), buckets.most(self.above, self.matrix)
         self.buckets = []
@@ -231,60 +230,60 @@ class HostBucket(Bucket):
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.rooms[n % SLOTS])
 
-    def chunks(self, seat: ParamEntry) -> Iterator[Chunk]:
-        """Of a seat."""
-        if seat.split != WHOLE or len(seat.records) == 1:
-            yield Chunk(seat, seat.records, seat.half, None)
+    def chunks(self, entry: ParamEntry) -> Iterator[Chunk]:
+        """Of an entry."""
+        if entry.split != WHOLE or len(entry.records) == 1:
+            yield Chunk(entry, entry.records, entry.half, None)
             return
         first = 0
-        for record in seat.records:
-            rows, half = slice(first, first := first + record.shape[0]), seat.half
+        for record in entry.records:
+            rows, half = slice(first, first := first + record.shape[0]), entry.half
             if half is not None:
                 place = rows.start * math.prod(record.shape[1:])
                 half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
-            yield Chunk(seat, [record], half, rows)
+            yield Chunk(entry, [record], half, rows)
 
-    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> HostBatch:
-        """Of these chunks, each with its seat's place."""
-        lane = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
-        lane.recorded = False  # graphs would keep memory of their own
-        lane.seats = [cast(Any, chunk) for _, chunk in chunks]
+    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> StagedBucket:
+        """Of these chunks, each with its entry's place."""
+        placement = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
+        placement.recorded = False  # graphs would keep memory of their own
+        placement.entries = [cast(Any, chunk) for _, chunk in chunks]
         if not self.above:
             for _, chunk in chunks:
-                halves.tell(lane, chunk)
-            lane.arrange()
-        return HostBatch(lane, [place for place, _ in chunks])
+                halves.tell(placement, chunk)
+            placement.arrange()
+        return StagedBucket(placement, [place for place, _ in chunks])
 
-    def bind(self, bucket: HostBatch, room: Room) -> None:
+    def bind(self, bucket: StagedBucket, room: Room) -> None:
         """Give chunks state in a room on the device, and keep what it is copied from."""
-        bucket.room, chunks = room, cast(Any, bucket.lane.seats)
+        bucket.room, chunks = room, cast(Any, bucket.placement.entries)
         views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
         for chunk in chunks:
             pairs = [(next(views), tensor) for tensor in stored(chunk)]
             bucket.state.append(pairs)
-            here = iter(pairs)
+            staged = iter(pairs)
             for record in chunk.records:
                 for slot, kept in record.state.items():
                     if isinstance(kept, Quantized):
-                        moved = [self.inner.view(next(here)[0]) for _ in kept.components]
+                        moved = [self.inner.view(next(staged)[0]) for _ in kept.components]
                         record.state[slot] = Quantized(kept.storage, *moved, first=kept.first)
                     else:
-                        record.state[slot] = self.inner.view(next(here)[0])
+                        record.state[slot] = self.inner.view(next(staged)[0])
             if chunk.half is not None and chunk.half.low is not None:
-                chunk.half = dataclasses.replace(chunk.half, low=next(here)[0])
-            halves.tell(bucket.lane, chunk)
-        bucket.lane.arrange()
+                chunk.half = dataclasses.replace(chunk.half, low=next(staged)[0])
+            halves.tell(bucket.placement, chunk)
+        bucket.placement.arrange()
 
-    def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
+    def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
         def take(record: TensorState, part: torch.Tensor) -> None:
             observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
 
         if self.above:
-            turns = self.turns([self.seats.index(seat)], [estimate])
+            turns = self.turns([self.entries.index(entry)], [estimate])
             self.carry(turns, lambda turn: take(turn.chunks[0].records[0], turn.grads[0]))
             return self.link.rest()
-        parts = estimate.to(self.where).reshape(-1).split([record.size for record in seat.records])
-        for record, part in zip(seat.records, parts, strict=True):
+        parts = estimate.to(self.where).reshape(-1).split([record.size for record in entry.records])
+        for record, part in zip(entry.records, parts, strict=True):
             take(record, part)
 
     def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
@@ -292,18 +291,18 @@ class HostBucket(Bucket):
         turns = self.turns(batch.chosen, batch.grads)
 
         def compute(turn: Turn) -> None:
-            lane = turn.bucket.lane
-            lane.asked = self.asked
-            lane.step(Batch(lane, turn.mine, turn.grads), specs, structures, scale)
+            placement = turn.bucket.placement
+            placement.asked = self.asked
+            placement.step(Batch(placement, turn.members, turn.grads), specs, structures, scale)
 
         self.carry(turns, compute)
-        self.parts = [part for turn in turns for part in turn.bucket.lane.parts]
+        self.parts = [part for turn in turns for part in turn.bucket.placement.parts]
 
     def turns(self, chosen: Sequence[int], grads: Sequence[torch.Tensor]) -> list[Turn]:
-        """The buckets that these seats are in, with what is theirs."""
+        """The buckets that these entries are in, with what is theirs."""
         given = dict(zip(chosen, grads, strict=True))
         work = [(bucket, [k for k, i in enumerate(bucket.places) if i in given]) for bucket in self.buckets]
-        return [Turn(self, bucket, mine, given, n) for n, (bucket, mine) in enumerate((b, m) for b, m in work if m)]
+        return [Turn(self, bucket, members, given, n) for n, (bucket, members) in enumerate((b, m) for b, m in work if m)]
 
     def carry(self, turns: Sequence[Turn], compute: Callable[[Turn], None]) -> None:
         """Each is brought as soon as its room is free, computed, and taken back."""
@@ -323,39 +322,39 @@ class HostBucket(Bucket):
             self.link.end()
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
-        raise AssertionError("a host lane does everything in `step`")
+        raise AssertionError("a host placement does everything in `step`")
 
 
 class Turn:
     """A bucket in a step: which of its chunks, their gradients, what is copied to where."""
 
-    def __init__(self, lane: HostBucket, bucket: HostBatch, mine: list[int], given: dict[int, torch.Tensor], number: int):
-        self.lane, self.bucket, self.mine = lane, bucket, mine
-        self.room = bucket.room or lane.rooms[number % SLOTS]
-        self.chunks: Any = [bucket.lane.seats[k] for k in mine]
-        self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(mine, self.chunks, strict=True)]
+    def __init__(self, placement: Hosted, bucket: StagedBucket, members: list[int], given: dict[int, torch.Tensor], number: int):
+        self.placement, self.bucket, self.members = placement, bucket, members
+        self.room = bucket.room or placement.rooms[number % SLOTS]
+        self.chunks: Any = [bucket.placement.entries[k] for k in members]
+        self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(members, self.chunks, strict=True)]
         self.back: Pairs = ()
 
     def bring(self) -> None:
-        if self.lane.above:
-            pairs = [pair for k in self.mine for pair in self.bucket.state[k]]
-            self.back = [(kept, here) for here, kept in pairs]
+        if self.placement.above:
+            pairs = [pair for k in self.members for pair in self.bucket.state[k]]
+            self.back = [(kept, staged) for staged, kept in pairs]
             for chunk in self.chunks:
                 chunk.param = chunk.like if chunk.rows else chunk.whole
         else:
             wholes = [chunk.like for chunk in self.chunks]
-            there, bucket = [*wholes, *self.grads], self.bucket
-            self.lane.link.enlarge(self.room, bytes_of(there))
-            shape = self.room.memory.data_ptr(), self.mine, [t.dtype for t in there]
+            sources, bucket = [*wholes, *self.grads], self.bucket
+            self.placement.link.enlarge(self.room, bytes_of(sources))
+            shape = self.room.memory.data_ptr(), self.members, [t.dtype for t in sources]
             if shape != bucket.shape:
-                bucket.here, bucket.shape = self.room.views(there), shape
-            here = bucket.here
-            pairs = list(zip(here, there, strict=True))
-            self.back = list(zip(wholes, here, strict=False))
-            self.grads = here[len(wholes) :]
-            for chunk, param in zip(self.chunks, here, strict=False):
+                bucket.staged, bucket.shape = self.room.views(sources), shape
+            staged = bucket.staged
+            pairs = list(zip(staged, sources, strict=True))
+            self.back = list(zip(wholes, staged, strict=False))
+            self.grads = staged[len(wholes) :]
+            for chunk, param in zip(self.chunks, staged, strict=False):
                 chunk.param = param
-        self.lane.link.bring(self.room, pairs)
+        self.placement.link.bring(self.room, pairs)
 
 
 def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
@@ -381,16 +380,16 @@ def run_of(whole: TensorState, rows: slice) -> TensorState:
 
 
 @contextlib.contextmanager
-def whole(lanes: Iterable[Bucket]) -> Iterator[None]:
-    """A step of these lanes, some of which are offloaded: nothing is under way to the host after it, and Ctrl-C is answered after
+def whole(placements: Iterable[Placement]) -> Iterator[None]:
+    """A step of these placements, some offloaded: nothing is under way to the host after it, and Ctrl-C is answered after
     it, so that it is taken whole."""
     with _undisturbed():
         try:
             yield
         finally:
-            for lane in lanes:
-                if isinstance(lane, HostBucket):
-                    lane.link.rest()
+            for placement in placements:
+                if isinstance(placement, Hosted):
+                    placement.link.rest()
 
 
 @contextlib.contextmanager
@@ -400,7 +399,7 @@ def _undisturbed() -> Iterator[None]:
         yield
         return
     caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *told: caught.append(told))
+    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
     try:
         yield
     finally:

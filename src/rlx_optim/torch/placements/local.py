@@ -1,8 +1,9 @@
-"""A lane: the parameters that one engine steps together, and how their memory reaches it.
+"""Parameters that one engine steps together, in this process's memory, and how that memory reaches the engine.
 
-`CpuBucket` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
-strides) goes through a scratch copy and is rounded once on the way back. `TritonBucket` does the same for the triton engine,
-which reads every floating type itself. `TorchBucket` hands tensors to the torch engine.
+`LocalCpu` hands the cpu engine the addresses of torch's own memory; what it cannot use as it is (bfloat16, float16, other
+strides) goes through a scratch copy and is rounded once on the way back. `LocalTriton` does the same for the triton engine,
+which reads every floating type itself. `LocalTensors` hands tensors to the torch engine. All of them step this rank's part of a
+parameter that is spread over ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import splits
-from ..engine import Engine
-from ..pointers import PointerTable
-from ..recent import Recent
-from ..rounding import Half
-from ..spec import Spec
-from ..splits import WHOLE, Split
-from ..stepping import Grouping, Part, StepPart, TensorState, observe, run_part
-from . import halves
-from .memory import (
+from ... import splits
+from ...engine import Engine
+from ...pointers import PointerTable
+from ...recent import Recent
+from ...rounding import Half
+from ...spec import Spec
+from ...splits import WHOLE, Split
+from ...stepping import Grouping, Part, StepPart, TensorState, observe, run_part, scalars
+from .. import halves
+from ..halves import local
+from ..memory import (
     DEVICE,
     DTYPE,
     GRAD,
@@ -55,7 +57,7 @@ ARITHMETIC = {
 
 
 class ParamEntry:
-    """One parameter in a bucket: its records (several where it is split into matrices) and its state as torch keeps it."""
+    """One parameter in a placement: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
         "columns", "counters", "decided", "dtype", "fresh", "half", "held", "kept", "numbers", "param", "pointers", "records",
@@ -66,7 +68,7 @@ class ParamEntry:
         self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
         self.columns = splits.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
-        self.turned = False  # it is maximized in a bucket that minimizes: its gradients come with the other sign
+        self.turned = False  # it is maximized in a placement that minimizes: its gradients come with the other sign
         self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
@@ -90,15 +92,15 @@ class ParamEntry:
 
 
 class Selection:
-    """Some seats of a bucket: their records among those of the bucket, and whether the engine takes their memory as it is."""
+    """Some entries of a placement: their records among all of it, and whether the engine takes their memory as it is."""
 
-    def __init__(self, bucket: Bucket, chosen: Sequence[int]):
-        self.device, self.entries = bucket.device, [bucket.seats[i] for i in chosen]
+    def __init__(self, placement: Placement, chosen: Sequence[int]):
+        self.device, self.entries = placement.device, [placement.entries[i] for i in chosen]
         entries: list[Any] = self.entries
-        self.exact = all(e.dtype is bucket.dtype and e.half is None and not e.columns for e in entries)
-        self.rows = tuple(row for i in chosen for row in range(bucket.first[i], bucket.first[i + 1]))
+        self.exact = all(e.dtype is placement.dtype and e.half is None and not e.columns for e in entries)
+        self.rows = tuple(row for i in chosen for row in range(placement.first[i], placement.first[i + 1]))
         self.index: Any = (
-            slice(None) if len(self.rows) == len(bucket.records) else np.array(self.rows, np.intp)
+            slice(None) if len(self.rows) == len(placement.records) else np.array(self.rows, np.intp)
         )  # of a table of all
         self.single = len(self.rows) == len(entries)
         self.of = np.repeat(np.arange(len(entries)), [len(entry.records) for entry in entries])  # which entry's each record is
@@ -147,8 +149,8 @@ class Expected:
         """Whether what the entries hold is no longer the optimizer's state, in the same memory."""
         if not all(map(operator.is_, map(states.get, self.params), self.states)):
             return True
-        now = list(itertools.chain.from_iterable(map(dict.values, self.states)))
-        if len(now) != len(self.held) or not all(map(operator.is_, now, self.held)):
+        current = list(itertools.chain.from_iterable(map(dict.values, self.states)))
+        if len(current) != len(self.held) or not all(map(operator.is_, current, self.held)):
             return True
         kept = list(map(local_part, self.kept)) if self.spread else self.kept
         return list(map(POINTER, self.counts)) != self.pointers or not self.whereabouts.hold(kept)
@@ -202,17 +204,17 @@ def first_elements(records: Sequence[TensorState]) -> list[int]:
 
 
 class Batch(NamedTuple):
-    """What a step asks of one bucket: some of its seats, their gradients, and where both are if the step knows it."""
+    """What a step asks of one placement: some of its entries, their gradients, and where both are if the step knows it."""
 
-    bucket: Bucket
+    placement: Placement
     chosen: Sequence[int]
     grads: list[torch.Tensor]
     addresses: Addresses | None = None
 
     @property
     def selection(self) -> Selection:
-        """What is known of the seats."""
-        return self.bucket.select(self.chosen)
+        """What is known of the entries."""
+        return self.placement.select(self.chosen)
 
 
 #: types of tensors as NumPy has them
@@ -239,19 +241,19 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), KINDS[tensor.dtype])
 
 
-def packed(tensor: torch.Tensor, seat: Any) -> torch.Tensor:
+def packed(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
     """A tensor with its pieces one behind the other: as it is, unless columns are split."""
-    if not seat.columns:
+    if not entry.columns:
         return tensor
-    return torch.cat([part.reshape(-1) for part in tensor.split(list(seat.split), 1)])
+    return torch.cat([part.reshape(-1) for part in tensor.split(list(entry.split), 1)])
 
 
-def unpacked(tensor: torch.Tensor, seat: Any) -> torch.Tensor:
+def unpacked(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
     """The other way round."""
-    if not seat.columns:
+    if not entry.columns:
         return tensor
-    parts = tensor.reshape(-1).split([record.size for record in seat.records])
-    return torch.cat([part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)], 1)
+    parts = tensor.reshape(-1).split([record.size for record in entry.records])
+    return torch.cat([part.view(record.shape) for part, record in zip(parts, entry.records, strict=True)], 1)
 
 
 def written(params: Iterable[torch.Tensor]) -> None:
@@ -263,7 +265,7 @@ def written(params: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
-class Bucket(abc.ABC):
+class Placement(abc.ABC):
     """Seats that share an engine."""
 
     spread = ""  # in words: how parameters that are spread over ranks are stepped
@@ -271,6 +273,7 @@ class Bucket(abc.ABC):
     separates = False  # whether it steps such apart from others
     recorded = True  # whether its engine may keep graphs of its steps, with memory of their own
     hosted = False  # whether state is on the host and parameters are not (`offload`)
+    commits = False  # whether gradients are directions, to be committed (`sharded.owner`)
     waits = False  # whether a step of it waits for the device: it comes after those that do not
     words = ""  # what is to be said of where state is
 
@@ -278,37 +281,39 @@ class Bucket(abc.ABC):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
         self.kept = device  # where state is
         self.sign = sign  # -1 where groups maximize
-        self.seats: list[ParamEntry] = []
+        self.entries: list[ParamEntry] = []
         self.parts: list[StepPart] = []  # of the step that is taken
         self.numbers: dict[Any, dict[str, Any]] = {}
         self.asked = False  # whether the next step is to say what it does
         self.copied = 0  # how many parameters or gradients the step that is taken cannot use where they are
 
     def share_counts(self) -> None:
-        """Put the step counts of all seats into one memory, and each of their other counters, so that counting is one addition
+        """Put the step counts of all entries into one memory, and each of their other counters, so that counting is one addition
         and one comparison tells whether others have changed a count."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
-            counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device="cpu")
-            for seat, count in zip(self.seats, counts, strict=True):
-                seat.state["step"] = count
-                seat.hold()
+            counts = torch.tensor([float(entry.state["step"]) for entry in self.entries], dtype=torch.float64, device="cpu")
+            for entry, count in zip(self.entries, counts, strict=True):
+                entry.state["step"] = count
+                entry.hold()
             self.counts, self.steps = counts, counts.numpy()
-            self.share_counters(dict.fromkeys(name for seat in self.seats for name in seat.counters))
+            self.share_counters(dict.fromkeys(name for entry in self.entries for name in entry.counters))
         self.known = self.steps.tobytes()
         self.arrange()
 
     def arrange(self) -> None:
-        """List the records of the seats, once these are complete."""
-        self.empty = {i for i, seat in enumerate(self.seats) if not seat.records[0].size}
-        self.first = list(itertools.accumulate((len(seat.records) for seat in self.seats), initial=0))  # of each seat's records
-        self.records = [record for seat in self.seats for record in seat.records]
-        self.params: list[torch.Tensor] = [seat.param for seat in self.seats]
-        self.every = tuple(range(len(self.seats)))
-        self.selections = Recent(Grouping.CHOICES * (len(self.seats) + 1))
+        """List the records of the entries, once these are complete."""
+        self.empty = {i for i, entry in enumerate(self.entries) if not entry.records[0].size}
+        self.first = list(
+            itertools.accumulate((len(entry.records) for entry in self.entries), initial=0)
+        )  # of each entry's records
+        self.records = [record for entry in self.entries for record in entry.records]
+        self.params: list[torch.Tensor] = [entry.param for entry in self.entries]
+        self.every = tuple(range(len(self.entries)))
+        self.selections = Recent(Grouping.CHOICES * (len(self.entries) + 1))
         self.grouping = self.group()
 
     def with_gradient(self) -> tuple[tuple[int, ...], list[Any]]:
-        """The seats whose parameters have a gradient, and the gradients."""
+        """The entries whose parameters have a gradient, and the gradients."""
         grads = list(map(GRAD, self.params))
         if not any(map(operator.is_, grads, itertools.repeat(None))):
             return self.every, grads
@@ -317,10 +322,10 @@ class Bucket(abc.ABC):
 
     def group(self) -> Grouping:
         """Who finds what is stepped together."""
-        return Grouping(self.engine, self.records)
+        return Grouping(self.engine, self.records, commits=self.commits)
 
     def select(self, chosen: Sequence[int]) -> Selection:
-        """These seats, with what is known of them."""
+        """These entries, with what is known of them."""
         found: Selection = self.selections.find(tuple(chosen), lambda: Selection(self, chosen), len(chosen))
         return found
 
@@ -328,11 +333,11 @@ class Bucket(abc.ABC):
         """Those that the host keeps, each in one memory."""
         self.others: list[tuple[str, list[ParamEntry], np.ndarray]] = []
         for name in names:
-            who = [seat for seat in self.seats if name in seat.counters]
-            shared = torch.tensor([float(seat.state[name]) for seat in who], dtype=torch.float64, device="cpu")
-            for seat, value in zip(who, shared, strict=True):
-                seat.state[name] = seat.counters[name] = value
-                seat.hold()
+            who = [entry for entry in self.entries if name in entry.counters]
+            shared = torch.tensor([float(entry.state[name]) for entry in who], dtype=torch.float64, device="cpu")
+            for entry, value in zip(who, shared, strict=True):
+                entry.state[name] = entry.counters[name] = value
+                entry.hold()
             self.others.append((name, who, shared.numpy()))
         self.known_others = [shared.tobytes() for _, _, shared in self.others]
 
@@ -341,71 +346,76 @@ class Bucket(abc.ABC):
         return self.steps.tobytes() == self.known and [shared.tobytes() for *_, shared in self.others] == self.known_others
 
     def count(self, chosen: Sequence[int]) -> None:
-        """Write down that these seats have stepped."""
-        if len(chosen) == len(self.seats):
+        """Write down that these entries have stepped."""
+        if len(chosen) == len(self.entries):
             self.steps += 1
         else:
             self.steps[list(chosen)] += 1
         if self.empty:
             for i in self.empty.intersection(chosen):
-                self.seats[i].records[0].t += 1  # nothing to compute, but the step counts
+                self.entries[i].records[0].t += 1  # nothing to compute, but the step counts
         self.known = self.steps.tobytes()
         if self.others and (self.spread or any(step.part.counted for step in self.parts)):
             self.write_counters()
 
     def write_counters(self) -> None:
         for name, who, shared in self.others:
-            shared[:] = [seat.records[0].counters[name] for seat in who]
+            shared[:] = [entry.records[0].counters[name] for entry in who]
         self.known_others = [shared.tobytes() for *_, shared in self.others]
 
     def settle_counts(self) -> None:
-        """Write down what has been stepped before a step broke off, in the middle of this lane perhaps."""
-        for i, seat in enumerate(self.seats):
-            self.steps[i] = max((record.t for record in seat.records if record.size), default=self.steps[i])
+        """Write down what has been stepped before a step broke off, in the middle of this placement perhaps."""
+        for i, entry in enumerate(self.entries):
+            self.steps[i] = max((record.t for record in entry.records if record.size), default=self.steps[i])
         self.write_counters()
 
-    def tick(self, seat: ParamEntry) -> Any:
-        """Which step a seat has just taken."""
-        return max(record.t for record in seat.records)  # those of no size here do not count
+    def tick(self, entry: ParamEntry) -> Any:
+        """Which step an entry has just taken."""
+        return max(record.t for record in entry.records)  # those of no size here do not count
 
     @staticmethod
-    def pieces(tensor: torch.Tensor, seat: ParamEntry) -> Sequence[torch.Tensor]:
+    def pieces(tensor: torch.Tensor, entry: ParamEntry) -> Sequence[torch.Tensor]:
         """What the records are, of a tensor that is packed."""
-        if seat.split == WHOLE:
+        if entry.split == WHOLE:
             return [tensor]
-        parts = tensor.reshape(-1).split([record.size for record in seat.records])
-        return [part.view(record.shape) for part, record in zip(parts, seat.records, strict=True)]
+        parts = tensor.reshape(-1).split([record.size for record in entry.records])
+        return [part.view(record.shape) for part, record in zip(parts, entry.records, strict=True)]
 
-    @staticmethod
-    def seen(selection: Selection) -> list[Any]:
-        """The seats of a step, as what is in this process's memory."""
-        return selection.entries
-
-    def observe(self, seat: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
+    def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
         """Take over an estimate of the curvature of a parameter, which is whole."""
-        observe(seat.records[0], spec, self.engine, self.view(estimate))
+        observe(entry.records[0], spec, self.engine, self.view(estimate))
 
     def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
-        """Step the seats of a batch."""
+        """Step the entries of a batch."""
         selection = self.select(batch.chosen)
         self.parts = self.grouping.find(selection.rows, specs, structures, self.asked)
         self.numbers.clear()
         self.run(selection, batch, specs, scale)
+        if self.spread:
+            if not self.commits:
+                self.count_empty(selection, specs)
+            written(entry.param for entry in selection.entries)
+
+    def count_empty(self, selection: Selection, specs: Sequence[Spec]) -> None:
+        """Move the counters of empty shards on as those of the others."""
+        for record in (record for entry in selection.entries for record in entry.records if not record.size):
+            current = scalars(record, specs[record.group], self.numbers)
+            record.counters |= {name: current[name] for name in record.counters if name in current}
 
     def describe(self, stepped: int) -> str:
         """Say what a step of so many parameters is run by."""
         copies = f", {self.copied} through copies (type, strides or rounding)" if self.copied else ""
-        return (
-            f"{stepped} of {len(self.seats)} parameters on {self.device} by {self.engine.name} in {len(self.parts)} parts{copies}"
-        )
+        where = f"{self.spread or self.words}, on {self.device}" if self.spread or self.words else f"on {self.device}"
+        parts = f"{len(self.parts)} parts of one program or stack each"
+        return f"{stepped} of {len(self.entries)} parameters {where} by {self.engine.name} ({self.why}) in {parts}{copies}"
 
     @abc.abstractmethod
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
-        """Run the parts on the memory of these seats."""
+        """Run the parts on the memory of these entries."""
 
-    def admit(self, seat: ParamEntry, spec: Spec) -> None:
-        """Take a seat in."""
-        self.seats.append(seat)
+    def admit(self, entry: ParamEntry, spec: Spec) -> None:
+        """Take an entry in."""
+        self.entries.append(entry)
 
     @staticmethod
     @abc.abstractmethod
@@ -413,49 +423,48 @@ class Bucket(abc.ABC):
         """A state tensor as the engine wants it."""
 
 
-class TorchBucket(Bucket):
+class LocalTensors(Placement):
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         params: list[torch.Tensor] = []
         pieces: list[torch.Tensor] = []
         back = []
-        seats = self.seen(selection)
-        for seat, grad in zip(seats, batch.grads, strict=True):
-            whole = seat.param.detach()
-            if seat.half is not None:
-                whole = packed(halves.opened(seat, self.dtype), seat)
-                back.append((seat, whole))
-            elif seat.split != WHOLE and (seat.columns or not whole.is_contiguous()):
-                whole = packed(whole, seat).contiguous()
-                back.append((seat, whole))
-            params += self.pieces(whole, seat)
-            pieces += self.pieces(packed(grad, seat), seat)
+        for entry, grad in zip(selection.entries, batch.grads, strict=True):
+            whole = local(entry.param).detach()
+            if entry.half is not None:
+                whole = packed(halves.opened(entry, self.dtype), entry)
+                back.append((entry, whole))
+            elif entry.split != WHOLE and (entry.columns or not whole.is_contiguous()):
+                whole = packed(whole, entry).contiguous()
+                back.append((entry, whole))
+            params += self.pieces(whole, entry)
+            pieces += self.pieces(packed(grad, entry), entry)
         at = {row: i for i, row in enumerate(selection.rows)}
         for part, rows, places in self.parts:
             ps, gs = ([side[at[place]] for place in places] for side in (params, pieces))
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
-        for seat, whole in back:
-            halves.closed(seat, unpacked(whole, seat), self.tick(seat))
+        for entry, whole in back:
+            halves.closed(entry, unpacked(whole, entry), self.tick(entry))
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
         return buffer
 
 
-class PointerBucket(Bucket):
+class LocalPointers(Placement):
     """Buckets whose engine reads and writes torch's memory by address."""
 
     def group(self) -> Grouping:
         self.pointers = PointerTable(len(self.records))
         self.pointers.recorded = self.recorded
-        return Grouping(self.engine, self.records, self.pointers)
+        return Grouping(self.engine, self.records, self.pointers, self.commits)
 
     @abc.abstractmethod
     def as_is(self, tensor: torch.Tensor) -> bool:
         """Whether the engine can use this memory as it is."""
 
     @abc.abstractmethod
-    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
-        """Of which of these seats parameter and gradient can be used as they are, though they are of 16 bits."""
+    def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
+        """Of which of these entries parameter and gradient can be used as they are, though they are of 16 bits."""
 
     @abc.abstractmethod
     def by_address(self, part: Part) -> bool:
@@ -466,33 +475,35 @@ class PointerBucket(Bucket):
         """Whether the engine reads numbers of this type."""
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: Any) -> None:
-        seats, grads = self.seen(selection), batch.grads
-        params: list[torch.Tensor] = [seat.param for seat in seats]
+        entries, grads = selection.entries, batch.grads
+        params: list[torch.Tensor] = [entry.param for entry in entries]
+        if self.spread:
+            params = list(map(local, params))
         found = batch.addresses or Addresses(params, grads)
         back = []
         self.copied = 0
         if found.odd or not selection.exact or not all(map(self.reads, {*found.param_types, *found.grad_types})):
             params, grads = list(params), list(grads)
-            direct = self.find_direct(selection, seats, found)
-            for i, seat in enumerate(seats):
+            direct = self.find_direct(selection, entries, found)
+            for i, entry in enumerate(entries):
                 if i in direct:
                     continue
-                of_param = seat.columns or not self.as_is(params[i]) or seat.half is not None
-                of_grad = seat.columns or not self.as_is(grads[i])
+                of_param = entry.columns or not self.as_is(params[i]) or entry.half is not None
+                of_grad = entry.columns or not self.as_is(grads[i])
                 self.copied += of_param or of_grad
                 if of_param:
-                    scratch = params[i] = packed(halves.opened(seat, self.dtype), seat)
-                    back.append((seat, scratch))
+                    scratch = params[i] = packed(halves.opened(entry, self.dtype), entry)
+                    back.append((entry, scratch))
                 if of_grad:
-                    grads[i] = packed(grads[i], seat).to(self.dtype).contiguous()
+                    grads[i] = packed(grads[i], entry).to(self.dtype).contiguous()
             found = Addresses(params, grads, odd=set())
         self.set_pointers(selection, found)
-        self.launch(selection, seats, params, grads, specs, scale)
-        for seat, scratch in back:
-            halves.closed(seat, unpacked(scratch, seat), self.tick(seat))  # torch counts this version itself
+        self.launch(selection, entries, params, grads, specs, scale)
+        for entry, scratch in back:
+            halves.closed(entry, unpacked(scratch, entry), self.tick(entry))  # torch counts this version itself
 
     def launch(
-        self, selection: Selection, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
+        self, selection: Selection, entries: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
         specs: Sequence[Spec], scale: Any,
     ) -> None:  # fmt: skip
         """Run the parts on memory whose addresses are known."""
@@ -502,7 +513,7 @@ class PointerBucket(Bucket):
             gs: list[Any] = []
             if not self.by_address(part):
                 if sides is None:
-                    sides = [dict(zip(selection.rows, self.arrays(seats, side), strict=True)) for side in (params, grads)]
+                    sides = [dict(zip(selection.rows, self.arrays(entries, side), strict=True)) for side in (params, grads)]
                 ps, gs = ([side[place] for place in places] for side in sides)
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         written(params)
@@ -514,11 +525,11 @@ class PointerBucket(Bucket):
         self.pointers.set(selection.index, params, grads, param_types, grad_types)
 
     @abc.abstractmethod
-    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
+    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
         """The pieces of these tensors as matrix rules want them."""
 
 
-class CpuBucket(PointerBucket):
+class LocalCpu(LocalPointers):
     engine: Any
     rounds = separates = True
 
@@ -535,7 +546,7 @@ class CpuBucket(PointerBucket):
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
-    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
+    def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """All of a part, or none of it."""
         at, taken = dict(zip(selection.rows, selection.of.tolist(), strict=True)), set[int]()
         given = list(self.pointers.halves)
@@ -546,9 +557,9 @@ class CpuBucket(PointerBucket):
             direct = direct and len({record.half is None for record in step.part.records}) == 1
             direct = direct and all(
                 found.param_types[i] is found.grad_types[i]
-                and not seats[i].columns
-                and n == sum(bool(record.size) for record in seats[i].records)
-                and (seats[i].half is None or all(record.half is not None for record in seats[i].records))
+                and not entries[i].columns
+                and n == sum(bool(record.size) for record in entries[i].records)
+                and (entries[i].half is None or all(record.half is not None for record in entries[i].records))
                 for i, n in counts.items()
             )
             for row in step.places:
@@ -557,11 +568,11 @@ class CpuBucket(PointerBucket):
         self.pointers.halves = given
         return taken
 
-    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
-        return [array_of(p) for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
+    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
+        return [array_of(p) for entry, tensor in zip(entries, tensors, strict=True) for p in self.pieces(tensor.detach(), entry)]
 
 
-class TritonBucket(PointerBucket):
+class LocalTriton(LocalPointers):
     engine: Any
     rounds = True
 
@@ -571,7 +582,7 @@ class TritonBucket(PointerBucket):
             track.joined()
 
     def by_address(self, part: Part) -> bool:
-        return not part.bundle.spec.matrix and self.engine.sweeps(part.bundle)
+        return part.bundle.program is not None and bool(self.engine.sweeps(part.bundle))
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -583,20 +594,20 @@ class TritonBucket(PointerBucket):
     def as_is(self, tensor: torch.Tensor) -> bool:
         return tensor.is_contiguous() and not tensor.is_neg()
 
-    def find_direct(self, selection: Selection, seats: list[Any], found: Addresses) -> set[int]:
+    def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """Which gradients those of others can be is no matter."""
         swept = {record for step in self.parts if self.engine.sweeps(step.part.bundle) for record in step.records}
         return {
             i
-            for i, seat in enumerate(seats)
-            if seat.half is not None
+            for i, entry in enumerate(entries)
+            if entry.half is not None
             and i not in found.odd
-            and all(record.half is not None and record in swept for record in seat.records if record.size)
+            and all(record.half is not None and record in swept for record in entry.records if record.size)
         }
 
-    def arrays(self, seats: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
-        return [p for seat, tensor in zip(seats, tensors, strict=True) for p in self.pieces(tensor.detach(), seat)]
+    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
+        return [p for entry, tensor in zip(entries, tensors, strict=True) for p in self.pieces(tensor.detach(), entry)]
 
 
 #: by the name of the engine; all others take tensors
-BUCKETS: dict[str, type[Bucket]] = {"cpu": CpuBucket, "triton": TritonBucket}
+LOCAL: dict[str, type[Placement]] = {"cpu": LocalCpu, "triton": LocalTriton}

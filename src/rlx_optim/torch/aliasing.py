@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .lanes import Batch, Bucket
 from .memory import is_fake, local_part
+from .placements.local import Batch, Placement
 
 Work = list[Batch]
-Entry = tuple[Bucket, int, int]  # a bucket, a seat, its place among the chosen
+Entry = tuple[Placement, int, int]  # a placement, an entry, its place among the chosen
 
 
 def span(tensor: Any) -> tuple[int, int]:
@@ -29,12 +29,12 @@ def span(tensor: Any) -> tuple[int, int]:
 
 def spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """From where to where the memory of a batch's parameters reaches, and that of its gradients."""
-    entries = batch.bucket.select(batch.chosen).entries
+    entries = batch.placement.select(batch.chosen).entries
     found = batch.addresses
     if found is None or found.odd:
         each = [span(entry.param) for entry in entries], [span(grad) for grad in batch.grads]
         return np.array(each[0], np.int64).reshape(-1, 2), np.array(each[1], np.int64).reshape(-1, 2)
-    expected = batch.bucket.select(batch.chosen).expected
+    expected = batch.placement.select(batch.chosen).expected
     itemsizes = [expected.itemsizes] * 2
     if found.grad_types != expected.dtypes:
         itemsizes[1] = np.array([each.itemsize for each in found.grad_types], np.int64)
@@ -50,11 +50,11 @@ def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated
     if sum(len(batch.chosen) for batch in work) <= 1 and not repeated:
         return [work]
     sides = [spans(batch) for batch in work]
-    reach, theirs = (np.concatenate([side[k] for side in sides]) if sides else np.zeros((0, 2), np.int64) for k in (0, 1))
+    reach, of_grads = (np.concatenate([side[k] for side in sides]) if sides else np.zeros((0, 2), np.int64) for k in (0, 1))
     order = np.argsort(reach[:, 0], kind="stable")
     starts, ends = reach[order, 0], np.maximum.accumulate(reach[order, 1])
-    inside = np.searchsorted(ends, theirs[:, 0], "right") < np.searchsorted(starts, theirs[:, 1], "left")
-    inside &= theirs[:, 1] > theirs[:, 0]
+    inside = np.searchsorted(ends, of_grads[:, 0], "right") < np.searchsorted(starts, of_grads[:, 1], "left")
+    inside &= of_grads[:, 1] > of_grads[:, 0]
     overlapping = (starts[1:] < ends[:-1]).any()
     if not overlapping and not repeated and not inside.any():
         return [work]
@@ -65,7 +65,7 @@ def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated
         work[i] = work[i]._replace(addresses=None)
     if not overlapping and not repeated:
         return [work]
-    places = [(work[i].bucket, work[i].chosen[k], k) for i, k in entries]
+    places = [(work[i].placement, work[i].chosen[k], k) for i, k in entries]
     return _in_turn(work, _turns(owner, places, reach, groups, repeated))
 
 
@@ -74,15 +74,16 @@ def _turns(
 ) -> list[tuple[int, Entry]]:
     """The round of each entry: after all before it whose memory it shares."""
     place = {param: i for i, param in enumerate(p for group in groups for p in group["params"])}
-    params = [lane.seats[i].param for lane, i, _ in entries]
+    params = [placement.entries[i].param for placement, i, _ in entries]
     turns: list[tuple[int, int]] = []
     for at in sorted(range(len(entries)), key=lambda at: place[params[at]]):
-        lane, i, _ = entries[at]
+        placement, i, _ = entries[at]
         meets = [r for r, other in turns if reach[at, 0] < reach[other, 1] and reach[other, 0] < reach[at, 1]]
         times = repeated.get(params[at], 1)
-        if lane.spread and (meets or times > 1):
+        if placement.spread and (meets or times > 1):
             raise ValueError(
-                f"{owner}: {lane.seats[i].records[0].name} shares memory with another parameter, and ranks step it together; "
+                f"{owner}: {placement.entries[i].records[0].name} shares memory with another parameter, and ranks step it "
+                "together; "
                 "tie the modules' parameters themselves (a.weight = b.weight)"
             )
         first = max(meets, default=-1) + 1
@@ -94,6 +95,6 @@ def _in_turn(work: Work, turns: list[tuple[int, Entry]]) -> list[Work]:
     out: list[Work] = []
     for number in range(max(r for r, _ in turns) + 1):
         entries = [entry for r, entry in turns if r == number]
-        taken = [(batch, sorted(k for bucket, _, k in entries if bucket is batch.bucket)) for batch in work]
-        out.append([Batch(b.bucket, [b.chosen[k] for k in ks], [b.grads[k] for k in ks]) for b, ks in taken if ks])
+        taken = [(batch, sorted(k for placement, _, k in entries if placement is batch.placement)) for batch in work]
+        out.append([Batch(b.placement, [b.chosen[k] for k in ks], [b.grads[k] for k in ks]) for b, ks in taken if ks])
     return out

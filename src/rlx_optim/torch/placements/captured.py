@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..engines.torch_ import uncollected
-from ..spec import Spec
-from ..stepping import Part, TensorState, count, run_bundle
-from .lanes import Batch, ParamEntry, Selection, TritonBucket, written
+from ...engines.torch_ import uncollected
+from ...spec import Spec
+from ...stepping import Part, TensorState, count, run_bundle
+from .local import Batch, LocalTriton, ParamEntry, Selection, written
 
 #: what of state in fewer bits can be captured
 ALONE = "with capturable=True codes are for tensors that keep all of a slot in them; use capturable=False, or float32 state"
@@ -47,8 +47,8 @@ def decided(part: Part) -> dict[str, Any]:
     return part.bundle.spec.decisions(first.t + 1, first.counters)
 
 
-class GraphBucket(TritonBucket):
-    """A lane whose counts live on the device. `flag`: not 0 where the step must not be taken; None: nobody decides. `followed`:
+class Captured(LocalTriton):
+    """A placement whose counts are on the device. flag: not 0 where the step must not be taken; None: nobody decides. followed:
     whoever captures a step tells the host of every replay."""
 
     counts: torch.Tensor
@@ -58,26 +58,28 @@ class GraphBucket(TritonBucket):
 
     def share_counts(self) -> None:
         self.engine.sender.prepare()
-        self.counts = torch.tensor([float(seat.state["step"]) for seat in self.seats], dtype=torch.float64, device=self.device)
+        self.counts = torch.tensor(
+            [float(entry.state["step"]) for entry in self.entries], dtype=torch.float64, device=self.device
+        )
         self.counted: dict[str, tuple[list[int], torch.Tensor]] = {}
-        names = dict.fromkeys(name for seat in self.seats for name in seat.counters)
-        ours = {name for seat in self.seats for name in seat.decided}
+        names = dict.fromkeys(name for entry in self.entries for name in entry.counters)
+        ours = {name for entry in self.entries for name in entry.decided}
         self.share_counters(sorted(ours))
         for name in names.keys() - ours:
-            who = [i for i, seat in enumerate(self.seats) if name in seat.counters]
-            now = [float(self.seats[i].state[name]) for i in who]
-            self.counted[name] = who, torch.tensor(now, dtype=torch.float64, device=self.device)
-        for i, seat in enumerate(self.seats):
-            seat.state["step"] = self.counts[i]
-            for name in seat.counters.keys() & self.counted.keys():
+            who = [i for i, entry in enumerate(self.entries) if name in entry.counters]
+            current = [float(self.entries[i].state[name]) for i in who]
+            self.counted[name] = who, torch.tensor(current, dtype=torch.float64, device=self.device)
+        for i, entry in enumerate(self.entries):
+            entry.state["step"] = self.counts[i]
+            for name in entry.counters.keys() & self.counted.keys():
                 who, values = self.counted[name]
-                seat.state[name] = seat.counters[name] = values[who.index(i)]
-            seat.hold()
+                entry.state[name] = entry.counters[name] = values[who.index(i)]
+            entry.hold()
         self.indices: dict[Any, torch.Tensor] = {}
         self.arrange()
 
-    def tick(self, seat: ParamEntry) -> torch.Tensor:
-        return self.counts[self.seats.index(seat)].long() + 1  # it is counted later
+    def tick(self, entry: ParamEntry) -> torch.Tensor:
+        return self.counts[self.entries.index(entry)].long() + 1  # it is counted later
 
     def counts_stand(self) -> bool:
         """What others write to the counts is read by the next step anyway."""
@@ -113,9 +115,9 @@ class GraphBucket(TritonBucket):
         """What the next step of each part does, and whether the host asks the device about it."""
         found, asks = [], False
         for part in self.deciding():
-            now, counters = decided(part), part.records[0].counters
-            found.append(tuple(bool(value) for name, value in now.items() if name not in counters))
-            asks = asks or any(now[name] for name in part.bundle.spec.asks)
+            current, counters = decided(part), part.records[0].counters
+            found.append(tuple(bool(value) for name, value in current.items() if name not in counters))
+            asks = asks or any(current[name] for name in part.bundle.spec.asks)
         return tuple(found), asks
 
     def follow(self) -> None:
@@ -128,12 +130,12 @@ class GraphBucket(TritonBucket):
         self.write_counters()
 
     def launch(
-        self, selection: Selection, seats: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
+        self, selection: Selection, entries: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
         specs: Sequence[Spec], scale: Any,
     ) -> None:  # fmt: skip
         self.pointers.flag = self.flag
-        place = {record: i for i, seat in enumerate(self.seats) for record in seat.records}
-        sides = [dict(zip(selection.rows, self.arrays(seats, side), strict=True)) for side in (params, grads)]
+        place = {record: i for i, entry in enumerate(self.entries) for record in entry.records}
+        sides = [dict(zip(selection.rows, self.arrays(entries, side), strict=True)) for side in (params, grads)]
         taken = None if self.flag is None else (self.flag == 0).reshape(())
         after: dict[str, torch.Tensor] = {}
         for bundle in (step.part.bundle for step in self.parts):
@@ -146,8 +148,8 @@ class GraphBucket(TritonBucket):
             numbers, counts = self.numbers_of(part, place)
             if bundle.spec.matrix:
                 bundle.t = (self.counts[place[part.records[0]]] + 1).long()
-            mine = {name: [side[i] for i in places] for name, side in zip("pg", sides, strict=True)}
-            part.tell(run_bundle(bundle, self.engine, numbers, scale, **mine))
+            arrays = {name: [side[i] for i in places] for name, side in zip("pg", sides, strict=True)}
+            part.tell(run_bundle(bundle, self.engine, numbers, scale, p=arrays["p"], g=arrays["g"]))
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())
                 new = self.column(new, len(index))
@@ -164,27 +166,27 @@ class GraphBucket(TritonBucket):
         every: list[dict[str, Any]] = []
         counts: list[tuple[str, torch.Tensor, Any]] = []
         for group, members in groups.items():
-            seats = [place[part.records[i]] for i in members]
-            where = self.index(part, group, seats)
+            entries = [place[part.records[i]] for i in members]
+            where = self.index(part, group, entries)
             t = self.counts[where].double() + 1
-            mine = {
-                name: (self.index((part, name), group, [who.index(s) for s in seats]), values)
+            counted = {
+                name: (self.index((part, name), group, [who.index(s) for s in entries]), values)
                 for name, (who, values) in self.counted.items()
-                if all(s in who for s in seats)
+                if all(s in who for s in entries)
             }
-            before = {name: values[index] for name, (index, values) in mine.items()}
+            before = {name: values[index] for name, (index, values) in counted.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
-            now = {**before, **spec.numbers(t, before, decided(part))}
-            now |= {"_tick": t} if part.bundle.halves else {}
-            counts += [(name, index, now[name]) for name, (index, _) in mine.items()]
-            every.append(now)
+            current = {**before, **spec.numbers(t, before, decided(part))}
+            current |= {"_tick": t} if part.bundle.halves else {}
+            counts += [(name, index, current[name]) for name, (index, _) in counted.items()]
+            every.append(current)
         if len(groups) == 1:
             return every[0], counts
         order = [i for members in groups.values() for i in members]
         back = self.index((part, "order"), 0, [order.index(i) for i in range(len(order))])
         sizes = [len(members) for members in groups.values()]
         columns = {
-            name: torch.cat([self.column(now[name], n) for now, n in zip(every, sizes, strict=True)])[back]
+            name: torch.cat([self.column(current[name], n) for current, n in zip(every, sizes, strict=True)])[back]
             for name, value in every[0].items()
             if value is not None
         }
@@ -212,7 +214,7 @@ class GraphBucket(TritonBucket):
         if not self.engine.sender.capturing():
             self.follow()
         step: Any = 1 if self.flag is None else (self.flag == 0).to(self.counts.dtype).reshape(())
-        if len(chosen) == len(self.seats):
+        if len(chosen) == len(self.entries):
             self.counts += step
         else:
             self.counts[self.index(tuple(chosen), 0, list(chosen))] += step

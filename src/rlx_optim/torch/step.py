@@ -1,0 +1,80 @@
+"""One step, from gradients to parameters: collect, decide, run, count."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..spec import Spec
+from ..stepping import StepPart
+from ..stepping import rows as describe_parts
+from .aliasing import Work, rounds
+from .collect import collect
+from .placements.host import whole
+
+if TYPE_CHECKING:
+    from .stepping import Stepper
+
+log = logging.getLogger("rlx_optim")
+CAST = ("cuda", "cpu", "xpu", "mps")  # devices that autocast knows
+
+
+def take_step(opt: Stepper, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
+    """Step all parameters that have a gradient, or one. problem: why this rank cannot, which the others wait to hear."""
+    if cast := list(filter(torch.is_autocast_enabled, CAST)):  # for forward passes: products here would lose bits
+        with contextlib.ExitStack() as off:
+            for kind in cast:
+                off.enter_context(torch.autocast(kind, enabled=False))
+            return take_step(opt, only, loss, problem)
+    if opt._evaluating is not False and opt._evaluates():
+        raise RuntimeError(
+            f"{opt._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
+        )
+    specs, work, problem = collect_all(opt, only, problem)
+    factor = opt._decide(work, loss, problem)
+    if factor is not None:
+        run(opt, work, specs, factor, opt._asked and only is None)
+
+
+def collect_all(opt: Stepper, only: torch.Tensor | None, problem: Exception | None) -> tuple[list[Spec], Work, Exception | None]:
+    """The specs as they are now, and what is to be stepped. Where ranks step together, what this rank refuses is told to all
+    before it is raised."""
+    work: Work = []
+    specs, refusal = opt._agreeable_specs()
+    problem = problem or refusal
+    try:
+        work += collect(opt, only)  # after a refusal too: ranks lay out together, and the consensus is made with the placements
+    except Exception as refused:
+        if opt._consensus is None:
+            raise problem or refused  # noqa: B904
+        problem = problem or refused
+    if only is not None and opt._gathering:
+        raise RuntimeError(f"{opt._owner}: its rule reduces over all parameters; step them together, not one by one")
+    if only is not None and opt.skip_above is not None:
+        raise RuntimeError(f"{opt._owner}: skip_above is about the gradients of all parameters at once, and not for attach")
+    return specs, work, problem
+
+
+def run(opt: Stepper, work: Work, specs: list[Spec], factor: Any, asked: bool) -> None:
+    """Step what was collected, placement by placement. factor: of gradients. asked: whether the step says what it does."""
+    placements, done = [batch.placement for batch in work], list[StepPart]()
+    for placement in placements:
+        placement.asked = asked
+    try:
+        with whole(placements) if any(placement.hosted for placement in placements) else contextlib.nullcontext():
+            for round_ in rounds(opt._owner, work, opt.param_groups, opt._repeated):
+                for batch in round_:
+                    placement = batch.placement
+                    placement.step(batch, specs, opt._structures, placement.sign * factor)
+                    placement.count(batch.chosen)
+                    if log.isEnabledFor(logging.DEBUG):
+                        log.debug("%s: %s", opt._owner, placement.describe(len(batch.chosen)))
+                    done += placement.parts if asked else ()
+    except BaseException:
+        opt._break_off()
+        raise
+    if asked:
+        opt._asked, opt._rows = False, describe_parts(done, opt._record_names())
