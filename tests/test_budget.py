@@ -12,7 +12,7 @@ LINES = {
     "": 6_130, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_270, "optax": 1_510, "race": 530,
     "rules": 3_000, "torch": 7_320,
 }  # fmt: skip
-TOTAL = 31_530  # to be 22,500
+TOTAL = 31_500  # to be 22,500
 #: classes that share a name with others, to be renamed
 SHARED = {
     "CurvatureOptimizer", "Item", "Layout", "Matrices", "Pile", "Plan", "Torch",

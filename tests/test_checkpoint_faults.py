@@ -358,7 +358,7 @@ CHANGES = {
     "version of another kind": (at(("format_version",), "1"), "'format_version' must be a whole number from 0 on, got '1'"),
     "no version": (at(("format_version",), KeyError), "lacks 'format_version'"),
     "no optimizer": (at(("optimizers",), []), "names no optimizer"),
-    "unknown optimizer": (at(("optimizers", 0, "name"), "adamx"), "it is of 'adamx', which is not registered; import the package"),
+    "unknown optimizer": (at(("optimizers", 0, "name"), "adamx"), "the checkpoint is of 'adamx', which is not registered; import the package"),
     "unknown hyperparameter": (at(("optimizers", 0, "hyperparameters", "beta9"), 1), "unknown hyperparameter 'beta9'"),
     "hyperparameter out of range": (at(("optimizers", 0, "hyperparameters", "lr"), -1), "lr must be a finite number >= 0"),
     "hyperparameter beyond floats": (at(("optimizers", 0, "hyperparameters", "lr"), 10**400), "lr must be a finite number >= 0"),

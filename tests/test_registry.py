@@ -371,7 +371,9 @@ def test_a_file_of_an_unregistered_optimizer_says_which(mix, tmp_path, capsys):
     stepped(opt, start(), gradients(1))
     opt.save(tmp_path / "a.safetensors")
     del registry._KINDS["slowmix"]
-    with pytest.raises(CheckpointError, match=r"it is of 'slowmix', which is not registered; import the package that defines it"):
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint is of 'slowmix', which is not registered; import the package that defines it"
+    ):
         rlx_optim.load(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="SlowMix: only registered optimizers can be saved"):
         opt.save(tmp_path / "b.safetensors")

@@ -166,7 +166,7 @@ def _values(table: Any, where: str) -> SavedSettings:
 def _member(table: Any, where: str) -> SavedOptimizer:
     name = get(table, "name", TEXT, where)
     if name not in known():
-        raise CheckpointError(f"it is of {name!r:.80}, which is not registered; import the package that defines it")
+        raise CheckpointError(f"the checkpoint is of {name!r:.80}, which is not registered; import the package that defines it")
     groups = [_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", LIST, where))]
     return SavedOptimizer(name, _values(table, where), groups)
 

@@ -154,7 +154,7 @@ def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any
         title = spec_class(own).title
         raise CheckpointError(f"the checkpoint is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
     if len(snapshot.members) > 2 and spec_class(snapshot.members[1].optimizer).otherwise_default is not None:
-        raise CheckpointError("it has an otherwise behind an otherwise, which the torch classes do not do")
+        raise CheckpointError("the checkpoint has an otherwise behind an otherwise, which the torch classes do not do")
     needed = {name for name, (_, param) in known.items() if not opt._is_dormant(param)}
     if strict:
         check_names(snapshot, needed, known.keys(), "; strict=False leaves such parameters as they are")
@@ -167,7 +167,9 @@ def _check_fit(name: str, p: Parameter, param: torch.Tensor) -> None:
     except ValueError:
         piece = ()
     if piece != p.piece:
-        raise CheckpointError(f"{name!r} is split into {p.pieces} pieces of shape {p.piece} there, which cannot be done here")
+        raise CheckpointError(
+            f"{name!r} is split into {p.pieces} pieces of shape {p.piece} in the checkpoint, which its shape does not allow"
+        )
     if p.step > COUNTABLE:
         raise CheckpointError(f"{name!r} has taken {p.step} steps; torch counts to {COUNTABLE}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,8 +183,8 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
         problem = f"{len(found)} names are given for {len(keys)}" if names is not None else f"it has no names for its {len(keys)}"
         raise CheckpointError(f"{problem} parameters; say them in the order of the optimizer's groups (names=…, --names)")
     stripped = [bare(name) for name in found]
-    if len(set(stripped)) != len(stripped):
-        raise CheckpointError("two parameters have the same name")
+    if twice := [name for name, n in Counter(stripped).items() if n > 1]:
+        raise CheckpointError(f"two parameters are called {twice[0]!r}; give each its own name")
     return dict(zip(keys, stripped, strict=True))
 
 
@@ -260,7 +261,7 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
     known = [member.optimizer for member in source.members]
     wanted = _rule({}, optimizer) if optimizer else known[0]
     if wanted not in known or (optimizer is None and len({p.member for p in source.parameters.values()}) > 1):
-        raise CheckpointError(f"it is of {' and '.join(known)}; say which of them (optimizer=…, --optimizer)")
+        raise CheckpointError(f"the checkpoint is of {' and '.join(known)}; say which of them (optimizer=…, --optimizer)")
     if not spec_class(wanted).torch.like and wanted != "soap":
         raise CheckpointError(f"torch.optim has no {spec_class(wanted).title}")
     index = known.index(wanted)
@@ -270,7 +271,7 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
     for place in (None, *range(len(member.groups))):
         mine = {name: p for name, p in source.parameters.items() if (p.member, p.group) == (index, place)}
         keys = list(range(len(states), len(states) + len(mine)))
-        states |= dict(zip(keys, (_state(wanted, member.specs[place], p) for p in mine.values()), strict=True))
+        states |= dict(zip(keys, (_state(wanted, member.specs[place], *each) for each in mine.items()), strict=True))
         if mine:
             groups.append(_group(wanted, member.values_of(place)) | {"params": keys, "param_names": list(mine)})
     return {"state": states, "param_groups": groups}
@@ -296,10 +297,10 @@ def _group(rule: str, values: SavedSettings) -> dict[str, Any]:
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 
-def _state(rule: str, spec: Spec, p: Parameter) -> dict[str, Any]:
+def _state(rule: str, spec: Spec, name: str, p: Parameter) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(float(p.step), device="cpu")} if spec.torch.counts else {}
     if p.split:
-        raise CheckpointError("torch.optim does not split parameters")
+        raise CheckpointError(f"{name!r} is split into {p.pieces} of shape {p.piece}, which torch.optim does not do")
     waits = not p.counters.get("started", 1)  # torch's average begins when there is none
     slots, like = p.slots(spec), torch.empty(p.shape, device="meta")
     for slot, key in names_of(spec, slots).items() if not waits else ():
