@@ -34,7 +34,7 @@ from ..optimizer import NamedOptimizer
 from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
-from .graphed import Graphed as Graphed
+from .cuda_graphs import Graphed as Graphed
 from .optimizer import RuleOptimizer
 
 Route = Mapping[str, str | NamedOptimizer] | Callable[[str, torch.Tensor], bool | NamedOptimizer | None] | None
