@@ -149,7 +149,7 @@ def test_a_wrong_operator_is_noticed(monkeypatch):
         "__or__": "& and | inside where",
     }.items():
         with monkeypatch.context() as patch:
-            patch.setattr(torch_.Many, name, lambda self, *other: self)
+            patch.setattr(torch_.ForeachTensor, name, lambda self, *other: self)
             assert broken("torch", construct), name
 
 

@@ -21,7 +21,7 @@ from test_engines import EVERY  # noqa: E402
 
 import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402
-from rlx_optim.engines.triton_.matrices import Matrices  # noqa: E402
+from rlx_optim.engines.triton_.matrices import TritonArrays  # noqa: E402
 from rlx_optim.engines.triton_.replay import urgency  # noqa: E402
 from rlx_optim.named import spec_class  # noqa: E402
 
@@ -166,7 +166,7 @@ def test_numbers_on_the_device_are_those_of_the_host_in_the_interpreter():
 def numbers():
     """The matrix rules of which one does."""
     warnings.simplefilter("ignore")
-    launched, found = Matrices._matrices, []
+    launched, found = TritonArrays._matrices, []
 
     def sent(self, bundle, numbers, move=True):
         there = {"_t": torch.tensor(float(bundle.t), dtype=torch.float64)}
@@ -178,14 +178,14 @@ def numbers():
     for case in ONCE:
         if case[0] in MATRIX:
             ends = []
-            for Matrices._matrices in (launched, sent):
+            for TritonArrays._matrices in (launched, sent):
                 tensors, opt, gradients, _ = two_groups(case, False)
                 for grads in gradients:
                     give(tensors, grads)
                     opt.step()
                 ends.append([p.detach() for p in tensors.values()])
             found += [] if all(map(torch.equal, *ends)) else [case[0]]
-    Matrices._matrices = launched
+    TritonArrays._matrices = launched
     return found
 
 
@@ -509,7 +509,7 @@ def test_stacks_of_matrices_run_on_as_many_tracks_as_there_are(monkeypatch):
 
     monkeypatch.setattr(replay, "Track", lambda device: object())
     engine, watch = types.SimpleNamespace(device=None), types.SimpleNamespace(tracks=[])
-    given = [matrices.Matrices._track(engine, watch) for _ in range(2 * replay.TRACKS)]
+    given = [matrices.TritonArrays._track(engine, watch) for _ in range(2 * replay.TRACKS)]
     assert len(set(given[: replay.TRACKS])) == replay.TRACKS == len(watch.tracks)
     assert given[replay.TRACKS :] == given[: replay.TRACKS]
 
@@ -710,7 +710,7 @@ def test_tables_of_addresses_are_sent_when_something_moved():
             return super().send(host, to)
 
     kinds = (torch.float32, torch.bfloat16, torch.float32)
-    p, g = (tables.Placed(np.array(each, np.int64), kinds) for each in ([160, 320, 480], [1600, 3202, 4800]))
+    p, g = (tables.Pointers(np.array(each, np.int64), kinds) for each in ([160, 320, 480], [1600, 3202, 4800]))
     table, sender = tables.Table([p, g], 3), Sender(torch.device("cpu"))
 
     def told():

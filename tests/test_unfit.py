@@ -13,7 +13,7 @@ import torch
 import rlx_optim.optax as front
 import rlx_optim.torch
 from rlx_optim import registry
-from rlx_optim.engines.torch_ import LISTS, Many
+from rlx_optim.engines.torch_ import LISTS, ForeachTensor
 from rlx_optim.named import create
 from rlx_optim.rule import Slot, Spec, like, real, register
 from rlx_optim.torch import AdamW
@@ -182,7 +182,7 @@ def test_numbers_chosen_between_are_of_the_arithmetics_type(dtype, default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        x = Many([one, one + 1])
+        x = ForeachTensor([one, one + 1])
         found = LISTS["where"]((x > 0) & (x < 2.5), 0.1, 1 / 3)
     finally:
         torch.set_default_dtype(before)

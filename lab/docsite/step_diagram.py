@@ -1,6 +1,6 @@
 """The picture of the page on the architecture: one step, file by file, as an SVG made from the table below.
 
-    python -m lab.docsite.step_diagram          writes docs/assets/step.svg
+python -m lab.docsite.step_diagram          writes docs/assets/step.svg
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ ROWS = (
         ("jax", "engines/jax_.py", "XLA"),
     )),
 )  # fmt: skip
+MONOSPACE = ' font-family="ui-monospace, Menlo, Consolas, monospace"'
 WIDTH, LEFT, GAP, HIGH, STEP = 960, 128, 12, 74, 104
 FILLS = ("#dfe4ff", "#eceff4", "#fff0d9", "#e9e2f7", "#d9f2e6")
 
@@ -64,7 +65,9 @@ def draw() -> str:
                 f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{HIGH}" rx="9" fill="{FILLS[r]}" stroke="#8892a6"/>'
             )
             lines.append(_text(middle, top + 22, title, 15, "#1b2130", ' font-weight="600"'))
-            lines.append(_text(middle, top + 42, file, 11.5, "#3b4252", ' font-family="ui-monospace, Menlo, Consolas, monospace"'))
+            lines.append(
+                _text(middle, top + 42, file, 11.5, "#3b4252", ' font-family="ui-monospace, Menlo, Consolas, monospace"')
+            )
             lines.append(_text(middle, top + 61, what, 12, "#3b4252"))
         if r + 1 < len(ROWS):
             x = LEFT + (WIDTH - LEFT - GAP) / 2

@@ -2,7 +2,8 @@
 
 A Gram matrix of few gradients is rank deficient: eigenvectors of its null space, and what QR makes of them, are rounding. These
 functions find such columns (`null_space`, a mask (B, n)) and take them from an orthonormal matrix that is known, `prev_basis`.
-`lab/notes/bases.md` has the reasons and the measurements. Axis 0 of every array counts matrices; an engine may replace what is `Overridable`.
+`lab/notes/bases.md` has the reasons and the measurements. Axis 0 of every array counts matrices; an engine may replace what is
+`Overridable`.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class TakingRows(Protocol):
         """Whether it does so for this bundle, whose arrays it knows by address."""
 
 
-class Several(list[Any]):
+class MixedShapes(list[Any]):
     """Tensors of unequal shapes, as a rule that takes such sees them (`Spec.ragged`)."""
 
 
@@ -403,10 +403,10 @@ class ArrayEngine(Arrays):
         with axes of length 1, so that it lines up with the stack."""
         takes, gives = signature(rule)
         given = [x[name] for name in takes]
-        if several := next((value for value in given if isinstance(value, Several)), None):
-            rows = [[v[i] if isinstance(v, Several) else self.one_number(v, i) for v in given] for i in range(len(several))]
+        if several := next((value for value in given if isinstance(value, MixedShapes)), None):
+            rows = [[v[i] if isinstance(v, MixedShapes) else self.one_number(v, i) for v in given] for i in range(len(several))]
             found = [[self.apart(value, row) for value in tupled(self.bound(rule)(*row), gives)] for row in rows]
-            return x.set(**{name: Several(each) for name, each in zip(gives, zip(*found, strict=True), strict=True)})
+            return x.set(**{name: MixedShapes(each) for name, each in zip(gives, zip(*found, strict=True), strict=True)})
         shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
         results = tupled(self.bound(rule)(*given), gives)
         for k, name in enumerate(gives):
@@ -436,7 +436,7 @@ class ArrayEngine(Arrays):
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
         where shapes differ."""
-        if isinstance(X, Several):
+        if isinstance(X, MixedShapes):
             return self.column([function(each.shape[0], math.prod(each.shape[1:])) for each in X])
         return function(X.shape[1], math.prod(X.shape[2:]))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .. import linalg, ops
-from ..engine import ArrayEngine, Several
+from ..engine import ArrayEngine, MixedShapes
 from ..linalg import Coefficients, gram, is_finite, step_coefficients
 
 Array = Any
@@ -129,7 +129,7 @@ def _apart(*arrays: Array) -> Any:
 
 
 @jax.tree_util.register_pytree_node_class
-class Pile:
+class LeafStack:
     """Square matrices of one size, those of a leaf in an array (k, n, n): a stack only where somebody needs one, as that is a
     copy of them all."""
 
@@ -152,9 +152,9 @@ class Pile:
     def mT(self) -> Array:
         return self.stack.mT
 
-    def like(self, stack: Array) -> Pile:
+    def like(self, stack: Array) -> LeafStack:
         """A stack as a pile with as many matrices in each part."""
-        return Pile(stack[place] for place in self.places())
+        return LeafStack(stack[place] for place in self.places())
 
     def places(self) -> Iterator[slice]:
         first = 0
@@ -170,12 +170,12 @@ class Pile:
         return self.each, None
 
     @classmethod
-    def tree_unflatten(cls, _: None, each: Iterable[Array]) -> Pile:
+    def tree_unflatten(cls, _: None, each: Iterable[Array]) -> LeafStack:
         return cls(each)
 
 
 def dense(X: Any) -> Any:
-    return X.stack if isinstance(X, Pile) else X
+    return X.stack if isinstance(X, LeafStack) else X
 
 
 class Deferred(NamedTuple):
@@ -261,8 +261,8 @@ class Jax(ArrayEngine):
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
         """Equal shapes in one stack; large ones on a GPU in half precision, unless jax_default_matmul_precision asks for more."""
-        if isinstance(X, Several):
-            out, alike = Several(X), {}  # type: ignore[var-annotated]
+        if isinstance(X, MixedShapes):
+            out, alike = MixedShapes(X), {}  # type: ignore[var-annotated]
             for i, each in enumerate(X):
                 alike.setdefault(each.shape, []).append(i)
             for chosen in alike.values():
@@ -304,10 +304,10 @@ class Jax(ArrayEngine):
 
     def average_gram(self, L: Any, X: Array, axis: int, beta: Any, alpha: Any) -> tuple[Any, Any]:
         """Each part of a pile by itself, so that it is read and written once."""
-        if not isinstance(L, Pile):
+        if not isinstance(L, LeafStack):
             return linalg.average_gram.default(self, L, X, axis, beta, alpha)  # type: ignore[no-any-return]
         new = [beta * part + alpha * more for part, more in zip(L.each, L.like(gram(self, X, axis)).each, strict=True)]
-        kept = Pile(self.where(is_finite(self, some), some, part) for some, part in zip(new, L.each, strict=True))
+        kept = LeafStack(self.where(is_finite(self, some), some, part) for some, part in zip(new, L.each, strict=True))
         return kept, kept
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
@@ -347,12 +347,12 @@ class Jax(ArrayEngine):
 
     @staticmethod
     def _dense(values: Any) -> Any:
-        return jax.tree.map(dense, values, is_leaf=lambda value: isinstance(value, Pile))
+        return jax.tree.map(dense, values, is_leaf=lambda value: isinstance(value, LeafStack))
 
     @staticmethod
     def _piled(given: Any, made: Any) -> Any:
         """Of what was made, that which takes the place of a pile as one too."""
-        if not isinstance(given, Pile):
+        if not isinstance(given, LeafStack):
             return made
         return jax.tree.map(lambda value: given.like(value) if value.shape == given.shape else value, made)
 

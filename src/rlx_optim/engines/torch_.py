@@ -1,6 +1,6 @@
 """The torch engine: the same rules on any torch device, tensors of a bundle batched through torch._foreach_*.
 
-A rule is run once on *lists*: `Many` stands for one tensor per parameter and maps every operator to the matching foreach
+A rule is run once on *lists*: `ForeachTensor` stands for one tensor per parameter and maps every operator to the matching foreach
 function, so a bundle of any length costs as many launches as the rule has operations. Arithmetic is float32, or float64 for
 float64 parameters; bfloat16 and float16 parameters and gradients are widened on load and rounded once on store.
 """
@@ -42,7 +42,7 @@ def uncollected() -> Iterator[None]:
 JACOBI = 512  # rows of a float32 matrix up to which torch takes that method on CUDA
 
 
-class Many:
+class ForeachTensor:
     """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`. real: where they
     are conditions, the type of what was compared."""
 
@@ -59,32 +59,34 @@ class Many:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.each)
 
-    def clone(self) -> Many:
-        return Many([t.clone() for t in self.each])
+    def clone(self) -> ForeachTensor:
+        return ForeachTensor([t.clone() for t in self.each])
 
-    def _with(self, name: str, other: Any) -> Many:
-        return Many(getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, Many) else _plain(other)))
+    def _with(self, name: str, other: Any) -> ForeachTensor:
+        return ForeachTensor(
+            getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, ForeachTensor) else _plain(other))
+        )
 
-    def __add__(self, other: Any) -> Many:
+    def __add__(self, other: Any) -> ForeachTensor:
         return self._with("add", other)
 
-    def __sub__(self, other: Any) -> Many:
+    def __sub__(self, other: Any) -> ForeachTensor:
         return self._with("sub", other)
 
-    def __mul__(self, other: Any) -> Many:
+    def __mul__(self, other: Any) -> ForeachTensor:
         return self._with("mul", other)
 
-    def __truediv__(self, other: Any) -> Many:
+    def __truediv__(self, other: Any) -> ForeachTensor:
         return self._with("div", other)
 
-    def __rsub__(self, other: Any) -> Many:
+    def __rsub__(self, other: Any) -> ForeachTensor:
         return -self + other
 
-    def __rtruediv__(self, other: Any) -> Many:
-        return Many(torch._foreach_reciprocal(self.each)) * other
+    def __rtruediv__(self, other: Any) -> ForeachTensor:
+        return ForeachTensor(torch._foreach_reciprocal(self.each)) * other
 
-    def __neg__(self) -> Many:
-        return Many(torch._foreach_neg(self.each))
+    def __neg__(self) -> ForeachTensor:
+        return ForeachTensor(torch._foreach_neg(self.each))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -98,10 +100,10 @@ def _plain(number: Any) -> Any:
 
 
 def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of floats on `Numbers`, tensor by tensor; where a Many is among its arguments, it is for the other."""
+    """A function of floats on `Numbers`, tensor by tensor; where a ForeachTensor is among its arguments, it is for the other."""
 
     def apply(*values: Any) -> Any:
-        if any(isinstance(value, Many) for value in values):
+        if any(isinstance(value, ForeachTensor) for value in values):
             return NotImplemented
         n = next(len(value) for value in values if isinstance(value, Numbers))
         rows = zip(*(value if isinstance(value, Numbers) else [value] * n for value in values), strict=True)
@@ -120,30 +122,30 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(Numbers, f"__r{_name}__", _numbers(_turned(getattr(operator, _name))))
 
 
-def _compared(name: str) -> Callable[[Many, Any], Many]:
-    def compare(self: Many, other: Any) -> Many:
+def _compared(name: str) -> Callable[[ForeachTensor, Any], ForeachTensor]:
+    def compare(self: ForeachTensor, other: Any) -> ForeachTensor:
         rows = zip(self.each, _each(other, len(self.each)), strict=True)
-        return Many([getattr(operator, name)(t, value) for t, value in rows], self.dtype)
+        return ForeachTensor([getattr(operator, name)(t, value) for t, value in rows], self.dtype)
 
     return compare
 
 
 def _each(value: Any, n: int) -> Sequence[Any]:
     """One for each tensor."""
-    return value.each if isinstance(value, Many) else value if isinstance(value, Numbers) else [value] * n
+    return value.each if isinstance(value, ForeachTensor) else value if isinstance(value, Numbers) else [value] * n
 
 
 for _name in ("lt", "gt", "le", "ge", "eq", "ne", "and_", "or_"):
-    setattr(Many, f"__{_name.strip('_')}__", _compared(_name))
-    setattr(Many, f"__r{_name.strip('_')}__", _compared(_name))
+    setattr(ForeachTensor, f"__{_name.strip('_')}__", _compared(_name))
+    setattr(ForeachTensor, f"__r{_name.strip('_')}__", _compared(_name))
 
 
 def _number(name: str) -> Callable[[Any], Any]:
     """A word on one value: a list of tensors, or numbers."""
 
     def apply(x: Any) -> Any:
-        if isinstance(x, Many):
-            return Many(getattr(torch, f"_foreach_{name}")(x.each))
+        if isinstance(x, ForeachTensor):
+            return ForeachTensor(getattr(torch, f"_foreach_{name}")(x.each))
         return _numbers(getattr(ops, name))(x) if isinstance(x, Numbers) else getattr(ops, name)(x)
 
     return apply
@@ -154,13 +156,13 @@ def _rsqrt(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    return Many([_signs(t) for t in x.each]) if isinstance(x, Many) else _number("sign")(x)
+    return ForeachTensor([_signs(t) for t in x.each]) if isinstance(x, ForeachTensor) else _number("sign")(x)
 
 
 def _bound(name: str) -> Callable[[Any, Any], Any]:
     def bound(a: Any, b: Any) -> Any:
-        many, other = (a, b) if isinstance(a, Many) else (b, a)
-        if isinstance(many, Many):
+        many, other = (a, b) if isinstance(a, ForeachTensor) else (b, a)
+        if isinstance(many, ForeachTensor):
             return many._with("clamp_max" if name == "minimum" else "clamp_min", other)
         function = getattr(ops, name)
         return _numbers(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
@@ -169,14 +171,14 @@ def _bound(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
-    lists = [value for value in (condition, yes, no) if isinstance(value, Many)]
+    lists = [value for value in (condition, yes, no) if isinstance(value, ForeachTensor)]
     if not lists:
         sides = (condition, yes, no)
         return _numbers(ops.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
     n = len(lists[0].each)
     rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
-    like = next(value for value in (yes, no, condition) if isinstance(value, Many))
-    return Many([_either_of(flag, y, z, like.dtype) for flag, y, z in rows])
+    like = next(value for value in (yes, no, condition) if isinstance(value, ForeachTensor))
+    return ForeachTensor([_either_of(flag, y, z, like.dtype) for flag, y, z in rows])
 
 
 def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -333,7 +335,7 @@ class Torch(ArrayEngine):
         """Tensors of unequal shapes are lists."""
         if len(set(bundle.shapes)) == 1:
             return super().values(bundle)
-        return Values({name: Many(each) for name, each in self.loaded(bundle).items()}, **bundle.numbers, t=bundle.t)
+        return Values({name: ForeachTensor(each) for name, each in self.loaded(bundle).items()}, **bundle.numbers, t=bundle.t)
 
     def finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
@@ -354,7 +356,7 @@ class Torch(ArrayEngine):
         return self._lists[rule]
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
-        local = {n: Many([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
+        local = {n: ForeachTensor([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
         local |= {n: self._number(found[n]) for n in step.numbers}
         arguments = [local[n] for n in step.takes]
         results = tupled(self.listed(step.rule)(*arguments), step.gives)
@@ -369,7 +371,7 @@ class Torch(ArrayEngine):
 
     def _number(self, value: Any) -> Any:
         if torch.is_tensor(value):  # a reduction, on the device: no waiting for it
-            return Many(list(value.to(self.dtype))) if value.ndim else value.to(self.dtype)
+            return ForeachTensor(list(value.to(self.dtype))) if value.ndim else value.to(self.dtype)
         return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
 
     def spread(self, value: Any, shape: Shape) -> torch.Tensor:
@@ -405,17 +407,17 @@ class Torch(ArrayEngine):
     # matrix updates ----------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         takes, gives = signature(rule)
-        if not any(isinstance(x[name], Many) for name in takes):
+        if not any(isinstance(x[name], ForeachTensor) for name in takes):
             return super().map(rule, x, **reduce)
-        given = [x[name] if isinstance(x[name], Many) else self._number(x[name]) for name in takes]
+        given = [x[name] if isinstance(x[name], ForeachTensor) else self._number(x[name]) for name in takes]
         results = tupled(self.listed(rule)(*given), gives)
         return x.set(**{name: self.apart(value, given) for name, value in zip(gives, results, strict=True)})
 
     def by_shape(self, function: Callable[[int, int], float], X: Any) -> Any:
-        return np.array([function(*t.shape) for t in X]) if isinstance(X, Many) else super().by_shape(function, X)
+        return np.array([function(*t.shape) for t in X]) if isinstance(X, ForeachTensor) else super().by_shape(function, X)
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
-        if not isinstance(X, Many):
+        if not isinstance(X, ForeachTensor):
             return super().orthogonalize(X, steps, coefficients, eps)
         out = list(X.each)
         for (_, sides), chosen in padding.stacks([tuple(t.shape) for t in X]).items():
@@ -424,7 +426,7 @@ class Torch(ArrayEngine):
             done = super().orthogonalize(stack, steps, coefficients, eps)
             for i, matrix in zip(chosen, _inside(done, X.each, chosen), strict=True):
                 out[i] = matrix
-        return Many(out)
+        return ForeachTensor(out)
 
     def norm(self, X: torch.Tensor, order: float = 2) -> torch.Tensor:
         return torch.linalg.vector_norm(X.reshape(X.shape[0], -1), order, dim=-1).reshape(-1, *[1] * (X.ndim - 1))

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from .. import registry
-from ..engine import Several
-from ..engines.jax_ import Deferred, Pile, engine_in, precision, resolve_all
+from ..engine import MixedShapes
+from ..engines.jax_ import Deferred, LeafStack, engine_in, precision, resolve_all
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
 from ..routing import Choice, Router, report
@@ -374,12 +374,12 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     if len(every) == 1:
         out = every[0]
     elif spec.ragged():
-        out = {name: Several(t for each in every for t in each[name]) for name in every[0]}
+        out = {name: MixedShapes(t for each in every for t in each[name]) for name in every[0]}
     else:
         piled = {
             name for name, slot in leaves[0][0].slots.items() if spec.piled and slot.factor and math.prod(slot.shape) >= PILED
         }
-        out = {name: (Pile if name in piled else jnp.concatenate)([each[name] for each in every]) for name in every[0]}
+        out = {name: (LeafStack if name in piled else jnp.concatenate)([each[name] for each in every]) for name in every[0]}
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))
 
     def committed(x: Values) -> Any:

@@ -19,7 +19,7 @@ from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
 from . import rooms
 from .kernels import CHUNK, Layout, compiled
-from .matrices import Matrices
+from .matrices import CpuArrays
 from .runtime import Call
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
@@ -129,7 +129,7 @@ def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> 
 class Prepared:
     """A pass of a bundle's program: its kernel, and where the kernel's addresses and numbers come from."""
 
-    def __init__(self, plan: Plan, step: Pass, engine: Cpu):
+    def __init__(self, plan: CompiledProgram, step: Pass, engine: Cpu):
         self.step, self.shapes = step, plan.shapes
         program, places = plan.program, dict(step.stores)
 
@@ -218,7 +218,7 @@ class Chosen:
         return [values[row] for row in self.rows]
 
 
-class Plan:
+class CompiledProgram:
     """What is kept for a bundle: the addresses of its buffers and of scratch, and the passes of its program, compiled. A step of
     some of its tensors reads a part of the same tables."""
 
@@ -321,7 +321,7 @@ def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
     return {end: [each.components[end] for each in buffers] for end in buffers[0].components}
 
 
-class Cpu(Matrices):
+class Cpu(CpuArrays):
     """LLVM for what goes coordinate by coordinate, BLAS and LAPACK for matrices; float32 arithmetic unless asked for more."""
 
     name = "cpu"
@@ -367,8 +367,8 @@ class Cpu(Matrices):
         told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
         return told
 
-    def planned(self, bundle: Bundle) -> Plan:
-        plan = bundle.plan = Plan(bundle, self)
+    def planned(self, bundle: Bundle) -> CompiledProgram:
+        plan = bundle.plan = CompiledProgram(bundle, self)
         bundle.runner = plan.run
         return plan
 

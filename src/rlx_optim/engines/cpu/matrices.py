@@ -24,7 +24,7 @@ STRAIGHT = 2.0**-18  # from where on one correction, which leaves the square of 
 LOOSE = 2.0  # times the rounding of what is stored: how far columns of a basis may stay that L leaves open
 
 
-class Matrices(ArrayEngine):
+class CpuArrays(ArrayEngine):
     """The half of the engine that has no passes."""
 
     dtype: np.dtype

@@ -1,6 +1,6 @@
 """The triton engine: elementwise rules, norms, rows and columns in a launch a pass; matrices in half-precision products.
 
-A bundle's arrays are known by address (`Placed`), so a step of a whole model costs the host a few launches.
+A bundle's arrays are known by address (`Pointers`), so a step of a whole model costs the host a few launches.
 """
 
 # mypy: ignore-errors
@@ -36,27 +36,27 @@ from .kernels import (
     WARPS,
     WIDE,
 )  # fmt: skip
-from .matrices import Matrices
-from .pile import Pile, Ragged
-from .tables import Laid, Placed, Plan, Sender, Table
+from .lazy_stack import LazyStack, RaggedStack
+from .matrices import TritonArrays
+from .tables import LaunchArgs, LaunchPlan, Pointers, Sender, Table
 from .words import TYPES, bound
 
 SCALE, TICK = -1, -2  # among the numbers of a program, by number: the scale of gradients, the step
 
 
-class Ready(NamedTuple):
+class PreparedPass(NamedTuple):
     """A pass, and what its launch is told beside its numbers, whose places among the values are in `numbers`."""
 
-    laid: Laid
+    args: LaunchArgs
     numbers: list[int]
-    stored: dict[int, Placed]
+    stored: dict[int, Pointers]
     results: dict[int, int]
     tiled: bool
 
 
 def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     """The steps of a program with their places: functions of numbers that the host has, then all others."""
-    known = {n for n, value in found.items() if not isinstance(value, Placed)}
+    known = {n for n, value in found.items() if not isinstance(value, Pointers)}
     early, late = [], []
     for position, step in enumerate(steps):
         if isinstance(step, Pass) or not known.issuperset(step.takes):
@@ -67,7 +67,7 @@ def apart(steps: Any, found: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     return early, late
 
 
-class Triton(Matrices):
+class Triton(TritonArrays):
     """CUDA devices with Triton installed."""
 
     name = "triton"
@@ -92,16 +92,16 @@ class Triton(Matrices):
         lines = any(drops if bundle.program is None else bundle.program.drops.values())
         return not lines or all(len(shape) == 2 for shape in bundle.shapes)
 
-    def placed(self, bundle: Any) -> dict[str, Placed]:
+    def set_pointers(self, bundle: Any) -> dict[str, Pointers]:
         """Where the arrays of a bundle are: always the same objects, which say it anew where parameters or gradients moved."""
         plan, watch, arrays = bundle.plan, bundle.watch, bundle.plan.where
         if not arrays:
             for name, each in bundle.buffers.items():
                 slot = bundle.slots.get(name)
                 if slot is None:
-                    arrays[name] = Placed(None, None, (), gradient=name == "g")
+                    arrays[name] = Pointers(None, None, (), gradient=name == "g")
                 elif slot.drop is not None:  # a number a tensor is no array
-                    arrays[name] = Placed(*self._standing(each), slot.drop)
+                    arrays[name] = Pointers(*self._standing(each), slot.drop)
                 if name in bundle.storages:
                     arrays[name].storage, arrays[name].scale = self._scales(each)
         if watch is None:
@@ -120,7 +120,7 @@ class Triton(Matrices):
         if bundle.plan is None:
             return super().values(bundle)
         plan, n = bundle.plan, len(bundle.shapes)
-        arrays: dict[str, Any] = {**self.placed(bundle)}
+        arrays: dict[str, Any] = {**self.set_pointers(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
         numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         # what mixes is padded, also where all are of one shape: the others in a step do not change the bits of a matrix
@@ -136,11 +136,11 @@ class Triton(Matrices):
         for name, where in arrays.items():
             slot = bundle.slots.get(name)
             if mixed:
-                arrays[name] = Ragged(bundle.buffers[name], where, None, plan)
+                arrays[name] = RaggedStack(bundle.buffers[name], where, None, plan)
             elif slot is None or not slot.drop:
                 scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
                 halves = bundle.halves if name == "p" and where.low is not None else ()
-                arrays[name] = Pile(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, halves)
+                arrays[name] = LazyStack(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, halves)
                 if where.storage:
                     arrays[name].opener = functools.partial(self._opened, plan, name, arrays[name])
             else:
@@ -149,10 +149,10 @@ class Triton(Matrices):
         return Values(arrays, **numbers, t=numbers.get("_t", bundle.t), names=bundle.names, seed=bundle.spec.values().get("seed"))
 
     @classmethod
-    def _scales(cls, each: Any) -> tuple[str, Placed | None]:
+    def _scales(cls, each: Any) -> tuple[str, Pointers | None]:
         """What codes are, and where their scales are."""
         scales = [coded.scale for coded in each]
-        return each[0].storage, None if scales[0] is None else Placed(*cls._standing(scales))
+        return each[0].storage, None if scales[0] is None else Pointers(*cls._standing(scales))
 
     @staticmethod
     def _standing(each: Any) -> tuple[np.ndarray, tuple[torch.dtype, ...]]:
@@ -163,7 +163,7 @@ class Triton(Matrices):
         if not self.sweeps(bundle):
             return super().run(bundle, move)
         if bundle.plan is None:
-            bundle.plan = Plan(bundle, self.device)
+            bundle.plan = LaunchPlan(bundle, self.device)
         with torch.no_grad():
             if bundle.program is not None:
                 return self._execute(bundle)
@@ -175,14 +175,14 @@ class Triton(Matrices):
     # programs ----------------------------------------------------------------------------------------------------------
     def _execute(self, bundle: Any) -> dict[str, Any]:
         program, plan = bundle.program, bundle.plan
-        where, found = self.placed(bundle), {}
+        where, found = self.set_pointers(bundle), {}
         for name, n in program.inputs.items():
             if name in where or name in bundle.numbers:
                 found[n] = where[name] if name in where else bundle.numbers[name]
         early, late = plan.cached("order", lambda: apart(program.steps, found))
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
             self.number(step, found)
-        numbers = {n: value for n, value in found.items() if not isinstance(value, Placed)} | {SCALE: bundle.scale}
+        numbers = {n: value for n, value in found.items() if not isinstance(value, Pointers)} | {SCALE: bundle.scale}
         if "_tick" in bundle.numbers:
             numbers[TICK] = found[TICK] = bundle.numbers["_tick"]
         short = len(late) > 1 or sum(plan.sizes) <= replay.SHORT
@@ -199,9 +199,9 @@ class Triton(Matrices):
         watched = bundle.watch is not None and bundle.plan.recorded and getattr(bundle.watch, "flag", None) is None
         return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
 
-    def _tables(self, plan: Plan, steps: Any) -> list[tuple[Table, list[Placed]]]:
+    def _tables(self, plan: LaunchPlan, steps: Any) -> list[tuple[Table, list[Pointers]]]:
         """The tables of addresses that passes read, and the arrays of each."""
-        arrays = {position: plan.made["pass", position].laid.arrays for position, step in steps if isinstance(step, Pass)}
+        arrays = {position: plan.made["pass", position].args.arrays for position, step in steps if isinstance(step, Pass)}
         return [(self._pass(plan, position, each, len(plan.shapes)), each) for position, each in arrays.items()]
 
     def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
@@ -222,7 +222,9 @@ class Triton(Matrices):
                 torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
         return {name: found[n] for name, n in program.given.items()}
 
-    def _apply(self, plan: Plan, position: int, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any) -> None:
+    def _apply(
+        self, plan: LaunchPlan, position: int, step: Pass, where: Any, found: dict[int, Any], scale: Any, flag: Any
+    ) -> None:
         """A pass: the arrays that it reads, then the ones that it only writes."""
         ready = plan.cached(("pass", position), lambda: self._ready(plan, step, where, found))
         found |= ready.stored
@@ -230,10 +232,10 @@ class Triton(Matrices):
         launch = self._tiles if ready.tiled else self._sweep
         launch(plan, position, step, ready, numbers, found, scale, flag)
 
-    def _ready(self, plan: Plan, step: Pass, where: Any, found: dict[int, Any]) -> Ready:
-        arrays = [found[n] for n in step.takes if isinstance(found[n], Placed)]
-        numbers = [n for n in step.takes if not isinstance(found[n], Placed)]  # a matrix's one number is no array here
-        if [n for n in step.takes if isinstance(found[n], Placed)] + numbers != list(step.takes):
+    def _ready(self, plan: LaunchPlan, step: Pass, where: Any, found: dict[int, Any]) -> PreparedPass:
+        arrays = [found[n] for n in step.takes if isinstance(found[n], Pointers)]
+        numbers = [n for n in step.takes if not isinstance(found[n], Pointers)]  # a matrix's one number is no array here
+        if [n for n in step.takes if isinstance(found[n], Pointers)] + numbers != list(step.takes):
             raise AssertionError("arrays come before numbers")
         reads, held = len(arrays), {id(value): j for j, value in enumerate(arrays)}
         results = {n: k for k, n in enumerate(step.gives)}
@@ -247,26 +249,28 @@ class Triton(Matrices):
             stored[n] = target
         lines = any(how.axis is not None for _, _, how in step.reduces)
         tiled = len({array.drop for array in arrays}) > 1 or (not step.domain and lines)
-        laid = Laid.of(arrays, reads, tuple(stores))
-        return Ready(laid, [*numbers, TICK] if laid.ticks else numbers, stored, results, tiled and not laid.codes)
+        args = LaunchArgs.of(arrays, reads, tuple(stores))
+        return PreparedPass(args, [*numbers, TICK] if args.ticks else numbers, stored, results, tiled and not args.codes)
 
     def _sums(self, step: Pass, results: Mapping[int, int], lines: bool) -> tuple[Any, ...]:
         """(result, over what, squared, largest) of each reduction."""
         scope = {None: TENSOR, -1: ROWS, -2: COLUMNS}
         return tuple([(results[n], scope[how.axis] if lines else TENSOR, how.squared, how.largest) for _, n, how in step.reduces])
 
-    def _sweep(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
+    def _sweep(
+        self, plan: LaunchPlan, key: Any, step: Pass, ready: PreparedPass, numbers: Any, found: Any, scale: Any, flag: Any
+    ) -> None:
         sums, kinds = self._sums(step, ready.results, lines=False), [how for _, _, how in step.reduces]
-        given = self._launch(plan, key, step.rule, ready.laid, numbers, step.domain, sums, kinds, len(step.gives), scale, flag)
+        given = self._launch(plan, key, step.rule, ready.args, numbers, step.domain, sums, kinds, len(step.gives), scale, flag)
         found |= dict(zip([result for result, _, _ in step.reduces], given, strict=True))
 
     def _launch(
-        self, plan: Plan, key: Any, rule: Rule, laid: Laid, numbers: Any, drop: Any, sums: Any, kinds: Any, results: int,
-        scale: Any, flag: Any,
+        self, plan: LaunchPlan, key: Any, rule: Rule, args: LaunchArgs, numbers: Any, drop: Any, sums: Any, kinds: Any,
+        results: int, scale: Any, flag: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Sweep, by strips where some arrays are codes, and fold the sums that the pass leaves: one number per tensor each, or
         one for all."""
-        n, arrays, half = len(plan.shapes), laid.arrays, laid.half
+        n, arrays, half = len(plan.shapes), args.arrays, args.half
         this = self._pass(plan, key, arrays, n)
         table, shared = self._numbers(plan, key, [*numbers, scale], n)
         gradient = next((j for j, array in enumerate(arrays) if array.gradient), -1)
@@ -275,20 +279,20 @@ class Triton(Matrices):
         made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
             mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
-            blocks = plan.strips(indices) if laid.codes else plan.blocks(drop, indices)
+            blocks = plan.strips(indices) if args.codes else plan.blocks(drop, indices)
             partial = torch.empty((blocks.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             keys = plan.keys(self.sender, indices) if half[1] == 1 else address
             behind = (mine, shared, keys, partial, address if flag is None else flag, address.shape[1], bound(rule))
             types, rest = (
                 tuple([TYPES[t] for t in kind]),
-                (len(numbers), gradient, half, laid.reads, laid.stores, sums, results == 1),
+                (len(numbers), gradient, half, args.reads, args.stores, sums, results == 1),
             )
             last = (flag is not None, table is None, TYPES[self.dtype])
-            if laid.codes:
+            if args.codes:
                 kernels.strips[(blocks.n,)](
                     address, bases, blocks.rows, blocks.columns, blocks.across, blocks.firsts, blocks.tensor, blocks.index,
-                    *behind, types, laid.codes, laid.scales, *rest, aligned and even, blocks.even, *last, STRIPS, TURNS,
-                    storage.BLOCK, storage.TINY, num_warps=WARPS if any(laid.scales) else FREE, enable_fp_fusion=FUSED,
+                    *behind, types, args.codes, args.scales, *rest, aligned and even, blocks.even, *last, STRIPS, TURNS,
+                    storage.BLOCK, storage.TINY, num_warps=WARPS if any(args.scales) else FREE, enable_fp_fusion=FUSED,
                 )  # fmt: skip
             else:
                 kernels.sweep[(blocks.n,)](
@@ -304,8 +308,10 @@ class Triton(Matrices):
             return row
         return self.rooted(row.max() if how.largest else row.sum(), how, sum(lengths))
 
-    def _tiles(self, plan: Plan, key: Any, step: Pass, ready: Ready, numbers: Any, found: Any, scale: Any, flag: Any) -> None:
-        n, arrays, laid = len(plan.shapes), ready.laid.arrays, ready.laid
+    def _tiles(
+        self, plan: LaunchPlan, key: Any, step: Pass, ready: PreparedPass, numbers: Any, found: Any, scale: Any, flag: Any
+    ) -> None:
+        n, arrays, args = len(plan.shapes), ready.args.arrays, ready.args
         this = self._pass(plan, key, arrays, n)
         sums = self._sums(step, ready.results, lines=True)
         whole = [(result, how) for result, _, how in step.reduces if how.axis is None]
@@ -328,12 +334,12 @@ class Triton(Matrices):
                 result: torch.empty(grid.lengths[0 if how.axis == -1 else 1], dtype=self.dtype, device=self.device)
                 for result, (_, how) in strips.items()
             }
-            keys = plan.keys(self.sender, indices) if laid.half[1] == 1 else address
+            keys = plan.keys(self.sender, indices) if args.half[1] == 1 else address
             kernels.tiles[(grid.n,)](
                 address, bases, grid.height, grid.width, grid.tensor, grid.down, grid.across, grid.row_first, grid.column_first,
                 mine, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
-                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, laid.half,
-                laid.reads, laid.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
+                address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, args.half,
+                args.reads, args.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
                 table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4, enable_fp_fusion=FUSED,
             )  # fmt: skip
             if whole:
@@ -345,7 +351,7 @@ class Triton(Matrices):
         if made is not None:
             found |= {result: self._of_all(row, how, plan.sizes) for (result, how), row in zip(whole, made, strict=True)}
 
-    def _fold(self, plan: Plan, partial: Any, first: Any, lengths: Any, kinds: Any, indices: Any, found: Any) -> None:
+    def _fold(self, plan: LaunchPlan, partial: Any, first: Any, lengths: Any, kinds: Any, indices: Any, found: Any) -> None:
         n = len(first) - 1
         out = found if indices is None else torch.empty((len(kinds), n), dtype=torch.float64, device=self.device)
         divisor = plan.divisor(lengths if indices is None else [lengths[i] for i in indices])
@@ -355,7 +361,7 @@ class Triton(Matrices):
             found[:, self._index(plan, indices)] = out
 
     def _fold_lines(
-        self, plan: Plan, grid: Any, lines: Any, strip: Placed, indices: Any, lengths: Any, how: Reduction
+        self, plan: LaunchPlan, grid: Any, lines: Any, strip: Pointers, indices: Any, lengths: Any, how: Reduction
     ) -> None:  # fmt: skip
         room, offsets = strip.held
         blocks = plan.blocks(strip.drop, indices)
@@ -368,11 +374,11 @@ class Triton(Matrices):
             (how.largest, how.mean, how.root), TYPES[self.dtype], BLOCK, num_warps=4,
         )  # fmt: skip
 
-    def _index(self, plan: Plan, indices: tuple[int, ...]) -> torch.Tensor:
+    def _index(self, plan: LaunchPlan, indices: tuple[int, ...]) -> torch.Tensor:
         return plan.cached(("index", indices), lambda: torch.tensor(indices, device=self.device))
 
     @staticmethod
-    def _pass(plan: Plan, key: Any, arrays: list[Placed], n: int) -> Table:
+    def _pass(plan: LaunchPlan, key: Any, arrays: list[Pointers], n: int) -> Table:
         types = [array.dtypes for array in arrays]
         known = plan.passes.get(key)
         if known is None or len(known[0]) != len(types) or not all(map(operator.is_, known[0], types)):
@@ -380,7 +386,7 @@ class Triton(Matrices):
         return known[1]
 
     # numbers -----------------------------------------------------------------------------------------------------------
-    def _numbers(self, plan: Plan, key: Any, values: list[Any], n: int) -> tuple[torch.Tensor | None, tuple[float, ...]]:
+    def _numbers(self, plan: LaunchPlan, key: Any, values: list[Any], n: int) -> tuple[torch.Tensor | None, tuple[float, ...]]:
         """A table on the device with a row per tensor; or, where all tensors share every number, just the numbers, which go with
         the launch (as float32: enough only for float32 arithmetic). Reductions are on the device already and stay there."""
         there = any(map(torch.is_tensor, values))

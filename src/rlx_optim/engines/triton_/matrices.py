@@ -1,7 +1,7 @@
 """Matrix rules on the triton engine: stacks known by address, products in half precision or precise ones.
 
-A matrix rule sees its tensors as a `Pile`, which is only stacked when somebody needs the stack, or as a `Ragged` where their
-shapes differ.
+A matrix rule sees its tensors as a `LazyStack`, which is only stacked when somebody needs the stack, or as a `RaggedStack` where
+their shapes differ.
 """
 
 # mypy: ignore-errors
@@ -24,8 +24,8 @@ from ...spec import KEY
 from ..torch_ import Torch
 from . import ahead, noise, panels, precise, products, replay
 from .kernels import TENSOR
-from .pile import Pile, Ragged, dense, same
-from .tables import Laid, Placed, Plan, Table, placed
+from .lazy_stack import LazyStack, RaggedStack, dense, same
+from .tables import LaunchArgs, LaunchPlan, Pointers, Table, pointers_of
 
 MIXED = 1 << 18  # entries of a matrix up to which it is stacked with those of other shapes
 
@@ -58,7 +58,7 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
     return list(found.split(lengths))
 
 
-class Matrices(Torch):
+class TritonArrays(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     now: Any = None  # what the update that runs began with
@@ -67,7 +67,7 @@ class Matrices(Torch):
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
         """A graph for each combination of decisions; what they and counters are is not read on the device."""
         plan, counts = bundle.plan, bundle.spec.counters().keys()
-        self.placed(bundle)
+        self.set_pointers(bundle)
         read = [value for value in bundle.spec.values().values() if type(value) is not float]
         decided = decided_in(numbers)
         sent = {name: value for name, value in numbers.items() if name not in decided and name not in counts}
@@ -95,7 +95,7 @@ class Matrices(Torch):
             if not same(x[name], start[name]):  # what is not by address has been computed apart
                 if (where := bundle.plan.where[name]).storage:
                     made = dense(x[name]).to(self.dtype).contiguous()
-                    self._copy(bundle.plan, ("close", name, self.phase), placed(made), where, start["_tick"], flag)
+                    self._copy(bundle.plan, ("close", name, self.phase), pointers_of(made), where, start["_tick"], flag)
                     continue
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
                 if flag is not None:
@@ -103,16 +103,16 @@ class Matrices(Torch):
                 torch._foreach_copy_(list(bundle.buffers[name]), list(apart))
         return x
 
-    def _copy(self, plan: Plan, key: Any, source: Placed, target: Placed, tick: Any, flag: Any = None) -> None:
+    def _copy(self, plan: LaunchPlan, key: Any, source: Pointers, target: Pointers, tick: Any, flag: Any = None) -> None:
         """From codes or into them."""
-        laid = Laid.of([source, target], 1, ((0, 1),))
-        plan.mapped[key] = laid.arrays
-        self._launch(plan, key, copied, laid, [tick], (), (), [], 1, 1.0, flag)
+        args = LaunchArgs.of([source, target], 1, ((0, 1),))
+        plan.mapped[key] = args.arrays
+        self._launch(plan, key, copied, args, [tick], (), (), [], 1, 1.0, flag)
 
-    def _opened(self, plan: Plan, name: str, pile: Pile) -> torch.Tensor:
+    def _opened(self, plan: LaunchPlan, name: str, pile: LazyStack) -> torch.Tensor:
         """The stack of a pile of codes."""
         stack = torch.empty(pile.shape, dtype=self.dtype, device=self.device)
-        self._copy(plan, ("open", name, self.phase), pile.placed, placed(stack), 0)
+        self._copy(plan, ("open", name, self.phase), pile.pointers, pointers_of(stack), 0)
         return stack
 
     def _track(self, watch: Any) -> replay.Track:
@@ -141,7 +141,7 @@ class Matrices(Torch):
         """As many as a graph is kept for."""
         return max(1, replay.most(self.device) // max(1, math.prod(shape)))
 
-    def _maps(self, plan: Plan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Placed]]]:
+    def _maps(self, plan: LaunchPlan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Pointers]]]:
         """`_tables` of the maps of a matrix rule."""
         mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
         return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
@@ -149,7 +149,7 @@ class Matrices(Torch):
     def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
             return super().moved(spec, x)
-        return self.map(left, x) if isinstance(x.u, Ragged) else x.set(p=dense(x.u))
+        return self.map(left, x) if isinstance(x.u, RaggedStack) else x.set(p=dense(x.u))
 
     # what rules ask for -------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
@@ -159,7 +159,7 @@ class Matrices(Torch):
         if plan is None:
             return super().map(rule, x, **reduce)
         takes, gives = signature(rule)
-        ragged = any(isinstance(x[name], Ragged) for name in takes)
+        ragged = any(isinstance(x[name], RaggedStack) for name in takes)
         piles = [] if ragged else [x[name] for name in takes if self._is_stack(x[name], plan)]
         sizes = {math.prod(pile.shape[1:]) for pile in piles}
         if not ragged and (reduce or sizes != {math.prod(plan.shapes[0])}):
@@ -169,30 +169,30 @@ class Matrices(Torch):
         arrays, names, numbers, keep = [], [], [], []
         for name in takes:
             value = x[name]
-            if isinstance(value, (Pile, Ragged)):
-                arrays.append(value.placed)
+            if isinstance(value, (LazyStack, RaggedStack)):
+                arrays.append(value.pointers)
             elif self._is_stack(value, plan):
                 keep.append(value := value.contiguous())
-                arrays.append(placed(value))
+                arrays.append(pointers_of(value))
             else:
                 numbers.append(value.reshape(-1) if torch.is_tensor(value) else value)
                 continue
             names.append(name)
         out: dict[str, Any] = {}
-        apart: dict[str, Placed] = {}
+        apart: dict[str, Pointers] = {}
         exact: dict[str, torch.Tensor] = {}
         for name in gives:
-            if isinstance(x.get(name), (Pile, Ragged)) and x[name].each:  # a buffer of the bundle
-                if plan.exact and x[name].placed.storage:
+            if isinstance(x.get(name), (LazyStack, RaggedStack)) and x[name].each:  # a buffer of the bundle
+                if plan.exact and x[name].pointers.storage:
                     exact[name] = torch.empty(x[name].shape, dtype=self.dtype, device=self.device)
                 continue
             if ragged:
                 out[name], apart[name] = plan.room(self.dtype)
             else:
                 out[name] = torch.empty((n, *piles[0].shape[1:]), dtype=self.dtype, device=self.device)
-                apart[name] = placed(out[name])
-        only = {name: x[name].placed for name in gives if name not in out and name not in names} | apart  # are not read
-        reads, every = len(arrays), [*arrays, *only.values(), *[placed(stack) for stack in exact.values()]]
+                apart[name] = pointers_of(out[name])
+        only = {name: x[name].pointers for name in gives if name not in out and name not in names} | apart  # are not read
+        reads, every = len(arrays), [*arrays, *only.values(), *[pointers_of(stack) for stack in exact.values()]]
         where = {name: j for j, name in enumerate([*names, *only])}
         behind = {name: len(where) + j for j, name in enumerate(exact)}
         stores = [(k, where[name]) for k, name in enumerate(gives)] + [(k, behind[n]) for k, n in enumerate(gives) if n in exact]
@@ -200,17 +200,17 @@ class Matrices(Torch):
             tuple([(k, TENSOR, True, False) for k, name in enumerate(gives) if name in out]) if "u" in out and not ragged else ()
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
-        laid = Laid.of(every, reads, tuple(stores))
-        numbers = [*numbers, x["_tick"]] if laid.ticks else numbers
-        plan.mapped[key] = laid.arrays
-        found = self._launch(plan, key, ordered, laid, numbers, (), sums, kinds, len(gives), x["_scale"], x["_flag"])
+        args = LaunchArgs.of(every, reads, tuple(stores))
+        numbers = [*numbers, x["_tick"]] if args.ticks else numbers
+        plan.mapped[key] = args.arrays
+        found = self._launch(plan, key, ordered, args, numbers, (), sums, kinds, len(gives), x["_scale"], x["_flag"])
         norms = dict(zip(out, found, strict=True)) if sums else {}
         for name in gives:
             if name not in out:
                 x[name].written(exact.get(name))
         if ragged:
-            return x.set(**{name: Ragged((), apart[name], value, plan) for name, value in out.items()})
-        return x.set(**{name: Pile.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
+            return x.set(**{name: RaggedStack((), apart[name], value, plan) for name, value in out.items()})
+        return x.set(**{name: LazyStack.of(value, apart[name], norms.get(name), plan) for name, value in out.items()})
 
     def each(self, function: Rule, x: Values) -> Values:
         """Numbers beside piles are flat, one per tensor, as those of a captured step are."""
@@ -224,7 +224,7 @@ class Matrices(Torch):
     @staticmethod
     def _is_stack(value: Any, plan: Any) -> bool:
         """An array of the bundle's tensors; one number per tensor, whatever its axes, is none."""
-        return isinstance(value, Pile) or (torch.is_tensor(value) and value.ndim > 1 and value.numel() > len(plan.shapes))
+        return isinstance(value, LazyStack) or (torch.is_tensor(value) and value.ndim > 1 and value.numel() > len(plan.shapes))
 
     @staticmethod
     def _arrays_first(rule: Rule, arrays: list[str]) -> Rule:
@@ -233,13 +233,13 @@ class Matrices(Torch):
 
     def by_shape(self, function: Any, X: Any) -> Any:
         """On the device, where shapes differ: so may be what it is multiplied with."""
-        if not isinstance(X, Ragged):
+        if not isinstance(X, RaggedStack):
             return super().by_shape(function, X)
         found = X.plan.cached(function, lambda: self.sender.send(np.array([function(*shape) for shape in X.plan.shapes])))
         return found
 
-    def _padded(self, X: Ragged, steps: int, coefficients: Coefficients, eps: float) -> Ragged:
-        """Matrices of many shapes, in few stacks."""
+    def _padded(self, X: RaggedStack, steps: int, coefficients: Coefficients, eps: float) -> RaggedStack:
+        """TritonArrays of many shapes, in few stacks."""
         room, where = X.plan.room(self.dtype)
         ahead.join(ahead.packing(self.device))
         ahead.join(ahead.shrinking(self.device))
@@ -251,7 +251,7 @@ class Matrices(Torch):
             orthogonalize = super().orthogonalize if small else self.orthogonalize
             done = orthogonalize(stack, steps, coefficients, eps)
             products.packed(room, table, done.to(self.dtype), out=True)
-        return Ragged((), where, room, X.plan)
+        return RaggedStack((), where, room, X.plan)
 
     def _compile_ahead(self, shape: Any) -> list[list[Any]]:
         """Threads that compile what Newton–Schulz on a stack of this shape launches."""
@@ -262,9 +262,9 @@ class Matrices(Torch):
         return [ahead.shrinking(self.device), ahead.multiplying(self.device, large, rows > columns)]
 
     def orthogonalize(self, X: Any, steps: int, coefficients: Coefficients, eps: float) -> Any:
-        if isinstance(X, Ragged):
+        if isinstance(X, RaggedStack):
             return self._padded(X, steps, coefficients, eps)
-        norm, plan = (X.norm, X.plan) if isinstance(X, Pile) else (None, None)
+        norm, plan = (X.norm, X.plan) if isinstance(X, LazyStack) else (None, None)
         whole = dense(X)
         X = whole.reshape(*whole.shape[:2], -1)
         if not products.pays(X):
@@ -300,11 +300,11 @@ class Matrices(Torch):
     def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """Where the matrices are."""
         n, flag = L.shape[-1], self.now["_flag"]
-        alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.placed.dtypes) == {torch.float32}
+        alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.pointers.dtypes) == {torch.float32}
         if not alike:
             return linalg.average_gram.default(self, L, X, axis, beta, alpha)
-        table = self._pass(self.now["_plan"], ("gram", axis), [L.placed], L.shape[0])
-        ((address, _),) = table.addresses([L.placed], self.sender)
+        table = self._pass(self.now["_plan"], ("gram", axis), [L.pointers], L.shape[0])
+        ((address, _),) = table.addresses([L.pointers], self.sender)
         precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
         L.written()
         return L, L

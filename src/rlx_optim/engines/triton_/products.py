@@ -141,8 +141,8 @@ def shrink(U, X, FACTOR, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def repack(FLAT, TABLE, STACK, n, C, OUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Matrices from flat memory into a stack of larger ones, with zeros around them; or (OUT) back. n: entries of one there,
-    C: its columns. TABLE: `Plan.stacks`."""
+    """TritonArrays from flat memory into a stack of larger ones, with zeros around them; or (OUT) back. n: entries of one there,
+    C: its columns. TABLE: `LaunchPlan.stacks`."""
     b = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i, j = at // C, at % C

@@ -125,7 +125,7 @@ class Grid:
         self.across_count, self.down_count = long(across), long(down)
 
 
-class Placed:
+class Pointers:
     """One array per tensor of a bundle, known by address.
 
     base: what is added to every address; it goes with the launch, so arrays that lie elsewhere every time need no new table.
@@ -150,21 +150,21 @@ def _steps(n: int, step: int, dtype: torch.dtype) -> tuple[np.ndarray, tuple[tor
     return np.arange(n, dtype=np.int64) * step, (dtype,) * n
 
 
-def placed(stack: torch.Tensor) -> Placed:
+def pointers_of(stack: torch.Tensor) -> Pointers:
     """A contiguous stack, tensor by tensor."""
     n = stack.shape[0]
     address, dtypes = _steps(n, stack.numel() // n * stack.element_size(), stack.dtype)
-    return Placed(address, dtypes, base=stack.data_ptr())
+    return Pointers(address, dtypes, base=stack.data_ptr())
 
 
-class Laid(NamedTuple):
+class LaunchArgs(NamedTuple):
     """The arrays of a launch: those that are read, those only written, scales of codes, and the low half of a parameter.
 
     stores: (result, array) pairs. half: which array is a parameter that may be of 16 bits, how it is rounded, and which has its
     low half. codes: how each array is kept, where one is kept in fewer bits; scales: which array has its scales.
     """
 
-    arrays: list[Placed]
+    arrays: list[Pointers]
     reads: int
     stores: tuple[tuple[int, int], ...]
     half: tuple[int, int, int]
@@ -172,7 +172,7 @@ class Laid(NamedTuple):
     scales: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, arrays: list[Placed], reads: int, stores: tuple[tuple[int, int], ...]) -> Laid:
+    def of(cls, arrays: list[Pointers], reads: int, stores: tuple[tuple[int, int], ...]) -> LaunchArgs:
         """Of those that are read, then those only written."""
         scaled = [array for array in arrays if array.scale is not None]
         every = [*arrays, *[array.scale for array in scaled]]
@@ -194,25 +194,25 @@ class Laid(NamedTuple):
         return bool(self.codes) or self.half[1] == ROUNDING["stochastic"]
 
 
-class Plan:
+class LaunchPlan:
     """What is kept for a bundle."""
 
     def __init__(self, bundle: Any, device: torch.device):
         self.shapes, self.device = bundle.shapes, device
         self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in bundle.shapes]
         self.made: dict[Any, Any] = {}
-        self.scratch: dict[Any, Placed] = {}
+        self.scratch: dict[Any, Pointers] = {}
         self.numbers: dict[Any, tuple[np.ndarray, torch.Tensor]] = {}
         self.passes: dict[Any, tuple[list[Any], Table]] = {}
         self.shares: dict[str, tuple[Any, ...]] = {}
-        self.where: dict[str, Placed] = {}  # the bundle's arrays
+        self.where: dict[str, Pointers] = {}  # the bundle's arrays
         self.version: Any = None  # of the watch, when they were told where they are
         self.halves = bundle.halves
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.exact = (
             bundle.program is not None or not bundle.spec.ragged()
         )  # whether a matrix rule may read what it wrote, and not only as codes
-        self.mapped: dict[Any, list[Placed]] = {}  # the arrays of a matrix rule's maps
+        self.mapped: dict[Any, list[Pointers]] = {}  # the arrays of a matrix rule's maps
         self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept
 
     def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
@@ -225,11 +225,11 @@ class Plan:
             self.shares[name] = (watch.version, types, address, mine)
         return address, mine
 
-    def round(self, params: Placed) -> None:
+    def round(self, params: Pointers) -> None:
         """Say of parameters how they are rounded, and where their low halves are: at the parameter itself where it has none."""
         params.rounding = ROUNDING[next(half.rounding for half in self.halves if half is not None)]
         if params.rounding == ROUNDING["exact"]:
-            low = params.low = self.cached("low", lambda: Placed(None, None))
+            low = params.low = self.cached("low", lambda: Pointers(None, None))
             kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
             if self.made.get("low of") is not params.dtypes:
                 self.made["low of"] = params.dtypes
@@ -250,14 +250,14 @@ class Plan:
         """Where the arrays of all tensors are, one behind the other, each aligned, and where they end."""
         return self.cached("starts", lambda: [0, *itertools.accumulate(-(-n // 16) * 16 for n in self.sizes)])
 
-    def room(self, dtype: torch.dtype) -> tuple[torch.Tensor, Placed]:
+    def room(self, dtype: torch.dtype) -> tuple[torch.Tensor, Pointers]:
         """Flat memory for an array of every tensor."""
         *starts, end = self.starts()
         address, dtypes = self.cached(
             ("room", dtype), lambda: (np.array(starts, np.int64) * dtype.itemsize, (dtype,) * len(starts))
         )
         room = torch.empty(end, dtype=dtype, device=self.device)
-        return room, Placed(address, dtypes, base=room.data_ptr())
+        return room, Pointers(address, dtypes, base=room.data_ptr())
 
     def stacks(self) -> list[tuple[bool, tuple[int, int], torch.Tensor]]:
         """The stacks of `padding`: whether of small matrices, their sides, and of each matrix in one where it is in a `room` and
@@ -309,7 +309,7 @@ class Plan:
         key = ("divisor", tuple(lengths))
         return self.cached(key, lambda: torch.tensor(lengths, dtype=torch.float64, device=self.device))
 
-    def strip(self, name: str, drop: tuple[int, ...], dtype: torch.dtype) -> Placed:
+    def strip(self, name: str, drop: tuple[int, ...], dtype: torch.dtype) -> Pointers:
         """Scratch for a number per row or column of every tensor: kept, so that it stays where it is."""
         key = (name, drop, dtype)
         if key not in self.scratch:
@@ -317,14 +317,14 @@ class Plan:
             room = torch.zeros(starts[-1], dtype=dtype, device=self.device)
             address = np.array(starts[:-1], np.int64) * room.element_size() + room.data_ptr()
             offsets = torch.tensor(starts[:-1], dtype=torch.int64, device=self.device)
-            self.scratch[key] = Placed(address, (dtype,) * len(address), drop, held=(room, offsets))
+            self.scratch[key] = Pointers(address, (dtype,) * len(address), drop, held=(room, offsets))
         return self.scratch[key]
 
 
 class Table:
     """One rule over one bundle: tensors grouped by how they are stored, and the addresses of all groups on the device."""
 
-    def __init__(self, arrays: list[Placed], count: int):
+    def __init__(self, arrays: list[Pointers], count: int):
         kinds = [*zip(*(a.dtypes for a in arrays), strict=True)]
         groups: dict[Any, list[int]] = {}
         for i, kind in enumerate(kinds):
@@ -339,7 +339,7 @@ class Table:
         self.room: torch.Tensor | None = None
         self.tables: list[tuple[torch.Tensor, bool]] | None = None
 
-    def fill(self, arrays: list[Placed], out: np.ndarray, room: torch.Tensor | None = None) -> None:
+    def fill(self, arrays: list[Pointers], out: np.ndarray, room: torch.Tensor | None = None) -> None:
         """Write down where the arrays are, for whoever sends it. room: where it is sent to from now on."""
         now = [array.address for array in arrays]
         host = np.stack(now)
@@ -363,7 +363,7 @@ class Table:
         parts = room.split([rows * columns for rows, columns in self.shapes])
         return [(part.view(shape), even) for part, shape, even in zip(parts, self.shapes, aligned, strict=True)]
 
-    def addresses(self, arrays: list[Placed], sender: Sender) -> list[tuple[torch.Tensor, bool]]:
+    def addresses(self, arrays: list[Pointers], sender: Sender) -> list[tuple[torch.Tensor, bool]]:
         """For each group its addresses on the device, sent anew if something moved, and whether all are aligned to 16 bytes."""
         if sender.capturing():  # the graph's own
             out = np.empty(self.size, np.int64)

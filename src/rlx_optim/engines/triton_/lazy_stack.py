@@ -13,27 +13,27 @@ from ..torch_ import whole
 from .replay import recording
 
 
-class Pile:
-    """each: the tensors; placed: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
+class LazyStack:
+    """each: the tensors; pointers: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
     moves: they may be elsewhere at the next step; halves: what parameters of 16 bits have beside; opener: what decodes them, if
     they are codes."""
 
-    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "opener", "placed", "plan", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "opener", "plan", "pointers", "scale", "shape")
 
     def __init__(
-        self, each: Any, shape: tuple[int, ...], placed: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False,
+        self, each: Any, shape: tuple[int, ...], pointers: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False,
         halves: Any = (),
     ):  # fmt: skip
-        self.each, self.shape, self.placed, self.dtype, self.scale = each, (len(each), *shape), placed, dtype, scale
+        self.each, self.shape, self.pointers, self.dtype, self.scale = each, (len(each), *shape), pointers, dtype, scale
         self.moves, self.halves, self.opener = moves, halves, None
         self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
-    def of(cls, stack: torch.Tensor, placed: Any, norm: torch.Tensor | None, plan: Any) -> Any:
+    def of(cls, stack: torch.Tensor, pointers: Any, norm: torch.Tensor | None, plan: Any) -> Any:
         """A stack with the norms of its tensors; just the stack where they are not known."""
         if norm is None:
             return stack
-        pile = cls((), tuple(stack.shape[1:]), placed, stack.dtype)
+        pile = cls((), tuple(stack.shape[1:]), pointers, stack.dtype)
         pile.shape, pile._stack, pile.norm, pile.plan = tuple(stack.shape), stack, norm, plan
         return pile
 
@@ -68,7 +68,7 @@ class Pile:
             shape = tuple(math.prod(self.shape) // rest if n == -1 else n for n in shape)
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
-        view = Pile(self.each, (), self.placed, self.dtype, self.scale, self.moves, self.halves)
+        view = LazyStack(self.each, (), self.pointers, self.dtype, self.scale, self.moves, self.halves)
         view.shape, view.norm, view.plan, view.opener = shape, self.norm, self.plan, self.opener
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view
@@ -90,16 +90,16 @@ def _by_stack(name: str) -> Any:
 
 
 for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "rtruediv", "rmatmul", "neg", "abs"):
-    setattr(Pile, f"__{_name}__", _by_stack(f"__{_name}__"))
+    setattr(LazyStack, f"__{_name}__", _by_stack(f"__{_name}__"))
 
 
-class Ragged:
+class RaggedStack:
     """Tensors of several shapes. each: a bundle's own; room: one flat memory of those that are scratch; plan: the bundle's."""
 
-    __slots__ = ("each", "placed", "plan", "room")
+    __slots__ = ("each", "plan", "pointers", "room")
 
-    def __init__(self, each: Any, placed: Any, room: torch.Tensor | None, plan: Any):
-        self.each, self.placed, self.room, self.plan = each, placed, room, plan
+    def __init__(self, each: Any, pointers: Any, room: torch.Tensor | None, plan: Any):
+        self.each, self.pointers, self.room, self.plan = each, pointers, room, plan
 
     def written(self, exact: None = None) -> None:
         """Nothing was stacked."""
@@ -107,9 +107,9 @@ class Ragged:
 
 def dense(X: Any) -> Any:
     """The stack of a pile; anything else as it is."""
-    return X.stack if isinstance(X, Pile) else X
+    return X.stack if isinstance(X, LazyStack) else X
 
 
 def same(X: Any, Y: Any) -> bool:
     """Whether two values are one, or views of one."""
-    return X is Y or (isinstance(X, Pile) and isinstance(Y, Pile) and X.each is Y.each)
+    return X is Y or (isinstance(X, LazyStack) and isinstance(Y, LazyStack) and X.each is Y.each)
