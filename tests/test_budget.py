@@ -12,11 +12,7 @@ LINES = {
     "": 6_130, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_280, "optax": 1_510, "race": 530,
     "rules": 3_000, "torch": 7_320,
 }  # fmt: skip
-<<<<<<< HEAD
-TOTAL = 31_500  # to be 22,500
-=======
 TOTAL = 31_520  # to be 22,500
->>>>>>> 9fd0018 (torch: the stub has Graphed where it is)
 #: classes that share a name with others, to be renamed
 SHARED = {
     "CurvatureOptimizer", "Item", "Layout", "Torch",
