@@ -650,7 +650,7 @@ def refused(world):
         params["w"].grad = distribute_tensor(tensors(0)["w"], other, [Shard(0), Replicate()], src_data_rank=None)
     out["one rank"] = failure(opt.step)
     out["attach"] = failure(opt.attach, list(params.values()))
-    for name in ("Lamb", "Muon", "Sophia"):  # a setting that is bad on one rank: at the first step, and later
+    for name in ("Lamb", "Sophia", "Muon"):  # a setting that is bad on one rank: at the first step, and later
         params = parameters(world.place)
         opt = make(name, params, nonfinite="raise" if name == "Sophia" else "propagate")
         for t in range(2):
