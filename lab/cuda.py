@@ -92,7 +92,7 @@ def ours(
     tensors, kind = own(params, grads), spec_class(name)
     settings = settings_of(name) | {"state_dtype": kept} | ({} if rounding is None else {"rounding": rounding})
     settings = {k: kind.fields[k].default for k in kind.torch.defaults} | settings  # as in the named API
-    if not kind.everywhere:
+    if not kind.accepts_any_shape:
         settings["route"] = functools.partial(_route, frozenset(k for k, tensor in tensors.items() if hidden(tensor)))
     made = front.made(kind)(list(tensors.items()), capturable=captured, **settings)
     label = f"{label_of(kept, rounding)}{', in a CUDA graph' * captured}"
@@ -108,7 +108,7 @@ def in_jax(name: str, params: Tensors, grads: Tensors) -> Contender:
     factories = importlib.import_module("rlx_optim.optax.factories")
     kind = spec_class(name)
     given = {k: value for k, (_, value) in factories.written(kind, kind(**settings_of(name)).values()).items()}
-    if not kind.everywhere:
+    if not kind.accepts_any_shape:
         given["route"] = functools.partial(_route, frozenset(k for k, tensor in params.items() if hidden(tensor)))
     return jitted("ours, in JAX", factories.made(kind)(**given), *_for_jax(params, grads))
 
@@ -155,7 +155,7 @@ def field(name: str, request: Request, arrays: tuple[Tensors, Tensors]) -> dict[
         return made | {peer.label: functools.partial(theirs, peer, *arrays) for peer in mine}
     if request.weights == "float32":
         made["ours"] = functools.partial(ours, name, *arrays)
-        if not spec_class(name).branches:
+        if not spec_class(name).step_dependent:
             made["ours, in a CUDA graph"] = functools.partial(ours, name, *arrays, True)
         made |= {label_of(kept): functools.partial(ours, name, *arrays, kept=kept) for kept in request.state_dtypes}
     else:

@@ -96,7 +96,7 @@ class MixedMuon(CoupledMuon):
     def takes(self, shape):
         return None if len(shape) == 2 else "no matrix"
 
-    def ragged(self):
+    def mixed_shapes(self):
         return True
 
     def update(self, E, x):

@@ -470,7 +470,7 @@ def test_help_says_what_otherwise_none_does(name):
     from rlx_optim import torch as in_torch
 
     kind = spec_class(name)
-    told = "this rule takes them all" if kind.everywhere else "they are refused"
+    told = "this rule takes them all" if kind.accepts_any_shape else "they are refused"
     vector = np.ones(5, np.float32)
     for made, use in (
         (getattr(rlx_optim, kind.title), lambda make: make(otherwise=None).step("b", vector.copy(), vector)),
@@ -478,7 +478,7 @@ def test_help_says_what_otherwise_none_does(name):
         (getattr(in_jax, kind.optax.factory or name), lambda make: make(0.01, otherwise=None).init({"b": jnp.ones(5)})),
     ):
         assert f"; None: {told}" in " ".join(inspect.getdoc(made).split())
-        if kind.everywhere:
+        if kind.accepts_any_shape:
             use(made)
         else:
             with pytest.raises(ValueError, match="dimensions"):

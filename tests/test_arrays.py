@@ -10,6 +10,7 @@ from rlx_optim import basis, linalg, renamed
 from rlx_optim.arrays import Arrays
 from rlx_optim.engine import ArrayEngine
 from rlx_optim.engines import get_engine
+from rlx_optim.spec import Spec
 
 LANGUAGE = Path(__file__).parent.parent / "docs" / "language.md"
 #: methods of an engine, beside the operations on arrays, that an update may call
@@ -47,6 +48,15 @@ def test_old_operations_warn_and_work(name):
 def test_old_functions_warn_and_work(name):
     with pytest.warns(DeprecationWarning, match=rf"linalg\.{name} is called {renamed.FUNCTIONS[name]}"):
         assert callable(getattr(linalg, name))
+
+
+@pytest.mark.parametrize(("old", "new"), renamed.ATTRIBUTES.items())
+def test_old_attributes_of_a_class_warn_and_work(old, new):
+    said = (lambda self: "said") if old in ("ragged", "replays") else "said"
+    with pytest.warns(DeprecationWarning, match=rf"Old\.{old} is called {new}"):
+        Old = type("Old", (Spec,), {old: said, "__module__": __name__})
+    assert vars(Old)[new] is said
+    assert old not in vars(Old)
 
 
 def test_an_old_operation_gives_what_the_new_one_does():

@@ -685,7 +685,7 @@ class Hoards(Momentum):
 
 
 class HoardsMatrices(Hoards):
-    matrix, branches = True, True
+    matrix, step_dependent = True, True
 
     def decisions(self, t, counters):
         return {"third": t % 3 == 0}
@@ -948,7 +948,7 @@ class Flat(Momentum):
 
 
 class FlatButEverywhere(Flat):
-    everywhere = True
+    accepts_any_shape = True
 
     def takes(self, shape):
         return super().takes(shape)

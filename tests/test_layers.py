@@ -24,7 +24,7 @@ MAY = {
     "storage": set(),
     "rounding": {"random", "storage"},
     "fields": set(),
-    "spec": {"fields", "modifiers", "rounding", "storage"},
+    "spec": {"fields", "modifiers", "renamed", "rounding", "storage"},
     "stats": set(),
     "guard": {"spec"},
     "random": set(),

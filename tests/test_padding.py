@@ -90,7 +90,7 @@ def test_who_mixes():
     assert padding.padded((1030, 300)) == (384, 1280)
     assert padding.stacks([(100, 250), (250, 128)]) == {(True, (128, 256)): [0], (False, (128, 256)): [1]}
     assert [padding.mixes(shape) for shape in ((127, 4096), (128, 128), (3, 3, 3), (5,), (0, 4))] == [True, *[False] * 4]
-    assert [rlx_optim.create(name).spec().ragged() for name in ("muon", "normuon", "adamw")] == [True, False, False]
+    assert [rlx_optim.create(name).spec().mixed_shapes() for name in ("muon", "normuon", "adamw")] == [True, False, False]
 
 
 def test_in_the_interpreter():

@@ -17,7 +17,7 @@ def test_what_is_recorded_reads_no_float(kind):
 class Reading(Muon):
     """As Muon, but the rate is read by the update itself."""
 
-    def replays(self):
+    def graph_safe(self):
         return True
 
     def update(self, E, x):

@@ -28,9 +28,9 @@ from rlx_optim.named import spec_class  # noqa: E402
 #: settings under which the front end does what the named API does
 AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}
 #: rules whose step a CUDA graph can capture by itself
-CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).branches]
+CAPTURABLE = [case for case in EVERY if not spec_class(case[0]).step_dependent]
 #: those whose decisions the host takes
-DECIDING = [case for case in EVERY if spec_class(case[0]).branches]
+DECIDING = [case for case in EVERY if spec_class(case[0]).step_dependent]
 #: a case of each optimizer, and of each kind of program: enough where kernels are interpreted, block by block
 ONCE = list({name: (name, settings) for name, settings in reversed(EVERY)}.values())
 KINDS = ("sgd", "adamw", "nadamw", "lamb", "adafactor", "sophia", "prodigy", "schedulefreeadamw", "muon", "soap", "kronpsgd")

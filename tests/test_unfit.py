@@ -149,7 +149,7 @@ def test_optax_asks_for_slots_only_of_what_a_rule_takes(made):
         rows, columns = shape
         return {"m": Slot((rows, columns))}
 
-    made(slots=slots, takes=lambda self, shape: None if len(shape) == 2 else "two dimensions are needed", everywhere=False)
+    made(slots=slots, takes=lambda self, shape: None if len(shape) == 2 else "two dimensions are needed", accepts_any_shape=False)
     tx = front.unfitting(0.1)
     params = {"w": jnp.ones((6, 4))}
     updates, _ = tx.update(params, tx.init(params), params)

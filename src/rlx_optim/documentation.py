@@ -108,7 +108,7 @@ def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
             f"{said.get(name, field.meaning)} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
         )
     if "otherwise" in found:
-        found["otherwise"] += f"; None: {'this rule takes them all' if kind.everywhere else 'they are refused'}"
+        found["otherwise"] += f"; None: {'this rule takes them all' if kind.accepts_any_shape else 'they are refused'}"
     if beside is OPTAX:
         found["learning_rate"] = found["lr"]
         found |= {n: f"{found[n]}; None: the rule's own, {f.default!r}" for n, f in kind.fields.items() if f.annotation == "int"}

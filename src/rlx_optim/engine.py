@@ -165,7 +165,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Mixing(Protocol):
-    """An engine that takes tensors of unequal shapes at once, for rules that do (`Spec.ragged`)."""
+    """An engine that takes tensors of unequal shapes at once, for rules that do (`Spec.mixed_shapes`)."""
 
     def mixes(self, shape: Shape) -> bool:
         """Whether it should be given such a one together with others."""
@@ -180,7 +180,7 @@ class TakingRows(Protocol):
 
 
 class MixedShapes(list[Any]):
-    """Tensors of unequal shapes, as a rule that takes such sees them (`Spec.ragged`)."""
+    """Tensors of unequal shapes, as a rule that takes such sees them (`Spec.mixed_shapes`)."""
 
 
 # ---- an engine from any array library -----------------------------------------------------------------------------------

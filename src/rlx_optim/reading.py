@@ -61,7 +61,7 @@ def samples(shape: Shape) -> list[Shape]:
 def check_replays(spec: Spec, shape: Shape) -> None:
     """Refuse an `update` that reads a float of the hyperparameters where `replays` says that its step can be recorded: a recorded
     step would go on with the float that it was recorded with."""
-    if not spec.replays():
+    if not spec.graph_safe():
         return
     unread = object.__new__(type(spec))
     for name, value in spec.values().items():

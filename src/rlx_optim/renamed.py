@@ -23,6 +23,20 @@ FUNCTIONS = {
     "orthonormal": "basis.orthonormalize.default", "minor": "basis.below_rounding", "descending": "basis.descending_order",
 }  # fmt: skip
 
+#: what the class of an optimizer says of itself
+ATTRIBUTES = {
+    "everywhere": "accepts_any_shape", "branches": "step_dependent", "piled": "unstacked_factors", "asks": "syncs_on",
+    "ragged": "mixed_shapes", "replays": "graph_safe",
+}  # fmt: skip
+
+
+def take_attributes(cls: type) -> None:
+    """Let a class say the old names: each becomes the new one."""
+    for old in ATTRIBUTES.keys() & vars(cls).keys():
+        warn(f"{cls.__name__}.{old}", ATTRIBUTES[old])
+        setattr(cls, ATTRIBUTES[old], vars(cls)[old])
+        delattr(cls, old)
+
 
 def find_operation(E: Any, name: str) -> Any:
     """The operation of an engine that had this name."""
@@ -41,7 +55,7 @@ def find_function(name: str) -> Any:
 
 
 def warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is called {new} since 0.3; the old name goes in 0.4", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{old} is called {new} since 0.3; the old name goes in 0.4", DeprecationWarning, stacklevel=5)
 
 
 def _function(path: str) -> Any:

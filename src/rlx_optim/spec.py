@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-from . import modifiers, rounding, storage
+from . import modifiers, renamed, rounding, storage
 from .fields import REQUIRED, Field, betas, choice, flag, function, integer, real, reals, triples
 
 #: what the file of a rule has from here: fields too
@@ -207,14 +207,14 @@ class Spec(abc.ABC):
     matrix: ClassVar[bool] = False
     #: without an `otherwise` this rule steps every tensor; False: it refuses what it does not take. A class that says `takes` has
     #: False unless it says True
-    everywhere: ClassVar[bool] = True
+    accepts_any_shape: ClassVar[bool] = True
     #: `update` branches on the step count, which must then be known to the host
-    branches: ClassVar[bool] = False
+    step_dependent: ClassVar[bool] = False
     #: `update` uses factors in products, averages of Gram matrices and `E.jointly` alone: an engine need not stack them
-    piled: ClassVar[bool] = False
+    unstacked_factors: ClassVar[bool] = False
     #: those of its `decisions` after which the host asks the device what it found, or brings something there: no CUDA graph can
     #: hold such a step
-    asks: ClassVar[tuple[str, ...]] = ()
+    syncs_on: ClassVar[tuple[str, ...]] = ()
     #: it takes estimates of the Hessian's diagonal into a slot h, through a second update `observe`, and counts `estimates`
     observes: ClassVar[bool] = False
     #: the slot that leads from p to the point to evaluate at, which is p plus it; None: p itself
@@ -239,8 +239,9 @@ class Spec(abc.ABC):
             raise TypeError(f"{cls.__name__}: every rule has {min(words)} already (docs/modifiers.md); give it another name")
         if words := cls.unfit.keys() - set(UNSOUND):
             raise TypeError(f"{cls.__name__}: unfit has {min(words)!r}, which is no modifier; known are {', '.join(UNSOUND)}")
+        renamed.take_attributes(cls)
         if "takes" in vars(cls):
-            cls.everywhere = vars(cls).get("everywhere", False)
+            cls.accepts_any_shape = vars(cls).get("accepts_any_shape", False)
         cls.title = vars(cls).get("title", cls.__name__)
         cls.name = vars(cls).get("name", cls.title.lower())
         cls.aliases = vars(cls).get("aliases", ())
@@ -322,12 +323,12 @@ class Spec(abc.ABC):
         """None if this rule takes a tensor of this shape, else why not."""
         return None
 
-    def ragged(self) -> bool:
+    def mixed_shapes(self) -> bool:
         """Whether a matrix rule's `update` takes tensors of unequal shapes at once: with them it may use `E.map`,
         `E.by_shape` and `E.orthogonalize` alone."""
         return False
 
-    def replays(self) -> bool:
+    def graph_safe(self) -> bool:
         """Whether a matrix rule's step can be recorded and replayed: of p and g nothing but maps are made, what `update` reads of
         the hyperparameters itself are not floats (those reach it through `scalars`), and it moves no counter itself."""
         return False

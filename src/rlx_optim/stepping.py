@@ -189,7 +189,7 @@ def group_alike(
             if commits:
                 alike.setdefault((type(spec), spec.likeness(), record.kind), []).append(place)
                 continue
-            mixed = spec.ragged() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
+            mixed = spec.mixed_shapes() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
             mixed = mixed and spec.state_dtype == "float32"
             key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.likeness())
             alike.setdefault((_slots(spec, record), key), []).append(place)

@@ -109,7 +109,7 @@ class OptaxSubject(OptimizerSubject):
         return self.near(arrays(got), arrays(want), arrays(self.start()), what, max(self.bar, bar))
 
     @property
-    def everywhere(self) -> bool:
+    def accepts_any_shape(self) -> bool:
         return self.shapes is SHAPES
 
 

@@ -499,7 +499,7 @@ class RuleSubject(Subject):
         except (TypeError, ValueError):
             return None
         rng = np.random.default_rng(1)
-        shapes = [shape for shape in SMALL if self.rule.everywhere or spec.takes(shape) is None]
+        shapes = [shape for shape in SMALL if self.rule.accepts_any_shape or spec.takes(shape) is None]
         params = {str(i): np.asarray(rng.standard_normal(shape), np.float32) for i, shape in enumerate(shapes)}
         found: Arrays = {}
         for _ in range(LONG):

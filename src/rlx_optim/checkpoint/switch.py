@@ -90,7 +90,7 @@ def _meanings(slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, str]:
 def _timeless(spec: Spec) -> bool:
     """Whether the step count plays no part in the rule."""
     first = spec.counters()
-    return not spec.branches and spec.scalars(1, first) == spec.scalars(2, first)
+    return not spec.step_dependent and spec.scalars(1, first) == spec.scalars(2, first)
 
 
 def _shared(before: Spec, after: Spec, old: Parameter, new: Parameter) -> tuple[dict[str, tuple[str, float]], str]:

@@ -124,7 +124,7 @@ def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Scheduled
             raise TypeError(
                 f"{rule}: {what} must be like rlx_optim.AdamW(lr=3e-4) or rlx_optim.optax.adamw(3e-4), or None, got {choice!r}"
             )
-    if not alone or member.kind.observes or (what == "otherwise" and not member.kind.everywhere):
+    if not alone or member.kind.observes or (what == "otherwise" and not member.kind.accepts_any_shape):
         raise ValueError(
             f"{rule}: {what} must be one rule that takes every tensor, without groups or a mask of its own, "
             f"and with schedules only as rlx_optim.optax.adamw(schedule); got {choice!r}"

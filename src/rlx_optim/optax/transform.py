@@ -219,7 +219,7 @@ class Transform:
             if ps[i].size:
                 apart = place.decays or (mixed and gathers(place))
                 key = (id(place.member), apart, tuple(place.slots), str(arithmetic(ps[i])))
-                alone = place.member.kind.matrix and not place.member.steady.ragged()
+                alone = place.member.kind.matrix and not place.member.steady.mixed_shapes()
                 bundles.setdefault((*key, place.inner) if alone else key, []).append(i)
         programs: list[tuple[Spec, Program, list[str]]] = []
         steps: list[tuple[int, Any]] = []
@@ -296,7 +296,7 @@ def averaged(state: Any, params: Tree) -> Tree:
 
 def exact_products(kind: type[Spec]) -> contextlib.AbstractContextManager[Any]:
     """SOAP's bases and KronPSGD's factors need float32 products; accelerators take fewer bits unless told. Muon needs no more."""
-    return jax.default_matmul_precision("highest") if kind.branches and precision() is None else contextlib.nullcontext()
+    return jax.default_matmul_precision("highest") if kind.step_dependent and precision() is None else contextlib.nullcontext()
 
 
 def _refuse_zeros(place: LeafEntry, leaf: Any) -> None:
@@ -373,11 +373,13 @@ def _matrix_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str, 
     E = engine_in(dtype, free=precision() is None)
     if len(every) == 1:
         out = every[0]
-    elif spec.ragged():
+    elif spec.mixed_shapes():
         out = {name: MixedShapes(t for each in every for t in each[name]) for name in every[0]}
     else:
         piled = {
-            name for name, slot in leaves[0][0].slots.items() if spec.piled and slot.factor and math.prod(slot.shape) >= PILED
+            name
+            for name, slot in leaves[0][0].slots.items()
+            if spec.unstacked_factors and slot.factor and math.prod(slot.shape) >= PILED
         }
         out = {name: (LeafStack if name in piled else jnp.concatenate)([each[name] for each in every]) for name in every[0]}
     x = Values(out, names=[name for place, _ in leaves for name in place.names], **numbers, t=t, seed=spec.values().get("seed"))

@@ -88,8 +88,8 @@ class KronPSGD(Spec):
     probe: object = function()
 
     matrix = True
-    branches = True
-    asks = ("begins",)
+    step_dependent = True
+    syncs_on = ("begins",)
 
     def diagonal(self, dims):
         """Which factors are diagonal."""
@@ -128,7 +128,7 @@ class KronPSGD(Spec):
         fits = scheduled if given is None else counter >= 1 / given
         return {"begins": t == 1, "fits": fits, "counter": counter * (1 - fits)}
 
-    def replays(self):
+    def graph_safe(self):
         return self.probe is None
 
     def work(self, shape):

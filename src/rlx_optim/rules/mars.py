@@ -76,7 +76,7 @@ class MARS(Spec):
     clip_norm: float | None = real(1.0, open_low=True, infinite=True, optional=True)
     variant: str = choice("adamw", "lion")
 
-    everywhere = True
+    accepts_any_shape = True
     otherwise_default = Otherwise("adamw", {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
     def takes(self, shape):

@@ -114,14 +114,14 @@ class Muon(Spec):
     convention: str = choice("keller", "moonlight", "rlx")
 
     matrix = True
-    everywhere = False
+    accepts_any_shape = False
     caution = None  # as the authors' c_muon.py: before Newton–Schulz, and by m though u is Nesterov's
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
-    def ragged(self):
+    def mixed_shapes(self):
         return self.convention != "rlx" and not self.cautious and self.decay != "hyperball"  # those two measure
 
-    def replays(self):
+    def graph_safe(self):
         return not self.cautious and self.decay != "hyperball"
 
     def takes(self, shape):

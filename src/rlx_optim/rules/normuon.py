@@ -69,7 +69,7 @@ class NorMuon(Spec):
     convention: str = choice("authors", "dion", "speedrun")
 
     matrix = True
-    everywhere = False
+    accepts_any_shape = False
     otherwise_default = Otherwise("adamw", {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 
     def takes(self, shape):
@@ -78,7 +78,7 @@ class NorMuon(Spec):
     def by_columns(self, rows, columns):
         return self.convention == "speedrun" and rows < columns
 
-    def replays(self):
+    def graph_safe(self):
         return not self.cautious and self.decay != "hyperball"
 
     def slots(self, shape):

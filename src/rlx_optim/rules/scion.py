@@ -147,7 +147,7 @@ class Scion(Spec):
     def structure(self):
         return (*super().structure(), self.averages)
 
-    def replays(self):
+    def graph_safe(self):
         return not self.cautious and self.decay != "hyperball"
 
     def slots(self, shape):

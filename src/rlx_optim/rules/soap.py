@@ -122,9 +122,9 @@ class SOAP(Spec):
     precondition_1d: bool = flag(False, fixed=True)
 
     matrix = True
-    branches = True
-    piled = True
-    asks = ("begins",)
+    step_dependent = True
+    unstacked_factors = True
+    syncs_on = ("begins",)
 
     def merged(self, shape):
         """The shape whose dimensions are rotated."""
@@ -174,7 +174,7 @@ class SOAP(Spec):
     def decisions(self, t, counters):
         return {"begins": t == 1, "refreshes": (t - 1) % self.precondition_frequency == 0}  # t - 1 steps have moved, with this
 
-    def replays(self):
+    def graph_safe(self):
         return True
 
     def work(self, shape):

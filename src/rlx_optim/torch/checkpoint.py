@@ -134,7 +134,7 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
     was = None if other is None else other.rule["rule"]
     routed = opt._others.keys() - {was}
     for rule, choice in said.items() if was not in said else [(was, said[was])]:
-        if rule == was or (rule not in routed and choice.spec.everywhere):
+        if rule == was or (rule not in routed and choice.spec.accepts_any_shape):
             other = choice
             break
     opt._router.otherwise = other

@@ -196,7 +196,7 @@ class RuleOptimizer(Stepper):
                 f"{self._owner}: {what} has groups of its own; group the parameters, as for any torch optimizer: "
                 '[{"params": …, "weight_decay": 0.0}, …]; what a group says holds for all rules'
             )
-        if what == "otherwise" and not given.spec.everywhere:
+        if what == "otherwise" and not given.spec.accepts_any_shape:
             raise ValueError(f"{self._owner}: otherwise must take every tensor itself, as rlx_optim.AdamW does, got {given!r}")
         if given.otherwise is not None:
             raise ValueError(f"{self._owner}: {what} must take every tensor itself; give {type(given).__name__} otherwise=None")

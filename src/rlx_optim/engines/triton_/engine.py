@@ -124,14 +124,14 @@ class Triton(TritonArrays):
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
         numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
         # what mixes is padded, also where all are of one shape: the others in a step do not change the bits of a matrix
-        mixed = bundle.program is None and bundle.spec.ragged() and not bundle.asked and bundle.spec.state_dtype == "float32"
-        mixed = mixed and all(map(self.mixes, set(bundle.shapes)))
+        mixes = bundle.program is None and bundle.spec.mixed_shapes()
+        mixed = mixes and not bundle.asked and bundle.spec.state_dtype == "float32" and all(map(self.mixes, set(bundle.shapes)))
         if mixed:
             ahead.packing(self.device)
             ahead.shrinking(self.device)
             if any(not small for small, _, _ in plan.stacks()):
                 ahead.multiplying(self.device)
-        elif bundle.spec.ragged() and len(bundle.shapes[0]) > 1 and self.dtype is torch.float32:
+        elif mixes and len(bundle.shapes[0]) > 1 and self.dtype is torch.float32:
             self._compile_ahead((n, *bundle.shapes[0]))
         for name, where in arrays.items():
             slot = bundle.slots.get(name)

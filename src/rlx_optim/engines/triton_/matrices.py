@@ -124,8 +124,8 @@ class TritonArrays(Torch):
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
-        can = sum(bundle.plan.sizes) <= replay.most(self.device) and bundle.spec.replays() and self._standing_still(bundle)
-        can = can and not any(map(torch.is_tensor, numbers.values())) and not any(numbers[name] for name in bundle.spec.asks)
+        can = sum(bundle.plan.sizes) <= replay.most(self.device) and bundle.spec.graph_safe() and self._standing_still(bundle)
+        can = can and not any(map(torch.is_tensor, numbers.values())) and not any(numbers[name] for name in bundle.spec.syncs_on)
         decided = decided_in(numbers)
         if not can or not any(decided.values()):
             return can

@@ -210,7 +210,7 @@ class LaunchPlan:
         self.halves = bundle.halves
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.exact = (
-            bundle.program is not None or not bundle.spec.ragged()
+            bundle.program is not None or not bundle.spec.mixed_shapes()
         )  # whether a matrix rule may read what it wrote, and not only as codes
         self.mapped: dict[Any, list[Pointers]] = {}  # the arrays of a matrix rule's maps
         self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept

@@ -27,7 +27,7 @@ def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
     """Why this cannot be captured; None if it can."""
     if engine != "triton":
         return f"capturable=True needs the triton engine and CUDA parameters, this is engine {engine!r}"
-    if spec.branches and not decides(spec):
+    if spec.step_dependent and not decides(spec):
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
     if called := [name for name, value in spec.values().items() if callable(value)]:
         return f"{type(spec).__name__} cannot be captured with {called[0]}=…, which the host would have to call at every replay"
@@ -117,7 +117,7 @@ class Captured(LocalTriton):
         for part in self.deciding():
             current, counters = decided(part), part.records[0].counters
             found.append(tuple(bool(value) for name, value in current.items() if name not in counters))
-            asks = asks or any(current[name] for name in part.bundle.spec.asks)
+            asks = asks or any(current[name] for name in part.bundle.spec.syncs_on)
         return tuple(found), asks
 
     def follow(self) -> None:

@@ -160,7 +160,7 @@ class Owner(Placement):
             for k, (i, group) in enumerate(zip(chosen, groups, strict=True))
             if i in self.readers or any(reads_p(specs[group], shape) for shape in self.shapes[i])
         }
-        mixed = {groups[k] for k in found if specs[groups[k]].ragged()}
+        mixed = {groups[k] for k in found if specs[groups[k]].mixed_shapes()}
         return found | {k for k, group in enumerate(groups) if group in mixed}
 
     def _gather(self, stage: Stage, step: OwnerStep) -> Arriving:
