@@ -57,3 +57,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch):
+    """The width of a terminal that whoever runs the tests has is none of theirs: where COLUMNS is set, error lines are folded."""
+    monkeypatch.delenv("COLUMNS", raising=False)

@@ -56,7 +56,10 @@ def test_state_in_fewer_bits(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--state-dtype", "float64"], "unknown state dtype 'float64'; known are float32, bfloat16, int8"),
+        (
+            ["--state-dtype", "float64"],
+            "unknown state dtype 'float64'; did you mean 'float32'? Known are float32, bfloat16, int8",
+        ),
         (["--model", "2b"], "unknown model '2b'; known are gpt2-124m, llama-1.1b,"),
         (["--ranks", "0"], "--ranks must be whole numbers from 1 to 100000"),
         (["--optimizer", "moun"], "did you mean 'muon'?"),
