@@ -16,10 +16,10 @@ from typing import Annotated
 
 import typer
 
+from rlx_optim import list_optimizers
 from rlx_optim.cli import NAMES, Problem, check_place, choose, digits, progress, say, show_table, unknown, write_json
 from rlx_optim.cli.shapes import KNOWN, shapes_of
 from rlx_optim.engines import no_compiler
-from rlx_optim.named import list_optimizers
 from rlx_optim.registry import aliases
 from rlx_optim.storage import FORMATS
 

@@ -18,7 +18,7 @@ from typing import Any
 from rlx_optim.cli import Problem
 from rlx_optim.cli.costs import settings_of
 from rlx_optim.cli.shapes import Shapes, parameters
-from rlx_optim.named import spec_class
+from rlx_optim.registry import spec_class
 from rlx_optim.rounding import EXACT, NEAREST, STOCHASTIC
 
 from .peers import HOW, Contender, Peer, jitted, load, optax_contender, running

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from rlx_optim import list_optimizers
 from rlx_optim.cli import NAMES, Problem, check_place, choose, digits, machine, one, progress, say, show_table, write_json
-from rlx_optim.curvature import CurvatureOptimizer
 from rlx_optim.engines import list_engines
-from rlx_optim.named import list_optimizers
+from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.race.digits import HESSIAN_EVERY, build
 from rlx_optim.race.rates import SGD
 from rlx_optim.race.report import digits as rounded

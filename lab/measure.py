@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from rlx_optim import create
 from rlx_optim.cli import machine
 from rlx_optim.cli.costs import settings_of
 from rlx_optim.cli.shapes import Shapes, parameters
-from rlx_optim.curvature import CurvatureOptimizer
-from rlx_optim.named import create
+from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.threads import get_threads, set_threads
 
 from . import cuda

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rlx_optim import list_optimizers
 from rlx_optim.cli import NAMES, Problem, check_place, choose, machine, progress, say, show_table, write_json
-from rlx_optim.named import list_optimizers
 from rlx_optim.registry import aliases
 
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch

@@ -20,8 +20,9 @@ import torch
 
 import rlx_optim
 import rlx_optim.torch as front
+from rlx_optim import create, list_optimizers
 from rlx_optim.coefficients import KELLER
-from rlx_optim.named import create, list_optimizers, spec_class
+from rlx_optim.registry import spec_class
 
 SHAPE, STEPS, SPIKE_AT, SPIKE = (32, 32), 200, 100, 1000.0
 SCALES = (1.0, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12)

@@ -1,6 +1,6 @@
 """Write the .pyi files from the specs, so that editors and type checkers see every hyperparameter.
 
-    python -m lab.stubs          # writes src/rlx_optim/named.pyi and the __init__.pyi of src/rlx_optim/torch and optax
+    python -m lab.stubs          # writes src/rlx_optim/numpy/classes.pyi and the __init__.pyi of src/rlx_optim/torch and optax
 A test compares the committed files with what this makes.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
-from .spec import Spec
+from ..spec import Spec
 
 def spec_class(name: str) -> type[Spec]: ...
 def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..optimizer import NamedOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer
@@ -48,7 +48,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ..optimizer import NamedOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create
@@ -76,11 +76,11 @@ def class_stub(title: str, base: str, attributes: list[str], fields: list[str], 
 
 
 def named_stub() -> str:
-    from rlx_optim import named
+    from rlx_optim.numpy import classes
 
     text = HEAD + NAMED + f"\n__all__ = {[kind.title for kind in OURS]!r}\n"
     for kind in OURS:
-        fields, keywords = lines_of(inspect.signature(named.made(kind)))
+        fields, keywords = lines_of(inspect.signature(classes.made(kind)))
         text += class_stub(kind.title, "CurvatureOptimizer" if kind.observes else "NamedOptimizer", fields, fields, keywords)
     return text
 
@@ -108,7 +108,7 @@ def optax_stub() -> str:
 
 
 STUBS = {
-    PACKAGE / "named.pyi": named_stub,
+    PACKAGE / "numpy" / "classes.pyi": named_stub,
     PACKAGE / "torch" / "__init__.pyi": torch_stub,
     PACKAGE / "optax" / "__init__.pyi": optax_stub,
 }

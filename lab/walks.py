@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx_optim import create
 from rlx_optim.check.engines import missing
-from rlx_optim.curvature import CurvatureOptimizer
 from rlx_optim.engines import no_compiler
-from rlx_optim.named import create
+from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.registry import required, spec_class
 
 Arrays = dict[str, np.ndarray]

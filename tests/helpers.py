@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rlx_optim
-from rlx_optim.named import spec_class
+from rlx_optim.registry import spec_class
 
 NAMES = rlx_optim.list_optimizers()
 MATRIX = tuple(name for name in NAMES if spec_class(name).matrix)

@@ -16,8 +16,7 @@ from helpers import NAMES, SHAPES, copies, feed, make, problem, run, same_bits
 
 import rlx_optim
 from rlx_optim import schedules
-from rlx_optim.named import spec_class
-from rlx_optim.registry import FILES
+from rlx_optim.registry import FILES, spec_class
 
 
 def test_names():

@@ -111,7 +111,7 @@ def test_many_shapes(model, matrices, tensors):
 
 # ---- the tables ---------------------------------------------------------------------------------------------------------
 def test_every_optimizer_has_peers_and_bytes():
-    matrix = {name for name in rlx_optim.list_optimizers() if rlx_optim.named.spec_class(name).matrix}
+    matrix = {name for name in rlx_optim.list_optimizers() if rlx_optim.registry.spec_class(name).matrix}
     assert set(peers.PEERS) <= set(rlx_optim.list_optimizers())
     known = {
         "sgd": 20,

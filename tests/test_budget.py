@@ -9,7 +9,7 @@ import rlx_optim
 ROOT = Path(rlx_optim.__file__).parent
 #: lines of each folder, at most ("": the files that are in none); a new feature raises its folder's by what it adds
 LINES = {
-    "": 6_150, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_280, "optax": 1_510, "race": 530,
+    "": 4_980, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_280, "numpy": 1_170, "optax": 1_510, "race": 530,
     "rules": 3_000, "torch": 7_320,
 }  # fmt: skip
 TOTAL = 31_550  # to be 22,500

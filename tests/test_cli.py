@@ -16,7 +16,7 @@ import pytest
 from helpers import make
 
 import rlx_optim
-from rlx_optim.named import spec_class
+from rlx_optim.registry import spec_class
 
 pytest.importorskip("typer")
 from lab import walks
@@ -272,7 +272,7 @@ def test_ctrl_c_while_the_package_is_imported():
         import sys
         class Interrupt:
             def find_spec(self, name, *rest):
-                if name == "rlx_optim.named": raise KeyboardInterrupt
+                if name == "rlx_optim.numpy.classes": raise KeyboardInterrupt
         sys.meta_path.insert(0, Interrupt())
         from rlx_optim_cli import main
         sys.exit(main())

@@ -16,10 +16,10 @@ from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER, coded_ranks, re
 
 import rlx_optim.torch as ours
 from rlx_optim.checkpoint.files import opened
-from rlx_optim.named import spec_class
 from rlx_optim.partition import extent, share_out, traffic
 from rlx_optim.program import NotSent, Unsent
 from rlx_optim.reading import reads_p
+from rlx_optim.registry import spec_class
 
 WORLDS = (2, 3, 4)
 LIMIT = 150  # seconds for a world; a collective that nobody answers ends after 60

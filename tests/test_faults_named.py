@@ -40,7 +40,7 @@ def test_the_call_after_a_refused_one_takes_its_own_gradients(engine, how):
     assert (params["a"][0], params["b"][0]) == (-101, -2)
 
 
-@pytest.mark.parametrize("where", ["rlx_optim.validation.locate", "rlx_optim.family.run_part"])
+@pytest.mark.parametrize("where", ["rlx_optim.numpy.validation.locate", "rlx_optim.numpy.family.run_part"])
 def test_an_interrupt_leaves_no_stale_address(where, monkeypatch):
     """A KeyboardInterrupt may come before the gradients of a call are known, and when they are."""
     opt, params, grads = rlx_optim.SGD(lr=1.0, engine="cpu"), full(0), full(1)
@@ -63,7 +63,7 @@ def test_a_step_that_failed_half_way_is_not_taken_again(monkeypatch):
     opt = rlx_optim.Muon(lr=0.1, otherwise=rlx_optim.SGD(lr=1.0), engine="cpu")
     params, grads = {"w": np.eye(4, dtype=F), "b": np.zeros(3, F)}, {"w": np.eye(4, dtype=F), "b": np.ones(3, F)}
     opt.step_all(params, grads)
-    real = rlx_optim.family.run_part
+    real = rlx_optim.numpy.family.run_part
 
     def failing(part, *rest):
         if part.records[0].name == "b":
@@ -71,7 +71,7 @@ def test_a_step_that_failed_half_way_is_not_taken_again(monkeypatch):
         real(part, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlx_optim.family.run_part", failing)
+        patch.setattr("rlx_optim.numpy.family.run_part", failing)
         with pytest.raises(MemoryError):
             opt.step_all(params, grads)
     with pytest.raises(ValueError, match="'w' was already stepped in iteration 1"):

@@ -8,7 +8,7 @@ import pytest
 from helpers import distance
 
 import rlx_optim
-from rlx_optim.named import made
+from rlx_optim.numpy.classes import made
 from rlx_optim.rules.muon import Muon, nesterov
 
 FOLDER = Path(__file__).parent / "golden"
@@ -112,10 +112,10 @@ def kind_and_settings(note):
     """The class of a file's optimizer and what it is made with."""
     if note["optimizer"] in MODIFIED:
         rule, modifier, read = MODIFIED[note["optimizer"]]
-        kind = rule if isinstance(rule, type) else rlx_optim.named.spec_class(rule)
+        kind = rule if isinstance(rule, type) else rlx_optim.registry.spec_class(rule)
         return kind, {**read(note["hyper"]), **modifier}
     translate = TRANSLATE.get(note["optimizer"], lambda h, reference: h)
-    kind = rlx_optim.named.spec_class(note["optimizer"].replace("sophiah", "sophia").replace("_", ""))
+    kind = rlx_optim.registry.spec_class(note["optimizer"].replace("sophiah", "sophia").replace("_", ""))
     return kind, translate(note["hyper"], note["reference"])
 
 

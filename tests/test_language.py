@@ -21,8 +21,8 @@ from rlx_optim.check.engines import present, speaker
 from rlx_optim.check.rules import RuleSubject
 from rlx_optim.check.table import Wrong
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
+from rlx_optim.numpy.optimizer import NamedOptimizer
 from rlx_optim.ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
-from rlx_optim.optimizer import NamedOptimizer
 from rlx_optim.program import trace
 from rlx_optim.spec import Slot, Spec, flag, like, real
 
@@ -956,11 +956,11 @@ class FlatButEverywhere(Flat):
 
 def test_what_a_rule_does_not_take_is_refused_unless_it_says_everywhere():
     big = {"w": np.ones((2, 1, 1, 1, 2), np.float32)}
-    opt = type("FlatOptimizer", (rlx_optim.optimizer.NamedOptimizer,), {"spec": Flat})(engine="reference")
+    opt = type("FlatOptimizer", (rlx_optim.numpy.optimizer.NamedOptimizer,), {"spec": Flat})(engine="reference")
     with pytest.raises(ValueError, match="5 dimensions; Flat takes 4 at most"):
         opt.step_all(big, {"w": np.ones_like(big["w"])})
     assert rlx_optim.check_rule(Flat, engines=["reference"], only=["jit", "hyperparameter lr"]).ok
-    opt = type("FlatOptimizer", (rlx_optim.optimizer.NamedOptimizer,), {"spec": FlatButEverywhere})(engine="reference")
+    opt = type("FlatOptimizer", (rlx_optim.numpy.optimizer.NamedOptimizer,), {"spec": FlatButEverywhere})(engine="reference")
     opt.step_all(big, {"w": np.ones_like(big["w"])})
     assert (big["w"] < 1).all()
 

@@ -10,9 +10,8 @@ import pytest
 
 import rlx_optim
 from rlx_optim.language import LanguageError, checked
-from rlx_optim.named import spec_class
 from rlx_optim.program import trace
-from rlx_optim.registry import FILES, OURS
+from rlx_optim.registry import FILES, OURS, spec_class
 
 ROOT = Path(rlx_optim.__file__).parent
 HEAVY = {"torch", "jax", "optax", "triton", "scipy", "llvmlite", "rich", "typer", "safetensors"}
@@ -36,9 +35,8 @@ MAY = {
     "schedules": set(),
     "threads": set(),
     "buckets": set(),
-    "routing": {"validation", "spec"},
+    "routing": {"spec"},
     "data": set(),
-    "helpers": {"engines"},
     "linalg": {"renamed"},
     "coefficients": set(),
     "splits": {"spec", "storage"},
@@ -46,8 +44,6 @@ MAY = {
     "program": {"language", "spec", "stats", "ops"},
     "reading": {"engine", "engines", "program", "spec"},
     "partition": {"program", "reading", "rounding", "spec", "storage"},
-    "settings": {"spec"},
-    "validation": {"pointers", "spec"},
     "rules": {"basis", "coefficients", "modifiers", "spec", "linalg", "ops"},
     "arrays": {"linalg", "random", "renamed", "storage"},
     "basis": {"linalg"},
@@ -57,28 +53,27 @@ MAY = {
         "basis", "engine", "engines", "language", "program", "spec", "linalg", "ops", "random", "rounding", "storage", "threads", "pointers", "recent",
     },
     "checkpoint": {
-        "storage", "guard", "splits", "spec", "named", "registry", "optimizer", "settings", "stepping", "routing", "random",
-        "rounding", "validation",
+        "numpy", "storage", "guard", "splits", "spec", "registry", "stepping", "routing", "random", "rounding",
     },
     "optax": {
-        "engine", "engines", "program", "spec", "stepping", "named", "registry", "optimizer", "validation", "routing", "random",
+        "numpy", "engine", "engines", "program", "spec", "stepping", "registry", "routing", "random",
         "checkpoint", "documentation", "guard", "rounding", "storage",
     },
     "torch": {
-        "engine", "engines", "spec", "stepping", "named", "registry", "optimizer", "validation", "routing", "random", "checkpoint",
+        "numpy", "engine", "engines", "spec", "stepping", "registry", "routing", "random", "checkpoint",
         "partition", "reading", "language", "program", "documentation", "stats", "guard", "splits", "rounding", "storage", "buckets",
         "coefficients", "pointers", "recent",
     },
     "stepping": {"engine", "program", "recent", "rounding", "spec", "stats", "storage"},
-    "family": {"guard", "engine", "engines", "pointers", "program", "spec", "stats", "settings", "validation", "routing", "stepping"},
-    "optimizer": {"guard", "engine", "engines", "family", "spec", "stats", "settings", "validation", "routing", "stepping", "checkpoint", "program", "storage"},
-    "curvature": {"storage", "engine", "program", "spec", "optimizer", "validation", "stepping"},
-    "named": {"optimizer", "curvature", "registry", "spec", "documentation"},
-    "race": {"cli", "curvature", "data", "engines", "named", "optimizer", "schedules", "__init__"},  # cli: `python -m` alone
-    "check": {"curvature", "engine", "engines", "language", "named", "optimizer", "program", "registry", "spec", "stepping"},
+    "numpy": {
+        "checkpoint", "documentation", "engine", "engines", "guard", "pointers", "program", "registry", "routing", "spec",
+        "stats", "stepping", "storage",
+    },
+    "race": {"numpy", "cli", "data", "engines", "schedules", "__init__"},  # cli: `python -m` alone
+    "check": {"numpy", "engine", "engines", "language", "program", "registry", "spec", "stepping"},
     "__main__": {"cli"},
     "cli": {
-        "buckets", "check", "rounding", "storage", "named", "optimizer", "curvature", "registry", "threads", "helpers", "data", "race", "engines", "schedules", "cli",
+        "numpy", "buckets", "check", "rounding", "storage", "registry", "threads", "data", "race", "engines", "schedules", "cli",
         "checkpoint", "torch", "optax", "routing", "partition", "spec", "program", "documentation",
         "__init__",
     },

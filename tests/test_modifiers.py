@@ -13,8 +13,8 @@ from test_golden import FOLDER, MODIFIED, PROBLEM, kind_and_settings
 
 import rlx_optim
 from lab.docsite import modifiers as docsite
-from rlx_optim.named import spec_class
 from rlx_optim.program import trace
+from rlx_optim.registry import spec_class
 from rlx_optim.spec import MODIFIERS, Spec, real
 
 WAYS = {"cautious": {"cautious": True}, "decay cautious": {"decay": "cautious"}, "hyperball": {"decay": "hyperball"}}
@@ -457,7 +457,7 @@ class Committed(Plain):
 def test_rules_of_others():
     """They have modifiers too; what is unsound for them is refused by name."""
     for given, wanted in (({"cautious": True}, -0.1 * 2 * 0.5), ({}, -0.1)):
-        p, opt = np.zeros(2, np.float32), rlx_optim.named.made(Plain)(**given)
+        p, opt = np.zeros(2, np.float32), rlx_optim.numpy.classes.made(Plain)(**given)
         opt.step("p", p, np.array([1.0, -1.0], np.float32))
         np.testing.assert_allclose(p, [wanted, -wanted] if not given else [-0.1, 0.1], rtol=1e-6)
     with pytest.raises(ValueError, match="Plain: decay='cautious' is not for this rule: it decays nothing"):

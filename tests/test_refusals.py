@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_optim
-from rlx_optim.named import spec_class
+from rlx_optim.registry import spec_class
 
 ENGINES = ("reference", "cpu")
 

@@ -213,7 +213,7 @@ def test_classes_signatures_and_documentation(mix):
     assert "SlowMix" in dir(rlx_optim)
     assert "SlowMix" in dir(torch)
     assert "slowmix" in dir(optax)
-    assert rlx_optim.SlowMix is rlx_optim.named.SlowMix
+    assert rlx_optim.SlowMix is rlx_optim.numpy.classes.SlowMix
     fields = ["lr", "betas", "beta3", "alpha", "eps", "weight_decay"]
     assert list(inspect.signature(rlx_optim.SlowMix).parameters)[:6] == fields
     assert list(inspect.signature(torch.SlowMix).parameters)[:7] == ["params", *fields]

@@ -8,8 +8,7 @@ import pytest
 
 import rlx_optim
 from rlx_optim.coefficients import SCHEMES
-from rlx_optim.named import spec_class
-from rlx_optim.registry import FILES
+from rlx_optim.registry import FILES, spec_class
 from rlx_optim.spec import MODIFIERS
 
 BAR = 2e-4  # of the distance travelled: what the tests of the rules would notice

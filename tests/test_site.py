@@ -12,7 +12,7 @@ import rlx_optim
 from lab import readme, site_hook
 from lab.docsite import arguments, bench, formulas, optimizers, plots
 from lab.docsite.text import prose
-from rlx_optim.named import spec_class
+from rlx_optim.registry import spec_class
 
 ROOT = Path(__file__).parent.parent
 

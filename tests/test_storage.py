@@ -173,7 +173,7 @@ EXACT = {  # slots of a large matrix that stay as they are
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_coded(name):
     for wanted in FORMATS:
-        spec = rlx_optim.named.spec_class(name)(**{"lr": 0.1, **NEEDED.get(name, {}), "state_dtype": wanted})
+        spec = rlx_optim.registry.spec_class(name)(**{"lr": 0.1, **NEEDED.get(name, {}), "state_dtype": wanted})
         kept = spec.stored_slots((64, 128))
         assert {slot for slot, each in kept.items() if not each.storage} == EXACT.get(name, set())
         assert not any(
@@ -187,7 +187,7 @@ def test_what_is_coded(name):
 
 
 def test_bytes_a_parameter():
-    spec = rlx_optim.named.spec_class("adamw")(state_dtype="int8")
+    spec = rlx_optim.registry.spec_class("adamw")(state_dtype="int8")
     assert sum(map(storage.bytes_of, spec.stored_slots((1024, 4096)).values())) / 1024 / 4096 == 2.0625
     opt = rlx_optim.AdamW(lr=1e-3, state_dtype="int8")
     opt.step("w", np.ones((64, 128), np.float32), np.ones((64, 128), np.float32))

@@ -23,7 +23,7 @@ import rlx_optim  # noqa: E402
 import rlx_optim.torch as front  # noqa: E402
 from rlx_optim.engines.triton_.matrices import TritonArrays  # noqa: E402
 from rlx_optim.engines.triton_.replay import urgency  # noqa: E402
-from rlx_optim.named import spec_class  # noqa: E402
+from rlx_optim.registry import spec_class  # noqa: E402
 
 #: settings under which the front end does what the named API does
 AS_NAMED = {"sgd": {"lr": 0.01}, "adafactor": {"lr": None, "eps": (1e-30, 1e-3), "convention": "paper"}}

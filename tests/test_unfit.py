@@ -12,9 +12,8 @@ import torch
 
 import rlx_optim.optax as front
 import rlx_optim.torch
-from rlx_optim import registry
+from rlx_optim import create, registry
 from rlx_optim.engines.torch_ import LISTS, ForeachTensor
-from rlx_optim.named import create
 from rlx_optim.rule import Slot, Spec, like, real, register
 from rlx_optim.torch import AdamW
 

@@ -18,7 +18,7 @@ from .text import prose, stacked, table
 PACKAGE = Path(documentation.__file__).parent
 #: the stub, the module, what it has beside hyperparameters
 FRONT_ENDS = {
-    "NumPy": (PACKAGE / "named.pyi", "rlx_optim", documentation.NAMED),
+    "NumPy": (PACKAGE / "numpy" / "classes.pyi", "rlx_optim", documentation.NAMED),
     "PyTorch": (PACKAGE / "torch" / "__init__.pyi", "rlx_optim.torch", documentation.TORCH),
     "JAX": (PACKAGE / "optax" / "__init__.pyi", "rlx_optim.optax", documentation.OPTAX),
 }

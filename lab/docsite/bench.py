@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlx_optim import list_optimizers
 from rlx_optim.cli.info import described
-from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 
 from . import evidence

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lab.races import leads, plan, records
 from lab.races.rates import SETTINGS
-from rlx_optim.named import list_optimizers
+from rlx_optim import list_optimizers
 from rlx_optim.race.digits import HESSIAN_EVERY
 from rlx_optim.registry import spec_class
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlx_optim import modifiers
-from rlx_optim.named import list_optimizers
+from rlx_optim import list_optimizers, modifiers
 from rlx_optim.registry import required, spec_class
 
 from .text import table

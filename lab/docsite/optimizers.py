@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlx_optim import documentation
+from rlx_optim import documentation, list_optimizers
 from rlx_optim.cli.info import described
-from rlx_optim.named import list_optimizers
 from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlx_optim.named import list_optimizers
+from rlx_optim import list_optimizers
 from rlx_optim.registry import spec_class
 
 from .text import table

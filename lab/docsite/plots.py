@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import rlx_optim
-from rlx_optim.named import create, list_optimizers
+from rlx_optim import create, list_optimizers
 from rlx_optim.race.digits import MLP
 from rlx_optim.race.rates import settings_of
 from rlx_optim.registry import spec_class

@@ -12,12 +12,12 @@ TARGET = Path(__file__).parents[2] / "docs" / "assets" / "step.svg"
 #: (what happens, boxes: (title, file below src/rlx_optim, what it does)) from top to bottom
 ROWS = (
     ("call", (
-        ("NumPy", "optimizer.py", "step, step_all"),
+        ("NumPy", "numpy/optimizer.py", "step, step_all"),
         ("torch", "torch/step.py", "opt.step()"),
         ("JAX", "optax/transform.py", "tx.update()"),
     )),
     ("collect, decide", (
-        ("check every array", "validation.py", "all refusals are before this line"),
+        ("check every array", "numpy/validation.py", "all refusals are before this line"),
         ("take the step?", "guard.py", "nonfinite, skip_above, GradScaler"),
         ("who steps what", "routing.py", "rule and reason for each tensor"),
     )),

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlx_optim import create
 from rlx_optim import torch as front
-from rlx_optim.named import create, spec_class
 from rlx_optim.race import Run, Settings, Tick
 from rlx_optim.race.digits import HESSIAN_EVERY, WARM, Stopwatch, finished
+from rlx_optim.registry import spec_class
 from rlx_optim.torch.engines import KNOWN
 
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 16, 64, 64, 4, 2

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
+from rlx_optim import list_optimizers
 from rlx_optim.cli import NAMES, Problem, choose, machine, one
 from rlx_optim.cli.race import OUT, SEEDS, STEPS, TUNE, command_line, conclude, new_folder, train
-from rlx_optim.named import list_optimizers
 from rlx_optim.race import Model
 from rlx_optim.race.running import Race
 from rlx_optim.registry import aliases

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlx_optim.named import spec_class
 from rlx_optim.race import Run, Settings, Tick
 from rlx_optim.race.digits import HESSIAN_EVERY, finished
+from rlx_optim.registry import spec_class
 from rlx_optim.torch.engines import KNOWN
 
 from .char_gpt import build, tensors

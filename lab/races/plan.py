@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlx_optim.named import spec_class
 from rlx_optim.race import Settings
 from rlx_optim.race.running import Entry, Trial
+from rlx_optim.registry import spec_class
 
 from .leads import lead, reached, reaches
 from .rates import settings_of

@@ -9,14 +9,15 @@ Importing this package imports no engine, no llvmlite, no torch and no jax.
 
 from typing import TYPE_CHECKING, Any
 
-from . import named, registry, schedules
+from . import registry, schedules
 from .check.rules import check_rule
 from .checkpoint import CheckpointError, load, load_latest
 from .engines import list_engines
-from .helpers import clip_scale, global_grad_clip_scale, global_norm, l2_norm
-from .named import *  # noqa: F403
-from .named import create, list_optimizers
-from .optimizer import NamedOptimizer, Optimizer
+from .numpy import classes
+from .numpy.classes import *  # noqa: F403
+from .numpy.classes import create, list_optimizers
+from .numpy.clip import clip_scale, global_grad_clip_scale, global_norm, l2_norm
+from .numpy.optimizer import NamedOptimizer, Optimizer
 from .registry import register
 from .threads import get_threads, set_threads
 
@@ -41,12 +42,12 @@ __all__ = [
     "schedules",
     "set_threads",
 ]
-__all__ += named.__all__
+__all__ += classes.__all__
 
 if not TYPE_CHECKING:  # for which there are ours alone
 
     def __getattr__(title: str) -> Any:
-        return named.made(registry.titled(title, __name__))
+        return classes.made(registry.titled(title, __name__))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *(kind.title for kind in registry.known().values())})

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .spec import Shape, Spec
-from .validation import listed
 
 OWN, OTHERWISE = "own", "otherwise"
 #: parts that torch's wrappers put into names, wherever they stand; DistributedDataParallel's "module" counts at the front alone
@@ -50,6 +49,12 @@ def original(name: str) -> str:
 def spelled(name: str) -> str:
     """A name in the one spelling that patterns are written for: haiku's "net/~/lmHead" is "net.lm_head"."""
     return re.sub(r"[./~]+", ".", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", original(name))).lower()
+
+
+def quote(names: Any, most: int = 5) -> str:
+    """Names in a message: quoted, sorted, and from the sixth on counted only."""
+    shown = sorted(map(repr, names))
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def reason_by_name(name: str) -> str | None:
@@ -159,7 +164,7 @@ class Router:
 
     def check_used(self) -> None:
         if isinstance(self.route, Mapping) and (unused := set(self.route) - self.used):
-            raise ValueError(f"{self.owner}: route pattern {listed(unused)} matches no parameter name")
+            raise ValueError(f"{self.owner}: route pattern {quote(unused)} matches no parameter name")
 
 
 # ---- reports ----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..named import create
+from ..numpy.classes import create
 from ..registry import aliases, known
 from .subject import UNASKED, Arrays, OptimizerSubject, drawn, gap, replayed
 from .table import Skip, Wrong, check

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..curvature import CurvatureOptimizer
 from ..language import LanguageError
-from ..optimizer import NamedOptimizer
+from ..numpy.curvature import CurvatureOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from ..program import Program, commit_measures, trace
 from ..spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 from .engines import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax

@@ -14,7 +14,7 @@ import contextlib
 import os
 from typing import Any
 
-from ..optimizer import NamedOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from .files import latest as latest
 from .files import opened
 from .format import CheckpointError as CheckpointError

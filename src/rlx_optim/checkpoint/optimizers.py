@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import named
-from ..optimizer import NamedOptimizer
+from ..numpy import classes
+from ..numpy.optimizer import NamedOptimizer
+from ..numpy.settings import Settings
 from ..registry import registered, spec_class
 from ..routing import OTHERWISE
-from ..settings import Settings
 from ..spec import TRAINED, Spec
 from ..stepping import TensorState
 from ..storage import components_of, filled
@@ -55,7 +55,7 @@ def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, 
 
 
 def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
-    if not registered(opt.spec) or named.made(opt.spec) is not type(opt):
+    if not registered(opt.spec) or classes.made(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
 
@@ -97,7 +97,7 @@ def line_of(snapshot: Snapshot) -> list[int]:
     used = {group.use for member in snapshot.members for group in member.groups}
     line = [0]
     for index in range(1, len(snapshot.members)):
-        if index not in used and (line == [0] or named.spec_class(snapshot.members[line[-1]].optimizer).otherwise_default):
+        if index not in used and (line == [0] or classes.spec_class(snapshot.members[line[-1]].optimizer).otherwise_default):
             line.append(index)
     return line
 
@@ -178,7 +178,7 @@ def _made(
         | {name: group.values.hyperparameters[name] for name in group.overrides} | per_group[i]
         for i, group in enumerate(member.groups)
     ]  # fmt: skip
-    kind = named.made(spec_class(member.optimizer))
+    kind = classes.made(spec_class(member.optimizer))
     if otherwise is None and any(group.use == OTHERWISE for group in member.groups):
         raise CheckpointError(f"a group of {kind.__name__} goes to otherwise, and there is none")
     try:

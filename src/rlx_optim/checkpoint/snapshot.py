@@ -15,12 +15,12 @@ import numpy as np
 
 from .. import random, storage
 from ..guard import checked, refusal
-from ..optimizer import NONFINITE
+from ..numpy.optimizer import NONFINITE
 from ..registry import spec_class
 from ..rounding import LOW
+from ..routing import quote
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
 from ..splits import WHOLE, Split, exact, part, shapes_of, slots_of, stored
-from ..validation import listed
 from .format import CODES, CheckpointError, Tensor, tensor
 from .reader import whole
 
@@ -179,7 +179,7 @@ class Snapshot:
 def check_names(snapshot: Snapshot, needed: Set[str], known: Set[str], hint: str = "") -> None:
     """Refuse a file that lacks parameters which an optimizer steps, or has others."""
     lacking, extra = needed - snapshot.parameters.keys(), snapshot.parameters.keys() - known
-    says = [f"no state for {listed(lacking)}"] * bool(lacking) + [f"state for {listed(extra)}, unknown here"] * bool(extra)
+    says = [f"no state for {quote(lacking)}"] * bool(lacking) + [f"state for {quote(extra)}, unknown here"] * bool(extra)
     if says:
         raise CheckpointError(f"the checkpoint has {' and '.join(says)}{hint}")
 

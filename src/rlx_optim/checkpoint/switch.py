@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .. import named
-from ..optimizer import NamedOptimizer
+from ..numpy import classes
+from ..numpy.optimizer import NamedOptimizer
 from ..routing import table
 from ..spec import Slot, Spec
 from ..storage import COMPONENTS
@@ -29,7 +29,7 @@ FIRST, SECOND, LARGEST = "first moment", "second moment", "largest second moment
 def convert(opt: NamedOptimizer, name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
     """The other optimizer, with state for every parameter the first one knows."""
     engine, precision, stored = opt._engine_choice
-    new = named.create(
+    new = classes.create(
         name, **{"engine": engine, "precision": precision, "nonfinite": opt.nonfinite, "skip_above": opt.skip_above, **settings}
     )
     new._skipped = opt._skipped

@@ -24,7 +24,7 @@ from ..check import CHECKS, FILES, checks_of, found, missing, subject_of
 from ..check.page import page
 from ..check.rules import REASONS
 from ..check.table import Check, chosen, run_checks
-from ..named import list_optimizers
+from ..numpy.classes import list_optimizers
 from ..registry import aliases
 from . import Problem, check_place, load_lab, one, progress, say, write_json
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..documentation import state, words
-from ..named import list_optimizers
+from ..numpy.classes import list_optimizers
 from ..registry import aliases, documentation, spec_class
 from ..spec import REQUIRED
 from . import Problem, one, say, width, write_json

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..named import create
+from ..numpy.classes import create
 from ..program import measures
 from ..registry import documentation, known, spec_class
 from . import digits, say, show_table, write_json

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import buckets
-from ..named import create, list_optimizers
-from ..optimizer import NamedOptimizer
+from ..numpy.classes import create, list_optimizers
+from ..numpy.optimizer import NamedOptimizer
 from ..program import gathers, measures
 from ..registry import aliases
 from ..rounding import EXACT, LOW

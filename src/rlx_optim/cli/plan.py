@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ..named import list_optimizers
+from ..numpy.classes import list_optimizers
 from ..partition import extent, traffic
 from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ..named import list_optimizers
+from ..numpy.classes import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, run
 from ..registry import aliases

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ..optimizer import NamedOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from .checkpoint import load_state as load_state
 from .checkpoint import save_state as save_state
 from .factories import create as create

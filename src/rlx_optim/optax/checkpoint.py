@@ -19,9 +19,9 @@ from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names
 from ..registry import spec_class
+from ..routing import quote
 from ..spec import Slot, Spec
 from ..storage import components
-from ..validation import listed
 from . import leaves
 from .leaves import LeafEntry
 from .nested import NestedTransform, part_of
@@ -79,7 +79,7 @@ def opened(tx: Any, state: Any) -> tuple[Transform, int]:
 
 def _checked(transform: Transform, state: RuleState) -> RuleState:
     if state.slots.keys() != set(transform.names):
-        raise ValueError(f"{transform.owner}: state has {listed(state.slots)}, but this tx keeps {listed(transform.names)}")
+        raise ValueError(f"{transform.owner}: state has {quote(state.slots)}, but this tx keeps {quote(transform.names)}")
     return state
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import optax
 
 from .. import documentation, registry
-from ..named import create as create_named
-from ..optimizer import NamedOptimizer
+from ..numpy.classes import create as create_named
+from ..numpy.optimizer import NamedOptimizer
 from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
 from .leaves import ScheduledRule, is_static

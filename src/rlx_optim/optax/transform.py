@@ -20,11 +20,10 @@ from ..engine import MixedShapes
 from ..engines.jax_ import Deferred, LeafStack, engine_in, precision, resolve_all
 from ..program import Program, Values, trace
 from ..rounding import EXACT, LARGEST, NEAREST, key_of, rounded
-from ..routing import Choice, Router, report
+from ..routing import Choice, Router, quote, report
 from ..spec import Shape, Slot, Spec, integer
 from ..stepping import check_together
 from ..storage import COMPONENTS, Quantized, components, decode, encode
-from ..validation import listed
 from .leaves import LeafEntry, ScheduledRule, admitted, converted, named_leaves, stepped
 
 Tree = Any
@@ -145,7 +144,7 @@ class Transform:
         for pattern, n in self.stacked.items():
             mine = [(name, shape) for name, shape, its in zip(names, shapes, found, strict=True) if its == pattern]
             if not mine:
-                raise ValueError(f"{self.owner}: stacked[{pattern!r}] matches no leaf; there are {listed(names) or 'none'}")
+                raise ValueError(f"{self.owner}: stacked[{pattern!r}] matches no leaf; there are {quote(names) or 'none'}")
             name, shape = min(mine, key=lambda leaf: len(leaf[1]))
             if n > len(shape):
                 raise ValueError(f"{self.owner}: stacked[{pattern!r}] is {n}, but {name!r} has shape {shape}: too few axes")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from .. import schedules
-from ..curvature import CurvatureOptimizer
 from ..data import load_digits
 from ..engines import list_engines
-from ..named import create
-from ..optimizer import NamedOptimizer
+from ..numpy.classes import create
+from ..numpy.curvature import CurvatureOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from . import Run, Settings, Tick
 
 BATCH, TRAIN = 64, 1437  # TRAIN of the 1,797 digits are learned, the other 360 test

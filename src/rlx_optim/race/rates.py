@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..named import spec_class
+from ..numpy.classes import spec_class
 
 SGD = {"momentum": 0.9, "nesterov": True}
 HEAD = {"groups": [{"match": "head.*", "use": "own"}]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..named import list_optimizers
+from ..numpy.classes import list_optimizers
 from . import Run
 from .running import Entry, Race, spread
 

@@ -14,7 +14,7 @@ import inspect
 from typing import Any
 
 from .. import documentation, registry
-from ..named import create as create_named
+from ..numpy.classes import create as create_named
 from ..spec import MODIFIERS, REQUIRED, Spec
 
 try:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..optimizer import NamedOptimizer
+from ..numpy.optimizer import NamedOptimizer
 from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .curvature import CurvatureOptimizer

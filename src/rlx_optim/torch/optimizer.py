@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from .. import guard
-from ..optimizer import NONFINITE, NamedOptimizer
+from ..numpy.optimizer import NONFINITE, NamedOptimizer
 from ..registry import known
-from ..routing import Choice, Router, first_match, report
+from ..routing import Choice, Router, first_match, quote, report
 from ..spec import Spec
 from ..splits import WHOLE, Split, checked, described, shapes_of
-from ..validation import listed
 from .collect import find_ready
 from .engines import check_engine
 from .eval_mode import dicts_in, eager, named
@@ -144,9 +143,9 @@ class RuleOptimizer(Stepper):
         self._router.warn(3)
         self._router.check_used()
         if unused := set(self._split) - self._split_used:
-            raise ValueError(f"{self._owner}: split pattern {listed(unused)} matches no parameter name")
+            raise ValueError(f"{self._owner}: split pattern {quote(unused)} matches no parameter name")
         if isinstance(offload, Mapping) and (unused := set(self._offload) - self._offload_used):
-            raise ValueError(f"{self._owner}: offload pattern {listed(unused)} matches no parameter name")
+            raise ValueError(f"{self._owner}: offload pattern {quote(unused)} matches no parameter name")
 
     def _hosts(self, offload: Any) -> dict[str, str | None]:
         """Whose state is on the host, by pattern."""
@@ -190,7 +189,7 @@ class RuleOptimizer(Stepper):
             raise TypeError(f"{self._owner}: {what} must be like rlx_optim.AdamW(lr=3e-4), got {given!r}")
         settings, fields = given._settings, given.spec.fields
         if scheduled := [k for k, v in settings.given.items() if callable(v) and "Callable" not in fields[k].annotation]:
-            raise ValueError(f"{self._owner}: {what} has a schedule for {listed(scheduled)}; use torch's schedulers")
+            raise ValueError(f"{self._owner}: {what} has a schedule for {quote(scheduled)}; use torch's schedulers")
         if settings.groups:
             raise ValueError(
                 f"{self._owner}: {what} has groups of its own; group the parameters, as for any torch optimizer: "
@@ -247,8 +246,8 @@ class RuleOptimizer(Stepper):
         if lost:
             named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in entries]
             warnings.warn(
-                f"{self._owner}: group {len(self.param_groups)} sets {listed(lost)}, which {rule} does not have, "
-                f"and {listed(named)} of it go there; put them into a group without it",
+                f"{self._owner}: group {len(self.param_groups)} sets {quote(lost)}, which {rule} does not have, "
+                f"and {quote(named)} of it go there; put them into a group without it",
                 stacklevel=3,
             )
         kept = {k: v for k, v in group.items() if k != "params" and k not in lost}
@@ -316,7 +315,7 @@ class RuleOptimizer(Stepper):
             hint = "it is misspelt or damaged, or of a package that is not installed"
             if other:
                 hint = f"make this one as that one was made: as rlx_optim.torch.{other.title}, or with route="
-            raise ValueError(f"{self._owner}: {whose} is for rule {rule!r}; known are {listed(self._rules)}; {hint}")
+            raise ValueError(f"{self._owner}: {whose} is for rule {rule!r}; known are {quote(self._rules)}; {hint}")
         return self.defaults if rule == self.rule else self._others[rule]
 
     def _pieces(self, name: str | None, param: torch.Tensor) -> Split:

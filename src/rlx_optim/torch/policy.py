@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..guard import Guard
-from ..validation import listed
+from ..routing import quote
 from .aliasing import Work, rounds
 from .clip import grad_norm, measured
 from .eval_mode import EvalMode, named
@@ -87,7 +87,7 @@ class Policy(EvalMode):
         bad = [param for param, array in zip(params(), arrays, strict=True) if not bool(torch.isfinite(array).all())]
         if self.nonfinite == "raise":
             names = {param: name for group in self.param_groups for name, param in named(group)}
-            which = f"gradient of {listed(names[p] for p in bad)}" if bad else "a gradient on another rank"
+            which = f"gradient of {quote(names[p] for p in bad)}" if bad else "a gradient on another rank"
             raise ValueError(f"{self._owner}: {which} is not finite; nothing was stepped")
         self._skipped += 1
         return False

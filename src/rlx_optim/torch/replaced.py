@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..validation import listed
+from ..routing import quote
 from .eval_mode import named
 from .halves import is_spread
 from .restore import load_state, whole
@@ -77,7 +77,7 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
         opt.state[new] = place(opt, old, new, *names[new], state)
     if lost:
         warnings.warn(
-            f"{opt._owner}: the state of {listed(lost)} was dropped: parameters of other shapes took their places in "
+            f"{opt._owner}: the state of {quote(lost)} was dropped: parameters of other shapes took their places in "
             "param_groups; they start with zero state",
             stacklevel=2,
         )

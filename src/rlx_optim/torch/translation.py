@@ -15,8 +15,8 @@ import torch
 from .. import storage
 from ..checkpoint.snapshot import missing
 from ..registry import OURS
+from ..routing import quote
 from ..spec import MODIFIERS, Foreign, Shape, Spec
-from ..validation import listed
 from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Only, Origin
 from .state_errors import described, number_in, restart, state_error, unreadable
 
@@ -41,7 +41,7 @@ def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any],
         writers = ", ".join(row.writer for row in rows_of(kind) if not row.refusal)
         words = [sorted(map(str, group.keys() - {*SHARED})), *(sorted(map(str, state)) for state in states[:1])]
         raise ValueError(
-            f"{owner}: the checkpoint is of another optimizer: its groups and states have {' and '.join(map(listed, words))}, as "
+            f"{owner}: the checkpoint is of another optimizer: its groups and states have {' and '.join(map(quote, words))}, as "
             f"none of these leaves them: {writers}; load it into the class that it is of, or start afresh"
         )
     row = min(fits, key=lambda each: len(each.unknown(group, others)))
@@ -212,7 +212,7 @@ def state_of(
     known = {"step", "batch", *spec.counters(), *(name + end for name in names for end in ("", *storage.BESIDE))}
     if unknown := unknown or [key for key, value in given.items() if key not in known and value is not None]:
         raise ValueError(
-            f"{owner}: the checkpoint's state of {what!r} has {listed(unknown)}, which {layout.writer} does not keep: it is of "
+            f"{owner}: the checkpoint's state of {what!r} has {quote(unknown)}, which {layout.writer} does not keep: it is of "
             "another optimizer, or of a version that is not known here; what is your own, take out and put into opt.state again"
         )
     return {k: v for k, v in given.items() if k in known}

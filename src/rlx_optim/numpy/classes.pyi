@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
-from .spec import Spec
+from ..spec import Spec
 
 def spec_class(name: str) -> type[Spec]: ...
 def made(kind: type[Spec]) -> type[NamedOptimizer]: ...

@@ -20,18 +20,18 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..engine import Engine
+from ..engines import check_engine
+from ..guard import Guard, checked
+from ..program import gathers
+from ..routing import OTHERWISE, OWN, quote, report
+from ..spec import Spec
+from ..stats import Stats, summed_up
+from ..stepping import TensorState
+from ..storage import components_of
 from . import validation
-from .engine import Engine
-from .engines import check_engine
 from .family import Item, Member
-from .guard import Guard, checked
-from .program import gathers
-from .routing import OTHERWISE, OWN, report
 from .settings import GroupOverrides, Settings
-from .spec import Spec
-from .stats import Stats, summed_up
-from .stepping import TensorState
-from .storage import components_of
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -104,7 +104,7 @@ class NamedOptimizer(Member):
             if use.otherwise is not None or use._used:
                 raise ValueError(f"{what} must be an optimizer that hands nothing on, with otherwise=None, got {use!r}")
             if group.overrides:
-                raise ValueError(f"{what} is an optimizer, which has its own {validation.listed(group.overrides)}; say it there")
+                raise ValueError(f"{what} is an optimizer, which has its own {quote(group.overrides)}; say it there")
             if use is not self.otherwise and use not in found:
                 use._join(self)
                 found.append(use)
@@ -179,7 +179,7 @@ class NamedOptimizer(Member):
         for member in self._family():
             if name in member._records:
                 return member, member._records[name]
-        known = validation.listed(n for member in self._family() for n in member._records) or "none yet"
+        known = quote(n for member in self._family() for n in member._records) or "none yet"
         raise KeyError(f"{self._owner}: no state for {name!r}; stepped so far: {known}")
 
     def state(self, name: str) -> dict[str, np.ndarray]:
@@ -350,9 +350,7 @@ class NamedOptimizer(Member):
             self._asked = False
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
-            self._tell(
-                "groups", f"group pattern {validation.listed(unmatched)} matched no parameter in the first iteration{owned}"
-            )
+            self._tell("groups", f"group pattern {quote(unmatched)} matched no parameter in the first iteration{owned}")
         self._numbers.clear()
         for other in (self.otherwise, *self._used):
             if other is not None:
@@ -360,7 +358,7 @@ class NamedOptimizer(Member):
 
     def _refuse_waiting(self, what: str) -> None:
         if self._waiting:
-            waiting = validation.listed(self._waiting)
+            waiting = quote(self._waiting)
             raise ValueError(
                 f"{self._owner}: {waiting} of this iteration waits for the others; call end_iteration() before {what}"
             )
@@ -374,7 +372,7 @@ class NamedOptimizer(Member):
         every: only when the iteration is a multiple of it (None is returned otherwise). keep: remove all but the so many written
         last; for that, path is a folder or has {iteration} in its last part. NaN in the state is refused unless allow_nan.
         """
-        from .checkpoint import files, optimizers  # they import this module
+        from ..checkpoint import files, optimizers  # they import this module
 
         self._refuse_waiting("save")
         return files.save(lambda: optimizers.snapshot_of(self), self._iteration, path, every, keep, allow_nan)
@@ -382,7 +380,7 @@ class NamedOptimizer(Member):
     def convert_to(self, name: str, **settings: Any) -> NamedOptimizer:
         """Another optimizer that goes on from here: it takes over the iteration and, for each parameter, what of the state means
         the same to it. Its `conversion_report()` says what was carried over and what was dropped."""
-        from .checkpoint import switch
+        from ..checkpoint import switch
 
         return switch.convert(self, name, settings)
 

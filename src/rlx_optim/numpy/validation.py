@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .pointers import address
-from .spec import Shape
+from ..pointers import address
+from ..routing import quote
+from ..spec import Shape
 
 #: flags of an array: C-contiguous and aligned; and writable
 READABLE, WRITABLE = 0x0001 | 0x0100, 0x0001 | 0x0100 | 0x0400
@@ -148,11 +149,6 @@ def check_names(owner: str, params: Any, grads: Any) -> None:
             raise TypeError(f"{owner}: {role} must be a mapping from names to arrays, got {type(mapping).__name__}")
     missing, extra = set(params) - set(grads), set(grads) - set(params)
     if missing:
-        raise ValueError(f"{owner}: no gradient for {listed(missing)}; step_all needs one for every parameter")
+        raise ValueError(f"{owner}: no gradient for {quote(missing)}; step_all needs one for every parameter")
     if extra:
-        raise ValueError(f"{owner}: gradient for {listed(extra)}, which is not among the parameters")
-
-
-def listed(names: Any, most: int = 5) -> str:
-    shown = sorted(map(repr, names))
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+        raise ValueError(f"{owner}: gradient for {quote(extra)}, which is not among the parameters")

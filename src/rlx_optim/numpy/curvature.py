@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..spec import Shape
+from ..stepping import TensorState, observe
+from ..storage import kept
 from . import validation
 from .optimizer import NamedOptimizer
-from .spec import Shape
-from .stepping import TensorState, observe
-from .storage import kept
 
 
 class CurvatureOptimizer(NamedOptimizer):

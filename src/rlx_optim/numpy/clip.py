@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .engines import no_compiler
+from ..engines import no_compiler
 
 LARGE = 1 << 16  # elements from which the compiled sum pays
 
@@ -27,7 +27,7 @@ def _square_sum(arrays: Iterable[Any]) -> float:
     rest = given if not simple else [a for a in given if not any(a is b for b in simple)]
     total = math.fsum(map(_in_pieces, rest))
     if simple:
-        from .engines.cpu.norms import square_sum
+        from ..engines.cpu.norms import square_sum
 
         total += square_sum(simple)
     return total

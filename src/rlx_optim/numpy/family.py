@@ -17,18 +17,18 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from ..engine import Engine
+from ..engines import get_engine
+from ..guard import Guard
+from ..pointers import PointerTable
+from ..program import gathers
+from ..routing import Choice, decide, quote
+from ..spec import Shape, Spec
+from ..stats import Row
+from ..stepping import Grouping, Part, StepPart, TensorState, check_axes, make_part, run_part
+from ..stepping import rows as describe_steps
 from . import validation
-from .engine import Engine
-from .engines import get_engine
-from .guard import Guard
-from .pointers import PointerTable
-from .program import gathers
-from .routing import Choice, decide
 from .settings import Settings
-from .spec import Shape, Spec
-from .stats import Row
-from .stepping import Grouping, Part, StepPart, TensorState, check_axes, make_part, run_part
-from .stepping import rows as describe_steps
 
 log = logging.getLogger("rlx_optim")
 
@@ -173,7 +173,7 @@ class Member:
             return True
         if self.nonfinite == "raise":
             bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
-            raise ValueError(f"{self._owner}: gradient of {validation.listed(bad)} is not finite; nothing was stepped")
+            raise ValueError(f"{self._owner}: gradient of {quote(bad)} is not finite; nothing was stepped")
         self._skipped += 1
         return False
 

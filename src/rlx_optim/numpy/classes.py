@@ -1,4 +1,4 @@
-"""The named-step optimizers, made from their specs. `named.pyi` beside it shows ours to editors and type checkers."""
+"""The named-step optimizers, made from their specs. `classes.pyi` beside it shows ours to editors and type checkers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from . import documentation, registry
+from .. import documentation, registry
+from ..registry import spec_class as spec_class
+from ..spec import MODIFIERS, REQUIRED, Field, Spec
 from .curvature import CurvatureOptimizer
 from .optimizer import NamedOptimizer
-from .registry import spec_class as spec_class
-from .spec import MODIFIERS, REQUIRED, Field, Spec
 
 _DEFAULT: Any = object()
 __all__ = [kind.title for kind in registry.OURS]

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .spec import REQUIRED, Field, Spec
+from ..spec import REQUIRED, Field, Spec
 
 RESERVED = ("match", "use")
 

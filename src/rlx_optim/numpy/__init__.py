@@ -1,0 +1,1 @@
+"""The NumPy front end: one object steps a whole model, its state kept by parameter name."""
