@@ -9,10 +9,10 @@ import rlx_optim
 ROOT = Path(rlx_optim.__file__).parent
 #: lines of each folder, at most ("": the files that are in none); a new feature raises its folder's by what it adds
 LINES = {
-    "": 4_980, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_280, "numpy": 1_170, "optax": 1_510, "race": 530,
-    "rules": 3_000, "torch": 7_320,
+    "": 4_980, "check": 3_510, "checkpoint": 1_710, "cli": 1_550, "data": 20, "engines": 6_310, "numpy": 1_170, "optax": 1_510, "race": 530,
+    "rules": 3_000, "torch": 7_340,
 }  # fmt: skip
-TOTAL = 31_550  # to be 22,500
+TOTAL = 31_600  # to be 22,500
 #: classes that share a name with others, to be renamed
 SHARED = {
     "CurvatureOptimizer", "Item", "Layout", "Torch",

@@ -9,6 +9,7 @@ from rlx_optim import rounding, storage
 from rlx_optim.engines.cpu import kernels
 from rlx_optim.engines.cpu.codegen import Code
 from rlx_optim.engines.cpu.engine import Kernel
+from rlx_optim.engines.cpu.finite import are_finite
 from rlx_optim.engines.cpu.kernels import Layout
 from rlx_optim.language import LanguageError
 from rlx_optim.ops import abs, clamp, exp, log, maximum, minimum, rsqrt, sign, sqrt, where
@@ -198,3 +199,22 @@ def test_compiled_code_that_mixes_kinds_is_refused_while_it_is_made():
         one + two
     with pytest.raises(TypeError, match=r"does not branch in Python; use where"):
         bool(one > 0)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("sizes", [(3, 0, 35), (100_000, 33), (1,)])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(kind, sizes):
+    arrays = [np.random.default_rng(0).standard_normal(size).astype(kind) for size in sizes]
+    arrays[0][0], arrays[-1][0] = np.finfo(kind).max, np.finfo(kind).smallest_subnormal
+
+    def found():
+        return are_finite(np.array([address(a) for a in arrays]), np.array(sizes), kind)
+
+    assert found()
+    for array in arrays:
+        for place in {0, array.size // 2, array.size - 1} if array.size else ():
+            for bad in (np.inf, -np.inf, np.nan):
+                kept, array[place] = array[place], bad
+                assert not found()
+                array[place] = kept
+    assert found()

@@ -358,6 +358,21 @@ def test_nonfinite_policies(name, engine):
     assert all(torch.equal(params[k], others[k]) == alone for k in params if k != "w")
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_gradient_that_is_not_finite_is_found_among_types_and_strides(place):
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    params += [torch.nn.Parameter(torch.ones(4, 3).T)]
+    opt = ours.SGD(params, lr=0.1, nonfinite="skip")
+    for bad in (False, True, False):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if bad:
+            params[place].grad[2, 3] = -torch.inf
+        opt.step()
+    assert opt.skipped == 1
+    torch.testing.assert_close(params[0].detach(), torch.full((3, 4), 0.8))
+
+
 def test_names_for_some_parameters_are_refused():
     p, q = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
     for name in ("AdamW", "Muon"):

@@ -86,7 +86,7 @@ def offloading() -> dict[str, Any]:
 
 def more_threads_from() -> int:
     """The bytes that a pass of float32 tensors moves before the cpu engine takes more than one thread for it."""
-    entries: int = importlib.import_module("rlx_optim.engines.cpu.engine").WORTHWHILE
+    entries: int = importlib.import_module("rlx_optim.engines.cpu.runtime").WORTHWHILE
     return 4 * entries
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..engines.cpu import finite
+
 GRAD, SHAPE, DTYPE, DEVICE, LAYOUT = map(operator.attrgetter, ("grad", "shape", "dtype", "device", "layout"))
 REQUIRES_GRAD, IS_CPU = map(operator.attrgetter, ("requires_grad", "is_cpu"))
 POINTER, OFFSET, IS_NEG = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.is_neg
@@ -137,19 +139,28 @@ def reach_beyond(extents: tuple[list[int], list[int]], sizes: np.ndarray, itemsi
     return found
 
 
+#: types whose numbers are looked at in memory
+SCANNED = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every element of these tensors is finite. Small ones on the host are asked together."""
-    sizes, dtypes = list(map(NUMEL, tensors)), list(map(DTYPE, tensors))
-    if tensors and max(sizes) <= SMALL and dtypes.count(dtypes[0]) == len(dtypes) and all(map(IS_CPU, tensors)):
-        return all(bool(flatten(tensors[lo : lo + SMALL]).isfinite().all()) for lo in range(0, len(tensors), SMALL))
+    """Whether every element of these tensors is finite."""
+    devices, dtypes = list(map(DEVICE, tensors)), list(map(DTYPE, tensors))
+    if all(map(IS_CPU, tensors)) and all(map(IS_CONTIGUOUS, tensors)) and SCANNED.keys() >= set(dtypes):
+        places, sizes = (np.fromiter(map(ask, tensors), np.int64, len(tensors)) for ask in (POINTER, NUMEL))
+        return are_finite_at(places, sizes, dtypes)
     alike: dict[Any, list[torch.Tensor]] = {}
-    for tensor, size, device, dtype in zip(tensors, sizes, map(DEVICE, tensors), dtypes, strict=True):
-        if size:
-            alike.setdefault((device, dtype, device.type == "cpu" and size <= SMALL), []).append(tensor)
-    if len(alike) > 1:
-        return all(map(are_finite, alike.values()))
+    for tensor, *key in zip(tensors, devices, dtypes, strict=True):
+        if tensor.numel():
+            alike.setdefault(tuple(key), []).append(tensor)
     return all(bool(torch.stack(torch._foreach_norm(each, float("inf"))).isfinite().all()) for each in alike.values())
 
 
-flatten: Any = torch._C._nn.flatten_dense_tensors
-SMALL = 4096  # elements of a tensor up to which it is copied beside others to be looked at with them, and how many these are
+def are_finite_at(places: np.ndarray, sizes: np.ndarray, dtypes: list[torch.dtype]) -> bool:
+    """Whether the contiguous tensors of these sizes and types at these addresses, on the host, are finite."""
+    if not dtypes:
+        return True
+    if dtypes.count(dtypes[0]) == len(dtypes):
+        return finite.are_finite(places, sizes, SCANNED[dtypes[0]])
+    columns = np.array(dtypes, object)
+    return all(finite.are_finite(places[of], sizes[of], SCANNED[dtype]) for dtype in set(dtypes) for of in [columns == dtype])

@@ -14,6 +14,7 @@ from .clip import grad_norm, measured
 from .eval_mode import EvalMode, named
 from .memory import are_finite
 from .placements.captured import not_finite
+from .placements.local import Batch
 
 
 class Policy(EvalMode):
@@ -66,7 +67,9 @@ class Policy(EvalMode):
         """Whether the gradients are finite, where that matters."""
         if self.nonfinite == "propagate":
             return True
-        grads = work[0].grads if len(work) == 1 else [grad for batch in work for grad in batch.grads]
+        if verdict is None:
+            verdict = not all(map(Batch.is_finite, work))
+        grads = [grad for batch in work for grad in batch.grads]
         return self._passes(lambda: [batch.placement.entries[i].param for batch in work for i in batch.chosen], grads, verdict)
 
     def _prepared(self, work: Work, problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
@@ -75,14 +78,14 @@ class Policy(EvalMode):
             raise problem
         rounds(self._owner, work, self.param_groups, self._repeated)  # refuses what ranks cannot step together
         watched = self.nonfinite != "propagate"
-        bad = watched and not are_finite([grad for batch in work for grad in batch.grads])
+        bad = watched and not all(map(Batch.is_finite, work))
         return work, bad, self._measured(work)
 
     def _passes(
         self, params: Callable[[], Iterable[torch.Tensor]], arrays: Sequence[torch.Tensor], verdict: bool | None = None
     ) -> bool:
         """Whether the step may be taken, by the arrays that came for parameters, or by the verdict of all ranks."""
-        if self.nonfinite == "propagate" or verdict is False or (not verdict and are_finite(arrays)):
+        if self.nonfinite == "propagate" or verdict is False or (verdict is None and are_finite(arrays)):
             return True
         bad = [param for param, array in zip(params(), arrays, strict=True) if not bool(torch.isfinite(array).all())]
         if self.nonfinite == "raise":

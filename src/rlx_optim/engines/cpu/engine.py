@@ -11,21 +11,19 @@ import numpy as np
 
 from ... import storage, threads
 from ...engine import Bundle, counted, without
-from ...language import REDUCTIONS, Reduction, Rule, signature
+from ...language import Reduction, Rule, signature
 from ...pointers import address
 from ...program import Drop, Each, Pass, Values
 from ...recent import Recent
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
 from . import rooms
+from .finite import are_finite
 from .kernels import CHUNK, Layout, compiled
 from .matrices import CpuArrays
-from .runtime import Call
+from .runtime import WORTHWHILE, Call
 
 GRAIN = 16384  # elements of a chunk: fixed, so that sums do not depend on the number of threads
-BRIEF = 16384  # elements up to which a pass keeps the interpreter's lock
-#: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
-WORTHWHILE = 1 << 19
 CHOICES = 8  # selections of a plan's tensors whose chunks are kept
 
 
@@ -67,12 +65,7 @@ class Kernel:
 
     def run(self, chunks: Chunks | None = None) -> None:
         chunks = chunks or self.every
-        if chunks.elements < BRIEF:
-            chunks.call.run_briefly()
-        elif chunks.elements * self.moved < WORTHWHILE or (count := threads.get_threads()) < 2:
-            chunks.call.run()
-        else:
-            chunks.call.run_on(count)
+        chunks.call.run(chunks.elements, chunks.elements * self.moved)
 
     def over_tensors(self, chunks: Chunks) -> list[np.ndarray]:
         """Per reduction one number per tensor, not finished: chunks added up (or the largest taken) in a fixed order."""
@@ -338,13 +331,8 @@ class Cpu(CpuArrays):
 
     # bundles -------------------------------------------------------------------------------------------------------
     def finite(self, grads: Sequence[np.ndarray]) -> bool:
-        arrays = [g for g in grads if g.size]
-        if not arrays:
-            return True
-        check = Kernel(vanishing, Layout(("full",), (REDUCTIONS["norm"],), self.stored.name), [g.shape for g in arrays])
-        check.addresses[:, 0] = [address(g) for g in arrays]
-        check.run()
-        return bool(np.isfinite(check.partial).all())
+        places, sizes = np.array([address(g) for g in grads], np.int64), np.array([g.size for g in grads], np.int64)
+        return are_finite(places, sizes, self.stored.name)
 
     def compiles(self, bundle: Bundle) -> bool:
         """Whether the passes of a bundle are compiled."""
@@ -394,10 +382,5 @@ class Cpu(CpuArrays):
         out = [rooms.room(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
-        made.every.call.run()  # on one thread
+        made.every.call.run(made.every.elements, 0)  # on one thread
         return x.set(**self.reduced(dict(zip(gives, out, strict=True)), reduce))
-
-
-def vanishing(g):  # type: ignore[no-untyped-def]
-    zero = g - g  # NaN where g is not finite
-    return zero

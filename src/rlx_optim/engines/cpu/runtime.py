@@ -18,6 +18,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from ... import threads
+
 _compiling = threading.RLock()  # LLVM's engine is not to be entered twice
 MATH = ("exp", "expf", "log", "logf")  # what compiled code calls of the C library
 
@@ -80,6 +82,11 @@ def compile_module(text: str, name: str) -> int:
         return _compiler().add(text, name)
 
 
+BRIEF = 16384  # elements up to which a call keeps the interpreter's lock
+#: entries read and written from which a second thread pays: to start one takes as long as to move a third of them, about 10 µs
+WORTHWHILE = 1 << 19
+
+
 # ---- running --------------------------------------------------------------------------------------------------------------
 class Call:
     """A compiled function that takes an address alone, and the words at that address: those given, and a counter in the last."""
@@ -90,20 +97,16 @@ class Call:
         self.function = _FREE(function)
         self.brief = _HELD(function)
 
-    def run(self) -> None:
-        """Run it on this thread."""
+    def run(self, elements: int, moved: int) -> None:
+        """Run it. It keeps the interpreter's lock where there are few elements, which is cheaper; several threads share the work
+        by the counter where many entries are moved."""
         self.words[self.last] = 0
-        self.function(self.where)
-
-    def run_briefly(self) -> None:
-        """Run it, and keep the interpreter's lock, which is cheaper where the work takes microseconds."""
-        self.words[self.last] = 0
-        self.brief(self.where)
-
-    def run_on(self, threads: int) -> None:
-        """Run it on several threads, which share its work by the counter."""
-        self.words[self.last] = 0
-        _pool.run(self, threads)
+        if elements < BRIEF:
+            self.brief(self.where)
+        elif moved < WORTHWHILE or (count := threads.get_threads()) < 2:
+            self.function(self.where)
+        else:
+            _pool.run(self, count)
 
 
 _FREE, _HELD = ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.PYFUNCTYPE(None, ctypes.c_int64)

@@ -42,6 +42,8 @@ from ..memory import (
     Addresses,
     Forms,
     Whereabouts,
+    are_finite,
+    are_finite_at,
     is_fake,
     local_part,
     locate_in_storage,
@@ -215,6 +217,13 @@ class Batch(NamedTuple):
     def selection(self) -> Selection:
         """What is known of the entries."""
         return self.placement.select(self.chosen)
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are finite. Where their addresses are known, tensors are not asked again."""
+        found = self.addresses
+        if found is None or found.odd or self.placement.device.type != "cpu":
+            return are_finite(self.grads)
+        return are_finite_at(found.grads, self.selection.expected.sizes, found.grad_types)
 
 
 #: types of tensors as NumPy has them
