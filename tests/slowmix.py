@@ -11,7 +11,7 @@ Formulas.
 When, and what it costs. Long runs. 12 bytes of state a parameter.
 """
 
-from rlx_optim.rule import Spec, betas, less_power, like, real, sqrt
+from rlx_optim.rule import Spec, betas, like, one_minus_power, real, sqrt
 
 
 def slowmix(g, m1, m2, v, fast, slow, beta1, alpha1, beta2, alpha2, beta3, alpha3, root, eps):
@@ -53,7 +53,7 @@ class SlowMix(Spec):
         return {
             "shrink": self.lr * self.weight_decay,
             "step": self.lr,
-            "fast": 1 / less_power(beta1, t),
+            "fast": 1 / one_minus_power(beta1, t),
             "slow": self.alpha,
             "beta1": beta1,
             "alpha1": 1 - beta1,
@@ -61,7 +61,7 @@ class SlowMix(Spec):
             "alpha2": 1 - beta2,
             "beta3": self.beta3,
             "alpha3": 1 - self.beta3,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlx_optim import basis, linalg, renamed
+from rlx_optim import basis, linalg, renamed, rule
 from rlx_optim.arrays import Arrays
 from rlx_optim.engine import ArrayEngine
 from rlx_optim.engines import get_engine
@@ -50,9 +50,15 @@ def test_old_functions_warn_and_work(name):
         assert callable(getattr(linalg, name))
 
 
+@pytest.mark.parametrize(("old", "new"), renamed.WORDS.items())
+def test_old_words_of_a_rule_warn_and_work(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"rule\.{old} is called {new}"):
+        assert getattr(rule, old) is getattr(rule, new)
+
+
 @pytest.mark.parametrize(("old", "new"), renamed.ATTRIBUTES.items())
 def test_old_attributes_of_a_class_warn_and_work(old, new):
-    said = (lambda self: "said") if old in ("ragged", "replays") else "said"
+    said = {"unfit": {}}.get(old, (lambda self: "said") if old in ("ragged", "replays", "structure") else "said")
     with pytest.warns(DeprecationWarning, match=rf"Old\.{old} is called {new}"):
         Old = type("Old", (Spec,), {old: said, "__module__": __name__})
     assert vars(Old)[new] is said

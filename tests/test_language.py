@@ -22,7 +22,7 @@ from rlx_optim.check.rules import RuleSubject
 from rlx_optim.check.table import Wrong
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.numpy.optimizer import NamedOptimizer
-from rlx_optim.ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
+from rlx_optim.ops import abs, clamp, exp, log, maximum, minimum, one_minus_power, rsqrt, sign, sqrt, where
 from rlx_optim.program import trace
 from rlx_optim.spec import Slot, Spec, flag, like, real
 
@@ -938,8 +938,10 @@ def test_counters_that_nobody_moves_are_refused(rule, words):
 
 
 def test_a_modifier_that_is_none_cannot_be_unfit():
-    with pytest.raises(TypeError, match="Mine: unfit has 'cautious', which is no modifier; known are cautious=True, decay='cau"):
-        type("Mine", (Momentum,), {"unfit": {"cautious": "it is not"}})
+    with pytest.raises(
+        TypeError, match="Mine: incompatible has 'cautious', which is no modifier; known are cautious=True, decay='cau"
+    ):
+        type("Mine", (Momentum,), {"incompatible": {"cautious": "it is not"}})
 
 
 class Flat(Momentum):
@@ -969,7 +971,7 @@ class Inherits(Momentum):
     share = real(0.5)
 
     def scalars(self, t, counters):
-        return {**super().scalars(t, counters), "step": self.lr * self.share * sqrt(less_power(self.beta, t))}
+        return {**super().scalars(t, counters), "step": self.lr * self.share * sqrt(one_minus_power(self.beta, t))}
 
 
 class InheritsTwice(Inherits):
@@ -993,7 +995,7 @@ def outer(t, beta):
 
 
 def inner(t, beta):
-    return sqrt(less_power(beta, t)) + where(t > 3, 1.0, 0.5)
+    return sqrt(one_minus_power(beta, t)) + where(t > 3, 1.0, 0.5)
 
 
 class Helpers(Momentum):

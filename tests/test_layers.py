@@ -31,7 +31,7 @@ MAY = {
     "recent": set(),
     "registry": {"spec", "rules"},
     "documentation": {"registry", "spec"},
-    "rule": {"spec", "linalg", "ops", "registry"},
+    "rule": {"spec", "linalg", "ops", "registry", "renamed"},
     "schedules": set(),
     "threads": set(),
     "buckets": set(),

@@ -283,7 +283,7 @@ def test_a_mask_costs_what_the_page_says():
     """Bytes of traffic a parameter beside the plain rule's: u written and read, g read again; p or m where u is made of it."""
     more = {}
     for kind in map(spec_class, NAMES):
-        if not kind.matrix and "cautious=True" not in kind.unfit:
+        if not kind.matrix and "cautious=True" not in kind.incompatible:
             plain, careful = (trace(s, s.slots((64, 64))) for s in (kind(lr=LR), kind(lr=LR, cautious=True)))
             more.setdefault(4 * (careful.traffic() - plain.traffic()), []).append(kind.title)
     assert sorted(more) == [12, 16, 20]

@@ -40,7 +40,7 @@ def checked(owner: str, sigmas: Any) -> float | None:
     return found
 
 
-def refusal(values: Any) -> str | None:
+def window_error(values: Any) -> str | None:
     """What is wrong with windows from a checkpoint; None: nothing."""
     if not isinstance(values, Mapping) or not values.keys() <= {"norm", "loss"}:
         return "windows of 'norm' and 'loss' are needed"
@@ -81,7 +81,7 @@ class Guard:
         return found
 
     def take(self, values: Mapping[str, Sequence[float]]) -> None:
-        """Go on where a checkpoint ended; `refusal` has said nothing against it."""
+        """Go on where a checkpoint ended; `window_error` has said nothing against it."""
         xp = sys.modules[self.library]
         for what, (seen, *window) in values.items():
             full = [*window, *[0.0] * (WINDOW - len(window))]

@@ -5,8 +5,8 @@ rule with its own versions of these names (`rlx_optim.engine.bind`). What else c
 plain Python, run as it stands: there a word is that of the library whose number it is given, so that a count may be traced, or
 lie on a device.
 
-`less_power` is for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): eager engines take it on the
-host in float64.
+`one_minus_power` is for the numbers that depend on step counts alone (`Spec.scalars`, update schedules): eager engines compute
+it on the host in float64.
 """
 
 import builtins
@@ -68,13 +68,13 @@ def _rsqrt(x: Any) -> Any:
     return 1 / np.sqrt(x)
 
 
-def less_power(beta: Any, t: Any) -> Any:
+def one_minus_power(beta: Any, t: Any) -> Any:
     """1 - beta**t, without cancellation for beta close to 1."""
     on_host = type(beta) is float and type(t) is int
-    return _less_power(beta, t) if on_host else _word("less_power", _less_power, beta, t)
+    return _one_minus_power(beta, t) if on_host else _word("one_minus_power", _one_minus_power, beta, t)
 
 
-def _less_power(beta: float, t: float) -> float:
+def _one_minus_power(beta: float, t: float) -> float:
     return 1.0 if beta == 0 else -math.expm1(t * math.log(beta))
 
 
@@ -87,4 +87,4 @@ def log(x: Any) -> Any:
 RULE = {
     "sqrt": 1, "rsqrt": 1, "abs": 1, "sign": 1, "exp": 1, "log": 1, "minimum": 2, "maximum": 2, "clamp": 3, "where": 3,
 }  # fmt: skip
-SCALARS = (*RULE, "less_power")
+SCALARS = (*RULE, "one_minus_power")

@@ -106,7 +106,7 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
                 out.hidden[rank] += sent if place > turns[owner][0] else 0
     bundles: dict[Any, list[list[int]]] = {}
     for shape, spec in measured:
-        key = (type(spec), tuple(spec.slots(shape)), spec.likeness())
+        key = (type(spec), tuple(spec.slots(shape)), spec.fusion_key())
         bundles.setdefault(key, []).append(trace(spec, spec.slots(shape)).sums(shape, dim or 0))
     for sums in bundles.values():
         out.all_reduced += [WIDE * total for total in map(sum, zip(*sums, strict=True)) if total]

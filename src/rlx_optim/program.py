@@ -340,7 +340,7 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     gives, where it is known already.
     """
     numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
-    key: Any = (type(spec), spec.likeness(), tuple((name, slot.drop, slot.storage) for name, slot in slots.items()), what)
+    key: Any = (type(spec), spec.fusion_key(), tuple((name, slot.drop, slot.storage) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
     if key not in _traced:
         _traced[key] = _trace(spec, slots, what, numbers)

@@ -23,10 +23,13 @@ FUNCTIONS = {
     "orthonormal": "basis.orthonormalize.default", "minor": "basis.below_rounding", "descending": "basis.descending_order",
 }  # fmt: skip
 
+#: what `rlx_optim.rule` has
+WORDS = {"less_power": "one_minus_power"}
+
 #: what the class of an optimizer says of itself
 ATTRIBUTES = {
     "everywhere": "accepts_any_shape", "branches": "step_dependent", "piled": "unstacked_factors", "asks": "syncs_on",
-    "ragged": "mixed_shapes", "replays": "graph_safe",
+    "ragged": "mixed_shapes", "replays": "graph_safe", "unfit": "incompatible", "structure": "static_key",
 }  # fmt: skip
 
 

@@ -95,16 +95,16 @@ def decide(
             raise ValueError(f"{owner}: {name!r} is to go to otherwise ({why}), but there is no otherwise")
         return otherwise, why
     first = wished if isinstance(wished, Choice) else own
-    misfit = first.spec.takes(shape)
-    if first is not own and (misfit is None or first.spec.accepts_any_shape):
+    unsupported = first.spec.takes(shape)
+    if first is not own and (unsupported is None or first.spec.accepts_any_shape):
         return first, why
     if otherwise is not None:
-        reason = misfit or (None if wish else kind or reason_by_name(name or ""))
+        reason = unsupported or (None if wish else kind or reason_by_name(name or ""))
         return (otherwise, reason) if reason else (own, "")
-    if misfit is not None and not first.spec.accepts_any_shape:
+    if unsupported is not None and not first.spec.accepts_any_shape:
         what = "a parameter" if name is None else repr(name)
-        raise ValueError(f"{owner}: {what} has shape {shape}: {misfit}; give otherwise=AdamW(…) for such tensors")
-    return first, "no otherwise" if misfit else ""
+        raise ValueError(f"{owner}: {what} has shape {shape}: {unsupported}; give otherwise=AdamW(…) for such tensors")
+    return first, "no otherwise" if unsupported else ""
 
 
 class Router:

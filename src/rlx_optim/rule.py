@@ -11,8 +11,10 @@ A rule is a function of one coordinate in the words of the vocabulary; a Spec ha
 `rlx_optim/rules/` are written the same way.
 """
 
-from . import linalg
-from .ops import abs, clamp, exp, less_power, log, maximum, minimum, rsqrt, sign, sqrt, where
+from typing import Any
+
+from . import linalg, renamed
+from .ops import abs, clamp, exp, log, maximum, minimum, one_minus_power, rsqrt, sign, sqrt, where
 from .registry import register
 from .spec import (
     REQUIRED,
@@ -50,12 +52,12 @@ __all__ = [
     "flag",
     "function",
     "integer",
-    "less_power",
     "like",
     "linalg",
     "log",
     "maximum",
     "minimum",
+    "one_minus_power",
     "real",
     "reals",
     "register",
@@ -64,3 +66,10 @@ __all__ = [
     "sqrt",
     "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if (new := renamed.WORDS.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    renamed.warn(f"rule.{name}", new)
+    return globals()[new]

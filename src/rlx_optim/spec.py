@@ -122,7 +122,7 @@ def like(shape: Shape, *names: str, **meanings: str) -> dict[str, Slot]:
 TAKEN = ("p", "g", "u", "change", "step", "shrink", "rate", "batch", "low")
 
 
-def misfit(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters: Mapping[str, float]) -> str | None:
+def slot_error(name: str, slot: Any, shape: Shape, slots: Mapping[str, Any], counters: Mapping[str, float]) -> str | None:
     """Why a tensor of this shape cannot have such a slot; None if it can. Engines go by what it says: no memory tells them."""
     if not isinstance(slot, Slot):
         return f"{name!r} is {slot!r:.80}; a Slot is needed, such as like(shape, {name}=…) gives"
@@ -177,7 +177,7 @@ MODIFIERS: dict[str, Field] = {
 }
 
 
-#: modifiers that may be unsound for a rule, as `Spec.unfit` calls them
+#: modifiers that may be unsound for a rule, as `Spec.incompatible` calls them
 UNSOUND = ("cautious=True", "decay='cautious'", "decay='hyperball'")
 UNDECAYED = "it decays nothing beside the step (weight_decay joins the gradient or the direction, or there is none)"
 
@@ -226,7 +226,7 @@ class Spec(abc.ABC):
     #: what a cautious step is scaled by, from how many coordinates are kept and lost; None where `update` masks by itself
     caution: ClassVar[Callable[..., Any] | None] = staticmethod(modifiers.by_share)
     #: why a modifier is not for this rule, by its name in `UNSOUND`
-    unfit: ClassVar[Mapping[str, str]] = {}
+    incompatible: ClassVar[Mapping[str, str]] = {}
     #: the optimizer for tensors this one does not take; None where it takes all
     otherwise_default: ClassVar[Otherwise | None] = None
 
@@ -237,9 +237,10 @@ class Spec(abc.ABC):
             raise TypeError(f"{cls.__name__}: {min(words)} is a word of Spec and cannot be a hyperparameter")
         if words := own.keys() & MODIFIERS:
             raise TypeError(f"{cls.__name__}: every rule has {min(words)} already (docs/modifiers.md); give it another name")
-        if words := cls.unfit.keys() - set(UNSOUND):
-            raise TypeError(f"{cls.__name__}: unfit has {min(words)!r}, which is no modifier; known are {', '.join(UNSOUND)}")
         renamed.take_attributes(cls)
+        if words := cls.incompatible.keys() - set(UNSOUND):
+            known = ", ".join(UNSOUND)
+            raise TypeError(f"{cls.__name__}: incompatible has {min(words)!r}, which is no modifier; known are {known}")
         if "takes" in vars(cls):
             cls.accepts_any_shape = vars(cls).get("accepts_any_shape", False)
         cls.title = vars(cls).get("title", cls.__name__)
@@ -289,7 +290,7 @@ class Spec(abc.ABC):
     def check_modifiers(self, traced: bool = False) -> None:
         """Refuse a modifier that is unsound for this rule. traced: numbers are not known yet, and the commit looks."""
         asked = dict(zip(UNSOUND, (self.cautious, self.decay == "cautious", self.decay == "hyperball"), strict=True))
-        reasons = {**self.unfit}
+        reasons = {**self.incompatible}
         if type(self).commit is not Spec.commit:
             reasons |= dict.fromkeys(UNSOUND[1:], "it has a commit of its own, which says what happens beside the step")
         elif self.decay == "cautious" and not traced and not self.decays():
@@ -301,10 +302,11 @@ class Spec(abc.ABC):
         """Refuse formats of slots that this rule does not have, or keeps exact."""
         if isinstance(self.state_dtype, storage.Formats):
             shapes = [shape for shape in ((), (64,), (64, 64)) if not self.takes(shape)]
-            if problem := storage.refusal({k: v for shape in shapes for k, v in self.slots(shape).items()}, self.state_dtype):
+            slots = {name: slot for shape in shapes for name, slot in self.slots(shape).items()}
+            if problem := storage.unsupported_reason(slots, self.state_dtype):
                 raise self.refuse(problem)
 
-    def stuck(self, name: str, where: str) -> ValueError:
+    def zero_norm_error(self, name: str, where: str) -> ValueError:
         """What is said of a tensor of zeros that is to keep its norm. where: how it is given another decay."""
         return self.refuse(
             f"{name!r} is all zeros, and decay='hyperball' keeps the norm of a tensor: it would stay so; start it from something "
@@ -343,7 +345,7 @@ class Spec(abc.ABC):
         if not isinstance(slots, Mapping):
             raise self.refuse(f"slots({shape}) must return a dict of Slots by name, got {slots!r:.80}; does it lack a return?")
         for name, slot in slots.items():
-            if problem := misfit(name, slot, shape, slots, self.counters()):
+            if problem := slot_error(name, slot, shape, slots, self.counters()):
                 raise self.refuse(f"slots({shape}): {problem}")
         return storage.assigned(slots, self.state_dtype)
 
@@ -415,10 +417,10 @@ class Spec(abc.ABC):
         """What to warn about once, if a tensor is stepped with these counters."""
         return None
 
-    def likeness(self) -> tuple[Any, ...]:
-        """What tensors must share to be stepped in one pass: the structure, and how it is modified."""
-        return (self.structure(), self.cautious, self.decay)
+    def fusion_key(self) -> tuple[Any, ...]:
+        """What tensors must share to be stepped in one pass: the static key, and how it is modified."""
+        return (self.static_key(), self.cautious, self.decay)
 
-    def structure(self) -> tuple[Any, ...]:
+    def static_key(self) -> tuple[Any, ...]:
         """Of the hyperparameters that are its own, what picks the rule or the state."""
         return tuple(value if self.fields[name].structural else value is None for name, value in self.__dict__.items())

@@ -127,22 +127,22 @@ class Grouping:
         self.plans, self.parts = Recent(most), Recent(most)
 
     def find(
-        self, chosen: tuple[int, ...], specs: Sequence[Spec], structures: tuple[Any, ...], asked: bool = False
+        self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], asked: bool = False
     ) -> list[StepPart]:
-        """The parts of a step of these records, which are given by their places. structures: what `likeness` gives of each spec.
+        """The parts of a step of these records, which are given by their places. fusion_keys: of each spec.
         asked: whether the step says what it does."""
-        key = self.key(chosen, specs, structures, asked)
-        found: list[StepPart] = self.plans.find(key, lambda: self._plan(chosen, specs, structures, asked), len(chosen))
+        key = self.key(chosen, specs, fusion_keys, asked)
+        found: list[StepPart] = self.plans.find(key, lambda: self._plan(chosen, specs, fusion_keys, asked), len(chosen))
         return found
 
-    def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], structures: tuple[Any, ...], asked: bool) -> Any:
+    def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], asked: bool) -> Any:
         """What a plan is known by. Stacks of a matrix rule share their numbers, so it says who has stepped equally often."""
         seen: dict[Any, int] = {}
         matrix = not self.commits and any(spec.matrix for spec in specs)
         counts = tuple(seen.setdefault(self.records[i].cohort(), len(seen)) for i in chosen) if matrix else ()
-        return chosen, structures, asked, counts
+        return chosen, fusion_keys, asked, counts
 
-    def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], structures: Any, asked: bool) -> list[StepPart]:
+    def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], fusion_keys: Any, asked: bool) -> list[StepPart]:
         alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, asked, self.commits)
         found = []
         for key, places in alike.items():
@@ -152,24 +152,24 @@ class Grouping:
             stacked = spec.matrix and not self.commits
             limit = self.engine.stack(self.records[places[0]].shape) if stacked else len(places)
             for lo in range(0, len(places), limit):
-                found.append(self._part(key, tuple(places[lo : lo + limit]), specs, structures, asked))
+                found.append(self._part(key, tuple(places[lo : lo + limit]), specs, fusion_keys, asked))
         if len(found) > 1:
             check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part, *_ in found])
         return found
 
-    def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], structures: Any, asked: bool) -> StepPart:
+    def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], fusion_keys: Any, asked: bool) -> StepPart:
         def make(places: Sequence[int]) -> Part:
             return make_part([(i, self.records[i]) for i in places], specs, self.pointers, asked, self.commits)
 
         swept = self.commits or not specs[self.records[places[0]].group].matrix
         if isinstance(self.engine, TakingRows) and swept and self.pointers is not None:
-            part = self.parts.find((key, structures, asked), lambda: make(self._everyone(key, specs, asked)), len(self.records))
+            part = self.parts.find((key, fusion_keys, asked), lambda: make(self._everyone(key, specs, asked)), len(self.records))
             if self.engine.takes_rows(part.bundle):
                 everyone: list[int] = part.bundle.index
                 places = tuple(sorted(places))  # as chunks are, and what is reduced over each tensor
                 rows = None if len(everyone) == len(places) else np.searchsorted(everyone, places)
                 return StepPart(part, rows, places)
-        part = self.parts.find((places, structures, asked), lambda: make(places), len(places))
+        part = self.parts.find((places, fusion_keys, asked), lambda: make(places), len(places))
         return StepPart(part, None, places)
 
     def _everyone(self, key: Any, specs: Sequence[Spec], asked: bool) -> list[int]:
@@ -187,11 +187,11 @@ def group_alike(
         if record.size:
             spec = specs[record.group]
             if commits:
-                alike.setdefault((type(spec), spec.likeness(), record.kind), []).append(place)
+                alike.setdefault((type(spec), spec.fusion_key(), record.kind), []).append(place)
                 continue
             mixed = spec.mixed_shapes() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
             mixed = mixed and spec.state_dtype == "float32"
-            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.likeness())
+            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.fusion_key())
             alike.setdefault((_slots(spec, record), key), []).append(place)
     return alike
 

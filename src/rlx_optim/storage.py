@@ -101,7 +101,7 @@ def assigned(slots: dict[str, Any], wanted: Any) -> dict[str, Any]:
     return {name: dataclasses.replace(slot, storage=storage_of(slot, each.get(name, "float32"))) for name, slot in slots.items()}
 
 
-def refusal(slots: Mapping[str, Any], wanted: Any) -> str | None:
+def unsupported_reason(slots: Mapping[str, Any], wanted: Any) -> str | None:
     """What is wrong with formats by slot for a rule that has these slots; None: nothing."""
     for name in wanted if isinstance(wanted, Mapping) else ():
         if name not in slots:

@@ -61,7 +61,7 @@ REASONS = {
     ),
     "groups": (
         "groups that differ in every number are stepped each by its own",
-        "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `structure`",
+        "`update` is traced once for all groups: what differs between them must come from `scalars`, or be in `static_key`",
     ),
     "same again": (
         "the same steps must give the same bits",
@@ -93,7 +93,7 @@ REASONS = {
     ),
     "hyperparameter": (
         "a hyperparameter that does nothing is a bug that no loss curve shows",
-        "does `scalars` give it, does the rule read it, is it in `structure`?",
+        "does `scalars` give it, does the rule read it, is it in `static_key`?",
     ),
     "schedule": (
         "a constant schedule means its number, and a schedule that moves compiles nothing",

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from .. import random, storage
-from ..guard import checked, refusal
+from ..guard import checked, window_error
 from ..numpy.optimizer import NONFINITE
 from ..registry import spec_class
 from ..rounding import LOW
@@ -217,7 +217,7 @@ def check(snapshot: Snapshot) -> None:
         checked("the manifest", snapshot.skip_above)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(str(problem)) from None
-    if wrong := refusal(snapshot.window):
+    if wrong := window_error(snapshot.window):
         raise CheckpointError(f"the manifest: 'skip_window': {wrong}")
     for index, member in enumerate(snapshot.members):
         _check_member(member)

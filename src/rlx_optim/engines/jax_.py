@@ -28,7 +28,7 @@ def _log(x: Any) -> Any:
     return jnp.log(x)
 
 
-def _less_power(beta: Any, t: Any) -> Any:
+def _one_minus_power(beta: Any, t: Any) -> Any:
     return 1.0 if isinstance(beta, (int, float)) and beta == 0 else -jnp.expm1(t * _log(beta))
 
 
@@ -47,7 +47,7 @@ WORDS: dict[str, Any] = {
     "log": _log,
     "abs": jnp.abs,
     "clamp": lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high),
-    "less_power": _less_power,
+    "one_minus_power": _one_minus_power,
 }
 
 

@@ -244,9 +244,9 @@ STACKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _less_power(beta: Any, t: Any) -> Any:
+def _one_minus_power(beta: Any, t: Any) -> Any:
     if not torch.is_tensor(beta) and not torch.is_tensor(t):
-        return ops.less_power(beta, t)
+        return ops.one_minus_power(beta, t)
     return 1.0 if not torch.is_tensor(beta) and beta == 0 else -torch.expm1(t * NUMBERS["log"](beta))
 
 
@@ -261,7 +261,7 @@ def _choose(condition: Any, yes: Any, no: Any) -> Any:
 
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
-NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "less_power": _less_power}
+NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "one_minus_power": _one_minus_power}
 ops.LIBRARIES["torch"] = NUMBERS
 
 

@@ -190,7 +190,7 @@ class Member:
         for item in items:
             spec = item.member._specs()[item.record.group]
             if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
-                raise spec.stuck(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
+                raise spec.zero_norm_error(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
         for item in items:
             item.record.init_state(item.member._specs()[item.record.group], self._engine.allocate)
         for item in items:
@@ -227,7 +227,7 @@ class Member:
             row_of = {id(record): row for row, record in enumerate(grouping.records)}
             chosen = tuple(row_of[id(record)] for record in records)
         grouping.pointers.set(np.array(chosen), at, grads_at)
-        parts = grouping.find(chosen, specs, self._settings.structures, self._asked)
+        parts = grouping.find(chosen, specs, self._settings.fusion_keys, self._asked)
         rows = dict(zip(chosen, range(len(chosen)), strict=True))
         for part, some, where in parts:
             ps, gs = ([side[rows[row]] for row in where] for side in (params, grads))

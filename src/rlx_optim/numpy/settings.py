@@ -52,7 +52,7 @@ class Settings:
             raise TypeError(f"{self.owner}: groups must be a list of dicts, got one dict; write groups=[{dict(groups)!r}]")
         self.groups = [GroupOverrides(self.owner, kind.fields, group) for group in groups or ()]
         self._evaluated: tuple[Any, list[Spec]] = (None, [])
-        self.structures: tuple[Any, ...] = ()
+        self.fusion_keys: tuple[Any, ...] = ()
         self.version = 0  # moves when a structural field does
         self.specs(0)
 
@@ -90,9 +90,9 @@ class Settings:
             self.kind(**{name: self._now(name, value, iteration, schedules) for name, value in given.items()}) for given in sets
         ]
         self._evaluated = (iteration if schedules else "constant", specs)
-        structures = tuple(spec.likeness() for spec in specs)
-        if structures != self.structures:
-            self.structures, self.version = structures, self.version + 1
+        fusion_keys = tuple(spec.fusion_key() for spec in specs)
+        if fusion_keys != self.fusion_keys:
+            self.fusion_keys, self.version = fusion_keys, self.version + 1
         return specs
 
     def _now(self, name: str, value: Any, iteration: int, called: dict[Any, Any]) -> Any:

@@ -307,7 +307,7 @@ def _refuse_zeros(place: LeafEntry, leaf: Any) -> None:
     ):
         for name, tensor in zip(place.names, np.asarray(leaf).reshape(len(place.names), -1), strict=True):
             if tensor.size and not tensor.any():
-                raise place.member.steady.stuck(name, "mask=… with False there")
+                raise place.member.steady.zero_norm_error(name, "mask=… with False there")
 
 
 # ---- leaves to what a rule takes, and back ---------------------------------------------------------------------------------

@@ -162,7 +162,9 @@ class Adafactor(Spec):
     convention: str = choice("paper", "torch", "rlx")
 
     caution = staticmethod(by_count)  # n/(kept + 1), as the authors' c_adafactor.py
-    unfit = {"decay='hyperball'": "its step is clipped by its own rms and is a share of the tensor's already (scale_parameter)"}
+    incompatible = {
+        "decay='hyperball'": "its step is clipped by its own rms, and a share of the tensor's already (scale_parameter)"
+    }
 
     def check(self):
         if self.convention != "paper" and self.beta1 is not None:
@@ -173,7 +175,7 @@ class Adafactor(Spec):
     def decays(self):
         return True
 
-    def structure(self):
+    def static_key(self):
         return (self.convention, self.beta1 is None)
 
     def factored(self, shape):

@@ -22,7 +22,7 @@ When, and what it costs. Where an existing recipe says Adam; with weight decay p
 8 bytes of state a parameter (12 with amsgrad), 28 bytes of traffic a parameter (36).
 """
 
-from ..ops import less_power, maximum, sqrt
+from ..ops import maximum, one_minus_power, sqrt
 from ..spec import Optax, Spec, Torch, betas, flag, like, real
 
 
@@ -74,12 +74,12 @@ class Adam(Spec):
         beta1, beta2 = self.betas
         return {
             "decay": self.weight_decay,
-            "step": self.lr / less_power(beta1, t),
+            "step": self.lr / one_minus_power(beta1, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

@@ -20,7 +20,7 @@ When, and what it costs. The default choice for transformers. 8 bytes of state a
 28 bytes of traffic a parameter (36).
 """
 
-from ..ops import less_power, maximum, sqrt
+from ..ops import maximum, one_minus_power, sqrt
 from ..spec import Optax, Spec, Torch, betas, flag, like, real
 
 
@@ -70,12 +70,12 @@ class AdamW(Spec):
         beta1, beta2 = self.betas
         return {
             "shrink": self.lr * self.weight_decay,
-            "step": self.lr / less_power(beta1, t),
+            "step": self.lr / one_minus_power(beta1, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

@@ -27,7 +27,7 @@ When, and what it costs. In place of AdamW with a larger lr, on vision transform
 
 import dataclasses
 
-from ..ops import less_power, minimum, sqrt, where
+from ..ops import minimum, one_minus_power, sqrt, where
 from ..spec import Spec, Torch, flag, like, real, reals
 
 
@@ -79,7 +79,7 @@ class Adan(Spec):
     no_prox: bool = flag(False)
     max_grad_norm: float | None = limit()
 
-    def structure(self):
+    def static_key(self):
         return (self.max_grad_norm is None,)
 
     def slots(self, shape):
@@ -105,15 +105,15 @@ class Adan(Spec):
             "max_grad_norm": self.max_grad_norm,
             "clip": 1.0,
             "later": where(t == 1, 0.0, 1.0),
-            "first": 1 / less_power(beta1, t),
-            "second": beta2 / less_power(beta2, t),
+            "first": 1 / one_minus_power(beta1, t),
+            "second": beta2 / one_minus_power(beta2, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
             "alpha2": 1 - beta2,
             "beta3": beta3,
             "alpha3": 1 - beta3,
-            "root": 1 / sqrt(less_power(beta3, t)),
+            "root": 1 / sqrt(one_minus_power(beta3, t)),
             "eps": self.eps,
         }
 

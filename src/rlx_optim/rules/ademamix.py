@@ -24,7 +24,7 @@ When, and what it costs. Long runs, where old gradients pay; give both warm-ups 
 parameter, 36 bytes of traffic a parameter.
 """
 
-from ..ops import less_power, log, minimum, sqrt, where
+from ..ops import log, minimum, one_minus_power, sqrt, where
 from ..spec import Optax, Spec, Torch, like, real, reals
 
 
@@ -76,11 +76,11 @@ class AdEMAMix(Spec):
         if self.beta3_warmup is not None:
             short, long = half_life(beta1), half_life(beta3)
             life = short + t / self.beta3_warmup * (long - short)
-            alpha3 = where(t >= self.beta3_warmup, alpha3, less_power(0.5, 1 / life))
+            alpha3 = where(t >= self.beta3_warmup, alpha3, one_minus_power(0.5, 1 / life))
         return {
             "shrink": self.lr * self.weight_decay,
             "step": self.lr,
-            "first": 1 / less_power(beta1, t),
+            "first": 1 / one_minus_power(beta1, t),
             "share": self.alpha if self.alpha_warmup is None else self.alpha * minimum(1.0, t / self.alpha_warmup),
             "beta1": beta1,
             "alpha1": 1 - beta1,
@@ -88,7 +88,7 @@ class AdEMAMix(Spec):
             "alpha2": 1 - beta2,
             "beta3": 1 - alpha3,
             "alpha3": alpha3,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

@@ -63,7 +63,7 @@ class ADOPT(Spec):
     decouple: bool = flag(False)
     clip_exp: float | None = real(0.25, optional=True)
 
-    def structure(self):
+    def static_key(self):
         return ()
 
     def slots(self, shape):

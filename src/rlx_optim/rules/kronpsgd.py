@@ -36,7 +36,7 @@ a triangular solve and two Gram matrices.
 import math
 
 from .. import linalg
-from ..ops import exp, less_power
+from ..ops import exp, one_minus_power
 from ..spec import KEY, Foreign, Optax, Slot, Spec, Torch, choice, flag, function, integer, like, real
 
 
@@ -118,7 +118,7 @@ class KronPSGD(Spec):
         return {"counter": 0}
 
     def scalars(self, t, counters):
-        average = {"beta": self.beta1, "alpha": 1 - self.beta1, "share": less_power(self.beta1, t)}
+        average = {"beta": self.beta1, "alpha": 1 - self.beta1, "share": one_minus_power(self.beta1, t)}
         fit = {"precond_lr": self.precond_lr, "balance_probability": self.balance_probability}
         return average | fit | {"step": self.lr, "shrink": self.lr * self.weight_decay}
 

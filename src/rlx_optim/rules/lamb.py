@@ -26,7 +26,7 @@ measures (p, g, m, v read, m, v written: 24 bytes), the second recomputes u from
 
 import math
 
-from ..ops import less_power, minimum, sqrt, where
+from ..ops import minimum, one_minus_power, sqrt, where
 from ..spec import Optax, Spec, betas, flag, like, real
 
 
@@ -68,9 +68,9 @@ class Lamb(Spec):
     bias_correction: bool = flag(True)
     trust_clip: float | None = real(None, open_low=True, infinite=True, optional=True)
 
-    unfit = {"decay='hyperball'": "the trust ratio makes its step a share of the tensor's norm already"}
+    incompatible = {"decay='hyperball'": "the trust ratio makes its step a share of the tensor's norm already"}
 
-    def structure(self):
+    def static_key(self):
         return ()
 
     def slots(self, shape):
@@ -88,8 +88,8 @@ class Lamb(Spec):
             "lr": self.lr,
             "decay": self.weight_decay,
             "trust_clip": math.inf if self.trust_clip is None else self.trust_clip,
-            "first": 1 / less_power(beta1, t) if corrected else 1.0,
-            "root": 1 / sqrt(less_power(beta2, t)) if corrected else 1.0,
+            "first": 1 / one_minus_power(beta1, t) if corrected else 1.0,
+            "root": 1 / sqrt(one_minus_power(beta2, t)) if corrected else 1.0,
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,

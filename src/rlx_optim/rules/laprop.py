@@ -22,7 +22,7 @@ When, and what it costs. In place of AdamW where b1 is large beside b2, or gradi
 28 bytes of traffic a parameter.
 """
 
-from ..ops import less_power, sqrt, where
+from ..ops import one_minus_power, sqrt, where
 from ..spec import Spec, betas, choice, like, real
 
 
@@ -50,7 +50,7 @@ class LaProp(Spec):
     weight_decay: float = real(0.0)
     convention: str = choice("author", "timm")
 
-    def structure(self):
+    def static_key(self):
         return ()
 
     def slots(self, shape):
@@ -77,7 +77,7 @@ class LaProp(Spec):
             "gain": (1 - beta1) * self.lr,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

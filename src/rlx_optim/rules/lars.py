@@ -78,7 +78,7 @@ class LARS(Spec):
     summary = "SGD scaled by each tensor's norm, for large batches"
     torch = Torch(slots={"m": "momentum_buffer"})
     optax = Optax(positional=("weight_decay",))
-    unfit = {"decay='hyperball'": "the trust ratio makes its step a share of the tensor's norm already"}
+    incompatible = {"decay='hyperball'": "the trust ratio makes its step a share of the tensor's norm already"}
 
     lr: float = real(1.0)
     momentum: float = real(0.9)

@@ -25,7 +25,7 @@ When, and what it costs. Language models, as a drop-in for AdamW with a larger l
 (p, g, prev, m, v read, p, prev, m, v written: 36 bytes): 44 bytes of traffic a parameter (36) and no scratch.
 """
 
-from ..ops import less_power, minimum, sign, sqrt
+from ..ops import minimum, one_minus_power, sign, sqrt
 from ..spec import Otherwise, Spec, betas, choice, like, real
 
 
@@ -97,12 +97,12 @@ class MARS(Spec):
             "clip_norm": self.clip_norm,
             "clip": 1.0,
             "shrink": self.lr * self.weight_decay,
-            "step": self.lr if self.variant == "lion" else self.lr / less_power(beta1, t),
+            "step": self.lr if self.variant == "lion" else self.lr / one_minus_power(beta1, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
 

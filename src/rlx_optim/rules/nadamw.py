@@ -23,7 +23,7 @@ When, and what it costs. Often a little ahead of AdamW at the same cost (it won 
 8 bytes of state a parameter, 28 bytes of traffic a parameter.
 """
 
-from ..ops import less_power, sqrt
+from ..ops import one_minus_power, sqrt
 from ..spec import Optax, Spec, Torch, betas, choice, like, real
 
 
@@ -80,7 +80,7 @@ class NAdamW(Spec):
             "alpha1": 1 - beta1,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
         }
         if self.convention == "torch":
@@ -89,8 +89,8 @@ class NAdamW(Spec):
             from_m, from_g = after / (1 - product * after), (1 - now) / (1 - product)
             numbers["mu_product"] = product
         else:
-            from_m = beta1 / less_power(beta1, t + (self.convention == "dozat"))
-            from_g = (1 - beta1) / less_power(beta1, t)
+            from_m = beta1 / one_minus_power(beta1, t + (self.convention == "dozat"))
+            from_g = (1 - beta1) / one_minus_power(beta1, t)
         return numbers | {"from_m": from_m, "from_g": from_g}
 
     def update(self, E, x):

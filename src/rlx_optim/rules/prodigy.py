@@ -33,7 +33,7 @@ read: 56 bytes of traffic a parameter.
 
 import math
 
-from ..ops import less_power, maximum, minimum, sqrt, where
+from ..ops import maximum, minimum, one_minus_power, sqrt, where
 from ..spec import Foreign, Optax, Slot, Spec, betas, flag, like, real
 
 
@@ -112,12 +112,12 @@ class Prodigy(Spec):
     d_coef: float = real(1.0, open_low=True)
     growth_rate: float | None = real(None, 1.0, infinite=True, optional=True)
 
-    unfit = {"decay='hyperball'": "it measures how far to go, and on a ball lr alone says it"}
+    incompatible = {"decay='hyperball'": "it measures how far to go, and on a ball lr alone says it"}
 
     def decays(self):
         return self.decouple
 
-    def structure(self):
+    def static_key(self):
         return ()
 
     def slots(self, shape):
@@ -146,7 +146,7 @@ class Prodigy(Spec):
         beta3 = beta2**0.5 if self.beta3 is None else self.beta3
         return {
             "lr": self.lr,
-            "c": sqrt(less_power(beta2, t)) / less_power(beta1, t) if self.use_bias_correction else 1.0,
+            "c": sqrt(one_minus_power(beta2, t)) / one_minus_power(beta1, t) if self.use_bias_correction else 1.0,
             "starts": where(t < 2, 1.0, 0.0),
             "takes_part": on,
             "safe": 1.0 if self.safeguard_warmup else 0.0,

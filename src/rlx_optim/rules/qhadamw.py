@@ -19,7 +19,7 @@ Conventions.
 When, and what it costs. Where AdamW is unstable at long averages. 8 bytes of state a parameter, 28 of traffic.
 """
 
-from ..ops import less_power, sqrt
+from ..ops import one_minus_power, sqrt
 from ..spec import Optax, Spec, betas, like, real, reals
 
 
@@ -60,9 +60,9 @@ class QHAdamW(Spec):
             "shrink": self.lr * self.weight_decay,
             "step": self.lr,
             "from_g": 1 - nu1,
-            "from_m": nu1 / less_power(beta1, t),
+            "from_m": nu1 / one_minus_power(beta1, t),
             "from_gg": 1 - nu2,
-            "from_v": nu2 / less_power(beta2, t),
+            "from_v": nu2 / one_minus_power(beta2, t),
             "beta1": beta1,
             "alpha1": 1 - beta1,
             "beta2": beta2,

@@ -23,7 +23,7 @@ Conventions.
 When, and what it costs. In place of Adam where no warm-up is wanted. 8 bytes of state a parameter, 28 of traffic.
 """
 
-from ..ops import less_power, log, sqrt, where
+from ..ops import log, one_minus_power, sqrt, where
 from ..spec import Optax, Spec, Torch, betas, choice, flag, like, real
 
 
@@ -61,7 +61,7 @@ class RAdam(Spec):
 
     def scalars(self, t, counters):
         (beta1, beta2), torch = self.betas, self.convention == "torch"
-        c1, c2 = less_power(beta1, t), less_power(beta2, t)
+        c1, c2 = one_minus_power(beta1, t), one_minus_power(beta2, t)
         rectified, r = rectification(beta2, t, c2, threshold=5 if torch else 4)
         adaptive = r * (sqrt(c2) if torch else 1)
         return {

@@ -28,7 +28,7 @@ AdamW with a schedule, with warm-up. Evaluate and save the model at x: `opt.eval
 state a parameter and 28 bytes of traffic, as AdamW.
 """
 
-from ..ops import less_power, sqrt
+from ..ops import one_minus_power, sqrt
 from ..spec import betas, integer, like, real
 from .schedulefreesgd import Averaged, paced
 
@@ -72,7 +72,7 @@ class ScheduleFreeAdamW(Averaged):
             "decay": self.weight_decay,
             "beta2": beta2,
             "alpha2": 1 - beta2,
-            "root": 1 / sqrt(less_power(beta2, t)),
+            "root": 1 / sqrt(one_minus_power(beta2, t)),
             "eps": self.eps,
             **paced(self, beta1, t, counters),
         }

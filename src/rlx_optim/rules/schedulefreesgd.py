@@ -68,7 +68,7 @@ class Averaged(Spec):
     committed = ("step", "pull", "keep", "grow")
     evaluated = "lead"
     counter_ranges = {"weight_sum": real(0.0), "lr_max": real(0.0), "momentum": real(0.0, high=1.0, open_high=True)}
-    unfit = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
+    incompatible = {"cautious=True": "x averages the steps that gradients ask for, masked ones lead elsewhere"}
 
     def counters(self):
         """weight_sum: W, the sum of all weights.

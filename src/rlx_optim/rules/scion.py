@@ -144,8 +144,8 @@ class Scion(Spec):
     def chosen(self, usual):
         return usual if self.normalized is None else self.normalized
 
-    def structure(self):
-        return (*super().structure(), self.averages)
+    def static_key(self):
+        return (*super().static_key(), self.averages)
 
     def graph_safe(self):
         return not self.cautious and self.decay != "hyperball"

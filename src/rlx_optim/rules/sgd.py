@@ -71,7 +71,7 @@ class SGD(Spec):
     def averages(self):
         return not (isinstance(self.momentum, float) and self.momentum == 0)  # a traced momentum is one
 
-    def structure(self):
+    def static_key(self):
         return (self.nesterov, self.averages)
 
     def slots(self, shape):

@@ -35,7 +35,7 @@ import functools
 import math
 
 from .. import basis, linalg
-from ..ops import less_power, maximum, sqrt, where
+from ..ops import maximum, one_minus_power, sqrt, where
 from ..spec import Optax, Slot, Spec, Torch, betas, flag, integer, like, real
 
 
@@ -166,7 +166,7 @@ class SOAP(Spec):
         beta = beta2 if self.shampoo_beta is None else self.shampoo_beta
         n, moves = maximum(t - 1, 1), where(t > 1, 1.0, 0.0)  # the first call moves nothing
         shrink = moves * self.lr * self.weight_decay
-        step = moves * self.lr * sqrt(less_power(beta2, n)) / less_power(beta1, n)
+        step = moves * self.lr * sqrt(one_minus_power(beta2, n)) / one_minus_power(beta1, n)
         # decay after the step: (1 − shrink)·(p − step·u) = p − (shrink·p + (1 − shrink)·step·u); a cautious one is of p as it was
         left = 1 - shrink if self.decay == "decoupled" else 1.0
         return numbers | {"beta": beta, "alpha": 1 - beta, "shrink": shrink, "step": left * step}

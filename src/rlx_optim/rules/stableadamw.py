@@ -23,7 +23,7 @@ passes: the first averages and measures (g, m, v read, m, v written: 20 bytes), 
 36 bytes of traffic a parameter.
 """
 
-from ..ops import less_power, maximum, sqrt
+from ..ops import maximum, one_minus_power, sqrt
 from ..spec import Spec, betas, choice, like, real
 
 
@@ -64,7 +64,7 @@ class StableAdamW(Spec):
     clip: float = real(1.0, open_low=True, infinite=True)
     convention: str = choice("author", "first")
 
-    def structure(self):
+    def static_key(self):
         return ()
 
     def slots(self, shape):
@@ -80,7 +80,7 @@ class StableAdamW(Spec):
         return True
 
     def scalars(self, t, counters):
-        alpha1, alpha2 = ((1 - beta) / less_power(beta, t) for beta in self.betas)
+        alpha1, alpha2 = ((1 - beta) / one_minus_power(beta, t) for beta in self.betas)
         follows = self.convention == "author"
         return {
             "lr": self.lr,

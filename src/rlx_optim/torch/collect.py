@@ -135,7 +135,7 @@ def refuse_zeros(opt: Stepper, placement: Placement, entry: ParamEntry) -> None:
         return
     for record, piece in zip(entry.records, placement.pieces(packed(entry.param.detach(), entry), entry), strict=True):
         if not bool(piece.any()):
-            raise spec.stuck(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
+            raise spec.zero_norm_error(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
 
 
 def cast(placement: Placement, entry: ParamEntry) -> bool:

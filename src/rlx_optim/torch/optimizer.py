@@ -435,7 +435,7 @@ class RuleOptimizer(Stepper):
                 return {k: Boxed(v) for k, v in state.items()}
 
             check_outline(self._owner, loaded)
-            if problem := guard.refusal(given := loaded.get("skip_window", {})):
+            if problem := guard.window_error(given := loaded.get("skip_window", {})):
                 raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
             window.update(given)
             groups = loaded["param_groups"]
@@ -458,7 +458,7 @@ class RuleOptimizer(Stepper):
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
         derived = {"_asked", "_rows", "_placements", "_layout", "_places", "_specs", "_given", "_consensus", "_consolidated"}
-        derived |= {"_listed", "_listed_specs", "_structures", "_dormant"}
+        derived |= {"_listed", "_listed_specs", "_fusion_keys", "_dormant"}
         kept = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         kept = {k: v for k, v in kept.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
         return {**kept, **super().__getstate__()}

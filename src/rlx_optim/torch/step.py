@@ -68,7 +68,7 @@ def run(opt: Stepper, work: Work, specs: list[Spec], factor: Any, asked: bool) -
             for round_ in rounds(opt._owner, work, opt.param_groups, opt._repeated):
                 for batch in round_:
                     placement = batch.placement
-                    placement.step(batch, specs, opt._structures, placement.sign * factor)
+                    placement.step(batch, specs, opt._fusion_keys, placement.sign * factor)
                     placement.count(batch.chosen)
                     if log.isEnabledFor(logging.DEBUG):
                         log.debug("%s: %s", opt._owner, placement.describe(len(batch.chosen)))

@@ -92,7 +92,7 @@ class Stepper(Policy):
         self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
         self._specs: list[tuple[Any, Spec | None]] = []
         self._listed_specs: list[Spec] = []
-        self._structures: tuple[Any, ...] = ()  # what `likeness` gives of each
+        self._fusion_keys: tuple[Any, ...] = ()  # what `fusion_key` gives of each
         self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
         self._consensus: Any = None  # of the ranks that must agree before a step (`sharded.consensus`)
         self._evaluating = None
@@ -276,13 +276,13 @@ class Stepper(Policy):
             known, spec = self._specs[i]
             if spec is None or tensors or values != known:
                 current = self._spec_of(group)
-                if spec is not None and (current.likeness() != spec.likeness() or values[-1] != known[-1]):
+                if spec is not None and (current.fusion_key() != spec.fusion_key() or values[-1] != known[-1]):
                     self._refuse_reshaping(spec, current)
                     self._placements = None  # its state may need more, or it goes to another placement
                 self._specs[i] = (values, current)
         self._given = {i: current for i, current in enumerate(given) if all(map(fixed, current[1:]))}
         self._listed_specs = [spec for _, spec in self._specs if spec is not None]
-        self._structures = tuple(spec.likeness() for spec in self._listed_specs)
+        self._fusion_keys = tuple(spec.fusion_key() for spec in self._listed_specs)
         return self._listed_specs
 
     def _given_in(self, group: Mapping[str, Any]) -> list[Any]:

@@ -88,15 +88,15 @@ class Captured(LocalTriton):
     def settle_counts(self) -> None:
         """The counts on the device are the truth; those that the host keeps are made anew from them."""
 
-    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: Any) -> None:
+    def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: Any) -> None:
         rows = self.select(batch.chosen).rows
-        prepared = self.grouping.key(rows, specs, structures, self.asked) in self.grouping.plans
+        prepared = self.grouping.key(rows, specs, fusion_keys, self.asked) in self.grouping.plans
         if self.engine.sender.capturing():
             if not prepared:
                 raise RuntimeError(
                     "a CUDA graph is being captured and this step is not prepared: take a step with the same parameters before"
                 )
-            self.parts = self.grouping.find(rows, specs, structures, self.asked)
+            self.parts = self.grouping.find(rows, specs, fusion_keys, self.asked)
             if not self.followed and (deciding := self.deciding()):
                 raise RuntimeError(
                     f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does "
@@ -105,7 +105,7 @@ class Captured(LocalTriton):
         elif not prepared:
             self.indices = {}
         with uncollected() if self.engine.sender.capturing() else contextlib.nullcontext():
-            super().step(batch, specs, structures, scale)
+            super().step(batch, specs, fusion_keys, scale)
 
     def deciding(self) -> list[Part]:
         """The parts whose rule decides by the step count."""

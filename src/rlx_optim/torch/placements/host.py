@@ -286,14 +286,14 @@ class Hosted(Placement):
         for record, part in zip(entry.records, parts, strict=True):
             take(record, part)
 
-    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
+    def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Step bucket by bucket."""
         turns = self.turns(batch.chosen, batch.grads)
 
         def compute(turn: Turn) -> None:
             placement = turn.bucket.placement
             placement.asked = self.asked
-            placement.step(Batch(placement, turn.members, turn.grads), specs, structures, scale)
+            placement.step(Batch(placement, turn.members, turn.grads), specs, fusion_keys, scale)
 
         self.carry(turns, compute)
         self.parts = [part for turn in turns for part in turn.bucket.placement.parts]

@@ -394,10 +394,10 @@ class Placement(abc.ABC):
         """Take over an estimate of the curvature of a parameter, which is whole."""
         observe(entry.records[0], spec, self.engine, self.view(estimate))
 
-    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
+    def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Step the entries of a batch."""
         selection = self.select(batch.chosen)
-        self.parts = self.grouping.find(selection.rows, specs, structures, self.asked)
+        self.parts = self.grouping.find(selection.rows, specs, fusion_keys, self.asked)
         self.numbers.clear()
         self.run(selection, batch, specs, scale)
         if self.spread:

@@ -55,7 +55,7 @@ class OwnerStep:
     homes: list[Home]
     grads: list[torch.Tensor]
     specs: Sequence[Spec]
-    structures: tuple[Any, ...]
+    fusion_keys: tuple[Any, ...]
     scale: float
     reading: set[int]
     left: dict[int, tuple[int, Exception | None]] = dataclasses.field(default_factory=dict)
@@ -96,27 +96,27 @@ class Owner(Placement):
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         raise AssertionError("an owner does everything in `step`")
 
-    def step(self, batch: Batch, specs: Sequence[Spec], structures: tuple[Any, ...], scale: float) -> None:
+    def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Everybody goes to the end of it, also where an owner's update raises: nobody is left waiting."""
         chosen = list(batch.chosen)
         given = dict(zip(chosen, batch.grads, strict=True))
-        left = self._step_stages(chosen, given, specs, structures, scale)
+        left = self._step_stages(chosen, given, specs, fusion_keys, scale)
         if blind := [i for i in chosen if left.get(i, (DONE,))[0] == BLIND]:
             self.readers.update(blind)
             left = {i: why for i, why in left.items() if i not in blind}
-            left |= self._step_stages(blind, given, specs, structures, scale)
+            left |= self._step_stages(blind, given, specs, fusion_keys, scale)
         if left:
             self.count([i for i in chosen if i not in left])
             raise self._failure(left)
 
     def _step_stages(
-        self, chosen: list[int], given: Mapping[int, torch.Tensor], specs: Sequence[Spec], structures: Any, scale: float
+        self, chosen: list[int], given: Mapping[int, torch.Tensor], specs: Sequence[Spec], fusion_keys: Any, scale: float
     ) -> dict[int, tuple[int, Exception | None]]:
         """Advance all stages of a step together: all gradients begin to travel; then each stage is computed, and its directions
         begin to travel; then each is committed. Gives the entries that were not stepped."""
         entries, homes, grads = [self.entries[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
-        step = OwnerStep(chosen, entries, homes, grads, specs, structures, scale, self._find_readers(chosen, specs))
-        key = self.grouping.key(self.select(chosen).rows, specs, structures, False)
+        step = OwnerStep(chosen, entries, homes, grads, specs, fusion_keys, scale, self._find_readers(chosen, specs))
+        key = self.grouping.key(self.select(chosen).rows, specs, fusion_keys, False)
         stages: list[Stage] = self.plans.find(key, lambda: self._plan(step))
         running = [self._stage(stage, step) for stage in stages]
         for _ in ("gather", "compute, scatter", "commit"):
@@ -288,7 +288,7 @@ class Owner(Placement):
         if not done:
             return
         batch = Batch(self.shards, [step.chosen[i] for i in done], [parts[i] for i in done])
-        self.shards.step(batch, step.specs, step.structures, 1.0)
+        self.shards.step(batch, step.specs, step.fusion_keys, 1.0)
 
     def _failure(self, left: Mapping[int, tuple[int, Exception | None]]) -> Exception:
         """What is raised of updates that failed, on all ranks. Their records count what their state counts."""
