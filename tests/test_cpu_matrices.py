@@ -266,6 +266,6 @@ def test_small_tensors_in_stacks_go_where_they_go_alone_bit_for_bit(name, settin
 @pytest.mark.parametrize("shape", [(), (7,), (64, 64), (1, 500), (500, 1), (3, 4, 5), (512,), (4, 4000), (300, 300)])
 def test_stacks_take_no_more_memory_than_one_large_matrix(shape):
     """Nor do their factors, which are far larger than a thin tensor."""
-    many, longest = E.stack(shape), max(shape, default=1)
+    many, longest = E.stack_size(shape), max(shape, default=1)
     assert many == 1 or many * max(np.prod(shape), longest**2) <= matrices.STACKED
     assert (many > 1) == (longest <= 362)

@@ -276,7 +276,7 @@ def test_cautious_decay_costs_nothing():
         plain, careful = (trace(kind(decay=way), kind().slots((4, 3))) for way in ("decoupled", "cautious"))
         assert careful.traffic() == plain.traffic()
         assert len(careful.passes) == len(plain.passes) == 1
-        assert not careful.measures
+        assert not careful.has_reduction
 
 
 def test_a_mask_costs_what_the_page_says():

@@ -31,7 +31,7 @@ def test_a_stack_of_keys_draws_what_each_would(kind):
     """And a key that is kept as halves gives Threefry's words of the key itself."""
     E = get_engine("reference")
     keys = [random.key(3, name) for name in "abc"]
-    found = E.random(kind, np.array([random.halves(key) for key in keys], np.float64), 7, (3, 5, 2))
+    found = E.random(kind, np.array([random.split_key(key) for key in keys], np.float64), 7, (3, 5, 2))
     for key, mine in zip(keys, found, strict=True):
         first, second = random.threefry(*key, np.arange(10), 4 * 7 + random.KINDS[kind])
         a, b = ((word >> 8) * 2.0**-24 + 2.0**-25 for word in (first, second))
@@ -78,8 +78,8 @@ def test_a_state_of_before_gets_the_key_that_it_drew_by():
     steps(opt, [p for _, p in params], 0, 2)
     saved = opt.state_dict()
     kept = [saved["state"][i].pop("key") for i in range(2)]
-    assert kept[0].tolist() == random.halves(random.key(5, "w"))
-    assert kept[1].tolist() == [random.halves(random.key(5, f"qkv[{i}]")) for i in range(2)]
+    assert kept[0].tolist() == random.split_key(random.key(5, "w"))
+    assert kept[1].tolist() == [random.split_key(random.key(5, f"qkv[{i}]")) for i in range(2)]
     opt.load_state_dict(saved)
     assert all(torch.equal(opt.state[p]["key"], key) for (_, p), key in zip(params, kept, strict=True))
 
@@ -92,4 +92,4 @@ def test_jax_keeps_the_key_too():
     tx = ours.kron_psgd(0.1, seed=4)
     state = tx.init(params)
     _, state = jax.jit(tx.update)(params, state, params)
-    assert {k: v["key"].tolist() for k, v in state.factors.items()} == {k: random.halves(random.key(4, k)) for k in "ab"}
+    assert {k: v["key"].tolist() for k, v in state.factors.items()} == {k: random.split_key(random.key(4, k)) for k in "ab"}

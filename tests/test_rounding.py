@@ -92,12 +92,12 @@ def test_what_is_of_the_type_stays_and_what_is_finite_stays_so(kind):
 
 def test_chance_is_of_the_step_the_key_and_the_place():
     def draw(t, key, places=None, n=4096):
-        return storage.chance(storage.NUMPY, t, n, key=key, places=places) / 65536 - 0.5
+        return storage.hash_bits(storage.NUMPY, t, n, key=key, places=places) / 65536 - 0.5
 
     for one, other in ((draw(1, 5), draw(2, 5)), (draw(1, 5), draw(1, rounding.key_of(0, "w")))):
         assert abs(np.mean(one * other) * 12) < 5 / 64
     assert np.array_equal(draw(3, 9)[1000:2000], draw(3, 9, np.arange(1000, 2000), 1000))
-    assert np.array_equal(draw(3, 0), storage.chance(storage.NUMPY, 3, 4096) / 65536 - 0.5)  # of state, which has no key
+    assert np.array_equal(draw(3, 0), storage.hash_bits(storage.NUMPY, 3, 4096) / 65536 - 0.5)  # of state, which has no key
     over = np.stack([draw(t, rounding.key_of(0, "w")) for t in range(1, 401)])
     assert np.abs(over.mean(0)).max() < 4.5 / np.sqrt(12 * 400)  # at every place, over the steps
     keys = {rounding.key_of(seed, name) for seed in (0, 1) for name in ("w", "b", "0.0", "0.1")}

@@ -114,7 +114,7 @@ def test_bfloat16_is_rounded_by_chance_and_right_on_average():
 
 
 def test_chance_does_not_repeat_itself():
-    draws = np.array([storage.chance(NUMPY, t, 4096) for t in range(1, 257)], np.float64) / 65536
+    draws = np.array([storage.hash_bits(NUMPY, t, 4096) for t in range(1, 257)], np.float64) / 65536
     assert draws.min() >= 0
     assert draws.max() < 1
     assert abs(draws.mean() - 0.5) < 2e-3

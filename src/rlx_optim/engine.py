@@ -22,7 +22,7 @@ from . import ops, random, stats, storage
 from .arrays import Arrays
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, signature, signature_of_numbers
 from .program import Drop, Each, Pass, Program, Unsent, Values, reduced_axis, subtract, trace
-from .rounding import Half
+from .rounding import ParamRounding
 from .spec import Shape, Slot, Spec
 
 Array = Any
@@ -66,15 +66,14 @@ class Bundle:
     program: what is to be done; None for matrix rules, whose spec is asked.
     numbers: the scalars of this step, a float each, or a float64 array with one per tensor.
     t: the step count of this step, of a captured one on the device; only of matrix bundles is it the same for all.
-    watch, index: the front end's table of addresses (`pointers.PointerTable`), if it has one, and which of its rows are this
-    bundle's.
+    pointers, index: the front end's table of addresses, if it has one, and which of its rows are this bundle's.
     rows: which tensors this step is of, None for all; others than all are for engines that take rows.
     plan: the engine's own, kept from step to step as long as the same tensors come together.
     runner: set by an engine that, given the numbers and the scale, can repeat the program by itself.
-    asked: whether this step is to say what it did, by `stats`; then `run` gives that too.
-    halves: of each tensor how it is rounded, where parameters of 16 bits are, and not to nearest; an engine that is given them as
-    they are does it.
-    blind: whether "p" is but where a matrix rule's direction is left: its `update` gets a stand-in that refuses to be read.
+    with_stats: whether this step is to say what it did, by `stats`; then `run` gives that too.
+    roundings: how each tensor is rounded, where parameters have 16 bits and are not rounded to nearest; an engine that is given
+    them as they are does it.
+    without_p: whether "p" is but where a matrix rule's direction is left: its `update` gets a stand-in that refuses to be read.
     """
 
     spec: Spec
@@ -86,21 +85,21 @@ class Bundle:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     t: Any = 0
-    watch: Any = None
+    pointers: Any = None
     index: Any = None
     rows: Any = None
     plan: Any = None
     runner: Callable[[Mapping[str, Any], float], Any] | None = None
-    asked: bool = False
-    halves: Sequence[Half | None] = ()
-    blind: bool = False
+    with_stats: bool = False
+    roundings: Sequence[ParamRounding | None] = ()
+    without_p: bool = False
 
     def written(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
 
     def ticks(self) -> list[int]:
         """The step of each tensor, where chance may round."""
-        now: Any = self.numbers.get("_tick", 0)
+        now: Any = self.numbers.get("_rng_step", 0)
         return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
 
     @functools.cached_property
@@ -153,13 +152,13 @@ class Engine(Protocol):
         """Do the bundle's step and leave the results in its buffers. A failure leaves them as they were. Of a matrix rule it
         gives the values at the end, by name, its counters among them; move=False leaves the direction u where p would be."""
 
-    def stack(self, shape: Shape) -> int:
+    def stack_size(self, shape: Shape) -> int:
         """How many tensors of this shape a matrix rule should be given at once."""
 
-    def finite(self, grads: Sequence[np.ndarray]) -> bool:
+    def all_finite(self, grads: Sequence[np.ndarray]) -> bool:
         """Whether every entry of every gradient is finite."""
 
-    def live(self, spec: Spec) -> str:
+    def describe(self, spec: Spec) -> str:
         """In words: what runs this spec here."""
 
 
@@ -256,15 +255,15 @@ class ArrayEngine(Arrays):
     def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
         """The values of a matrix rule at the end, and what the step did where that was asked."""
         spec, p = bundle.spec, start["p"]
-        x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.blind else start
+        x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.without_p else start
         try:
             x = spec.mask(self, self.resolve(spec.update(self, x)))
         except Exception as problem:
             if type(problem).__name__.strip("_") == "LinAlgError":  # NumPy's or torch's
                 raise decomposition_error(bundle, problem) from problem
             raise
-        x = x.set(p=p) if bundle.blind else x
-        told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.asked else {}
+        x = x.set(p=p) if bundle.without_p else x
+        told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
         return self.moved(spec, x, move).set(**told)
 
     def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
@@ -274,13 +273,13 @@ class ArrayEngine(Arrays):
         whole = mover(spec, x)
         return self.map(subtract, spec.commit(self, x)) if whole is None else self.map(whole, x)
 
-    def stack(self, shape: Shape) -> int:
+    def stack_size(self, shape: Shape) -> int:
         return 1
 
-    def finite(self, grads: Sequence[np.ndarray]) -> bool:
+    def all_finite(self, grads: Sequence[np.ndarray]) -> bool:
         return all(bool(np.isfinite(g).all()) for g in grads)
 
-    def live(self, spec: Spec) -> str:
+    def describe(self, spec: Spec) -> str:
         return f"{type(self).__name__}: array by array in {np.dtype(self.dtype).name}"
 
     # programs -----------------------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class ArrayEngine(Arrays):
 
     def numbered(self, step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
         found.update(zip(step.gives, results, strict=True))
-        for n, how in step.gathers:
+        for n, how in step.reductions:
             if getattr(found[n], "ndim", 0):
                 found[n] = self.amax(found[n]) if how.largest else found[n].mean()
 
@@ -458,7 +457,7 @@ class ArrayEngine(Arrays):
 
     def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""
-        there = self.load(np.array([random.halves(random.key(seed, name)) for name in names]))
+        there = self.load(np.array([random.split_key(random.key(seed, name)) for name in names]))
         return self.where((keys == 0).all(-1)[:, None], there, keys)
 
     def random(self, kind: str, keys: Array, t: Any, shape: Shape) -> Array:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .program import measures, trace
+from .program import has_reduction, trace
 from .reading import reads_p
 from .rounding import EXACT
 from .spec import Shape, Spec
@@ -80,7 +80,7 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
     wide = max(itemsize, 4)
     out = Traffic([0] * ranks, [0] * ranks, 0, [], [0] * ranks, [0] * ranks)
     matrices = [(shape, spec) for shape, spec in entries if spec.matrix]
-    measured = [(shape, spec) for shape, spec in entries if dim is not None and measures(spec, shape)]
+    measured = [(shape, spec) for shape, spec in entries if dim is not None and has_reduction(spec, shape)]
     if matrices or measured:
         out.all_reduced.append(FLAGS + len(matrices) + len(measured))
     work = [spec.work(shape) for shape, spec in matrices]

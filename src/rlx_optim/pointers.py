@@ -25,7 +25,7 @@ class PointerTable:
         self.n, self.version = n, 0
         self.params, self.grads = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.param_types, self.grad_types = np.full(n, None), np.full(n, None)
-        self.halves: list[str] = [""] * n  # the type of 16 bits that parameter and gradient are, where the cpu engine takes it
+        self.half_dtypes: list[str] = [""] * n  # the type of 16 bits of parameter and gradient, where the cpu engine takes it
         self.flag: Any = None  # on the device: not 0 where nothing must be written
         self.pool: Any = None  # where an engine's graphs of these arrays have their memory
         self.tracks: list[Any] = []  # streams that some of them run on, each with its own

@@ -23,7 +23,8 @@ from . import ops, stats
 from .language import REDUCTIONS, LanguageError, Reduction, Rule, checked, signature, signature_of_numbers
 from .spec import Shape, Slot, Spec
 
-GATHERED = ("all_max", "all_mean")  # what numbers, one per tensor, can be reduced by: it leaves alone what is the same for all
+#: what numbers, one per tensor, can be reduced by: it leaves alone what is the same for all
+OVER_TENSORS = ("all_max", "all_mean")
 Drop = tuple[int, ...]  # which of the parameter's last two axes an array lacks
 
 
@@ -47,12 +48,12 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """A function on numbers, one per tensor. gathers: (result, how) of those that become one for all tensors."""
+    """A function on numbers, one per tensor. reductions: (result, how) of those that become one for all tensors."""
 
     function: Rule
     takes: tuple[int, ...]
     gives: tuple[int, ...]
-    gathers: tuple[tuple[int, Reduction], ...] = ()
+    reductions: tuple[tuple[int, Reduction], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,15 +73,15 @@ class Program:
         return [step for step in self.steps if isinstance(step, Pass)]
 
     @property
-    def measures(self) -> bool:
+    def has_reduction(self) -> bool:
         """Whether it reduces anything, so that a part of a tensor does not know enough."""
         return any(step.reduces for step in self.passes)
 
     @functools.cached_property
-    def gathers(self) -> str | None:
+    def reduction_over_all(self) -> str | None:
         """The first of its results that is reduced over all tensors of the optimizer, as `name="how"`."""
         found = [(result, how.name) for step in self.passes for result, _, how in step.reduces if how.everything]
-        found += [(n, how.name) for step in self.steps if isinstance(step, Each) for n, how in step.gathers]
+        found += [(n, how.name) for step in self.steps if isinstance(step, Each) for n, how in step.reductions]
         return next((f'{self.names[result]}="{name}"' for result, name in found), None)
 
     def check(self, title: str, names: Iterable[str], shapes: Iterable[Shape]) -> None:
@@ -112,19 +113,19 @@ class Program:
         return found
 
 
-def measures(spec: Spec, shape: Shape) -> bool:
+def has_reduction(spec: Spec, shape: Shape) -> bool:
     """Whether the step of such a tensor reduces it, so that a part of it does not know enough."""
-    return not spec.matrix and trace(spec, spec.slots(shape)).measures
+    return not spec.matrix and trace(spec, spec.slots(shape)).has_reduction
 
 
-def gathers(spec: Spec, shape: Shape) -> bool:
+def reduces_over_all(spec: Spec, shape: Shape) -> bool:
     """Whether the step of such a tensor reduces all tensors of its optimizer, which must then be stepped together."""
-    return not spec.matrix and trace(spec, spec.slots(shape)).gathers is not None
+    return not spec.matrix and trace(spec, spec.slots(shape)).reduction_over_all is not None
 
 
-def commit_measures(spec: Spec) -> bool:
+def commit_has_reduction(spec: Spec) -> bool:
     """Whether the commit of a matrix rule reduces p or u, so that a shard of them does not know enough."""
-    return trace(spec, {}, "move", dict.fromkeys((*spec.committed, "rate"), 0.0)).measures
+    return trace(spec, {}, "move", dict.fromkeys((*spec.committed, "rate"), 0.0)).has_reduction
 
 
 def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
@@ -311,10 +312,10 @@ class Recorder:
     def each(self, function: Rule, x: Values, **reduce: str) -> Values:
         takes, gives = signature_of_numbers(function)
         for name, kind in reduce.items():
-            if name not in gives or kind not in GATHERED:
+            if name not in gives or kind not in OVER_TENSORS:
                 raise LanguageError(
                     f"{function.__qualname__}: {name}={kind!r}; of the numbers it gives ({', '.join(gives)}) there may be one "
-                    f"for all tensors, by {' or '.join(GATHERED)}"
+                    f"for all tensors, by {' or '.join(OVER_TENSORS)}"
                 )
         values = [self.argument(function, name, x) for name in takes]
         if wrong := [v.name for v in values if v.is_array]:
@@ -326,8 +327,8 @@ class Recorder:
         self.refuse_counters(function, gives)
         results = {name: self.symbol(name, None) for name in gives}
         self.current |= {name: value.number for name, value in results.items() if name in self.current}
-        gathers = tuple((results[name].number, REDUCTIONS[kind]) for name, kind in reduce.items())
-        self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values()), gathers))
+        reductions = tuple((results[name].number, REDUCTIONS[kind]) for name, kind in reduce.items())
+        self.steps.append(Each(function, tuple(v.number for v in values), tuple(v.number for v in results.values()), reductions))
         return x.set(**results)
 
 
@@ -336,7 +337,7 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
 
     what: "step", all of it; "change", all but the last subtraction: p is as it was and `change` is given; "move", the commit
     alone, of a direction u that is an array; "commit", the same of one that comes in g's place, as engines take it; "observe",
-    the second update of those that take estimates; "told", a step that also gives what it did (`stats`). numbers: what `scalars`
+    the second update of those that take estimates; "stats", a step that also gives what it did (`stats`). numbers: what `scalars`
     gives, where it is known already.
     """
     numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
@@ -355,7 +356,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     if both := [name for name in given if name in slots or name in ("p", "g", "u", "change")]:
         raise LanguageError(f"{E.title}: a number of `scalars` is called {both[0]!r}, which is an array of every step; rename it")
     counted_for_it = {"estimates"} if spec.observes else set()
-    if what in ("step", "change", "told") and (dead := E.counters - given.keys() - counted_for_it):
+    if what in ("step", "change", "stats") and (dead := E.counters - given.keys() - counted_for_it):
         name = min(dead)
         raise LanguageError(
             f"{E.title}.scalars does not give the counter {name!r}, which so never moves; it gives the next value of each, as in "
@@ -367,7 +368,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
     spec, before = _shared(spec), E.current["p"]
-    x = stats.before(E, x) if what == "told" else x.set(u=x.g) if what == "commit" else x
+    x = stats.before(E, x) if what == "stats" else x.set(u=x.g) if what == "commit" else x
     for part in {"observe": ("observe",), "move": ("commit",), "commit": ("commit",)}.get(what, ("update", "mask", "commit")):
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
@@ -378,13 +379,13 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
             raise LanguageError(f"{E.title}.{part} must return the values that its last E.map or E.each gave, not {x!r:.80}")
         if E.current["p"] != before:
             raise LanguageError(f"{E.title}.{part} writes p; rules give the direction u, and the commit what is taken from p")
-    x = stats.after(E, x) if what == "told" else x
-    if what in ("step", "move", "commit", "told"):
+    x = stats.after(E, x) if what == "stats" else x
+    if what in ("step", "move", "commit", "stats"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
         if x[name].number != number:
             raise LanguageError(f"{E.title}.update loses what a map gave for {name!r}; return the values that the last map gave")
-    wanted = {name: x[name].number for name in {"change": ["change"], "told": stats.asked(x)}.get(what, [])}
+    wanted = {name: x[name].number for name in {"change": ["change"], "stats": stats.asked(x)}.get(what, [])}
     names = {number: value.name for number, value in E.symbols.items()}
     steps = _fused(E.steps, set(wanted.values()), names)
     steps = _computed_again(steps, {name for name, slot in slots.items() if slot.storage}, set(wanted.values()), names)

@@ -24,7 +24,7 @@ def key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
-def halves(key: Sequence[int]) -> list[int]:
+def split_key(key: Sequence[int]) -> list[int]:
     """A key as it is kept."""
     return [half for word in key for half in (word & 0xFFFF, word >> 16)]
 

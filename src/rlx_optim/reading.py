@@ -67,22 +67,22 @@ def check_replays(spec: Spec, shape: Shape) -> None:
     for name, value in spec.values().items():
         unread.__dict__[name] = Unread(type(spec).__name__, name) if type(value) is float else value
     for sample in (each for each in samples(shape) if spec.takes(each) is None):
-        _run(spec, sample, unread, blind=False)
+        _run(spec, sample, unread, without_p=False)
 
 
 def _tried(spec: Spec, shape: Shape) -> bool:
     try:
-        _run(spec, shape, spec, blind=True)
+        _run(spec, shape, spec, without_p=True)
     except Exception:  # it reads p, or is not for NumPy
         return True
     return False
 
 
-def _run(spec: Spec, shape: Shape, shown: Spec, blind: bool) -> None:
+def _run(spec: Spec, shape: Shape, shown: Spec, without_p: bool) -> None:
     """Run the update of one matrix, both ways at every branch. shown: the spec that `update` sees."""
     engine, slots, counters = Trying(), spec.slots(shape), spec.counters()
     gradient = np.random.default_rng(0).standard_normal(shape)
     state = {name: [engine.allocate(slot)] for name, slot in slots.items()}
-    bundle = Bundle(shown, ["p"], [shape], slots, {"p": [np.zeros(shape)], "g": [gradient], **state}, t=1, blind=blind)
+    bundle = Bundle(shown, ["p"], [shape], slots, {"p": [np.zeros(shape)], "g": [gradient], **state}, t=1, without_p=without_p)
     bundle.numbers = {**counters, **spec.numbers(1, counters)}
     engine.run(bundle, move=False)

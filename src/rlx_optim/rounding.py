@@ -4,7 +4,7 @@
     stochastic    the next above or below, the nearer the likelier: on average p moves as float32 would
     exact         the low 16 bits of a float32 parameter are kept in the state (`LOW`); p is its upper half, bit for bit
 
-Chance is `storage.chance`, a hash of the step, the element's index in the whole parameter, and a key, which stands for the rule's
+Chance is `storage.hash_bits`, of the step, the element's index in the whole parameter, and a key, which stands for the rule's
 seed (0 where it has none) and the parameter's name: neither order nor sharding, resuming or the engine changes it. What is finite
 stays so: beyond the largest number of a type comes no infinity. NaN and infinities stay what they are.
 Written in the words of an engine E; compiled engines have the same in their kernels.
@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from . import random
-from .storage import chance
+from .storage import hash_bits
 
 STOCHASTIC, NEAREST, EXACT = ROUNDINGS = ("stochastic", "nearest", "exact")
 LOW = "low"  # the name of the low half in the state
@@ -27,7 +27,7 @@ SMALLEST = 2.0**-14  # below it numbers of float16 are multiples of 2^-24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Half:
+class ParamRounding:
     """A tensor that is a parameter of 16 bits, or a part of one. kind: its type. key: of chance. first: the index of its first
     element in the whole parameter, where the others follow it; None where they do not. low: its low half, if it has one."""
 
@@ -47,7 +47,7 @@ def rounded(E: Any, x: Any, kind: str, t: Any, key: int, first: int = 0, places:
     """Float32 numbers that are of a type, by chance. first: the place in the whole parameter of the first element, which the
     others follow; places: of each, where they do not."""
     flat = x.reshape(-1)
-    noise = E.cast(chance(E, t, flat.shape[0], first, key, places), "int32")
+    noise = E.cast(hash_bits(E, t, flat.shape[0], first, key, places), "int32")
     bits, size = flat.view(E.xp.int32), abs(flat)
     if kind == "bfloat16":
         near = ((bits + noise) & -65536).view(E.xp.float32)

@@ -403,7 +403,7 @@ class Spec(abc.ABC):
             if "rate" in found:
                 raise self.refuse("`scalars` gives a number called 'rate', which decay='hyperball' has of its own; rename it")
             found = {**found, "rate": self.lr}
-        return found if self.state_dtype == "float32" else {**found, "_tick": t}
+        return found if self.state_dtype == "float32" else {**found, "_rng_step": t}
 
     def observe(self, E: Any, x: Any) -> Any:
         """The second update of those that take estimates (`observes`): the estimate comes as x.g."""

@@ -80,7 +80,7 @@ def rows_of(found: Mapping[str, Any], names: Sequence[str], sizes: Sequence[int]
     return [(name, size, {kind: values[i] for kind, values in found.items()}) for i, (name, size) in each]
 
 
-def summed_up(rows: Iterable[Row]) -> Stats:
+def summarize_stats(rows: Iterable[Row]) -> Stats:
     """Of the pieces of a parameter together, and of all."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:

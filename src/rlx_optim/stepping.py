@@ -16,7 +16,7 @@ import numpy as np
 from .engine import Bundle, Engine, Mixing, TakingRows
 from .program import Program, trace
 from .recent import Recent
-from .rounding import Half
+from .rounding import ParamRounding
 from .spec import Shape, Slot, Spec
 from .stats import KINDS, Row, rows_of
 from .storage import Quantized
@@ -30,9 +30,9 @@ class TensorState:
         "counters",
         "estimating",
         "group",
-        "half",
         "kind",
         "name",
+        "rounding",
         "shape",
         "size",
         "slots",
@@ -51,7 +51,7 @@ class TensorState:
         self.counters: dict[str, float] = {}
         self.slots: dict[str, Slot] = {}
         self.state: dict[str, Any] = {}
-        self.half: Half | None = None  # of 16 bits, and not rounded to nearest
+        self.rounding: ParamRounding | None = None  # of 16 bits, and not rounded to nearest
         self.kind = ""  # its type of 16 bits, where engines step such apart from others
         self.alone: Any = None  # what a front end keeps to step this tensor by itself
         self.estimating: Bundle | None = None  # what takes estimates of its curvature
@@ -92,7 +92,7 @@ class Part:
 
     def tell(self, found: Mapping[str, Any]) -> None:
         """Keep what a step did, of what it gave, where that was asked."""
-        if self.bundle.asked:
+        if self.bundle.with_stats:
             self.report = {kind: found[kind] for kind in KINDS if kind in found}
 
 
@@ -127,58 +127,59 @@ class Grouping:
         self.plans, self.parts = Recent(most), Recent(most)
 
     def find(
-        self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], asked: bool = False
+        self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], with_stats: bool = False
     ) -> list[StepPart]:
-        """The parts of a step of these records, which are given by their places. fusion_keys: of each spec.
-        asked: whether the step says what it does."""
-        key = self.key(chosen, specs, fusion_keys, asked)
-        found: list[StepPart] = self.plans.find(key, lambda: self._plan(chosen, specs, fusion_keys, asked), len(chosen))
+        """Return the parts of a step of these records, given by their places. fusion_keys: of each spec.
+        with_stats: whether the step says what it does."""
+        key = self.key(chosen, specs, fusion_keys, with_stats)
+        found: list[StepPart] = self.plans.find(key, lambda: self._plan(chosen, specs, fusion_keys, with_stats), len(chosen))
         return found
 
-    def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], asked: bool) -> Any:
+    def key(self, chosen: tuple[int, ...], specs: Sequence[Spec], fusion_keys: tuple[Any, ...], with_stats: bool) -> Any:
         """What a plan is known by. Stacks of a matrix rule share their numbers, so it says who has stepped equally often."""
         seen: dict[Any, int] = {}
         matrix = not self.commits and any(spec.matrix for spec in specs)
         counts = tuple(seen.setdefault(self.records[i].cohort(), len(seen)) for i in chosen) if matrix else ()
-        return chosen, fusion_keys, asked, counts
+        return chosen, fusion_keys, with_stats, counts
 
-    def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], fusion_keys: Any, asked: bool) -> list[StepPart]:
-        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, asked, self.commits)
+    def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], fusion_keys: Any, with_stats: bool) -> list[StepPart]:
+        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, with_stats, self.commits)
         found = []
         for key, places in alike.items():
             spec = specs[self.records[places[0]].group]
             if not self.commits:
                 check_axes([self.records[i] for i in places], spec)
             stacked = spec.matrix and not self.commits
-            limit = self.engine.stack(self.records[places[0]].shape) if stacked else len(places)
+            limit = self.engine.stack_size(self.records[places[0]].shape) if stacked else len(places)
             for lo in range(0, len(places), limit):
-                found.append(self._part(key, tuple(places[lo : lo + limit]), specs, fusion_keys, asked))
+                found.append(self._part(key, tuple(places[lo : lo + limit]), specs, fusion_keys, with_stats))
         if len(found) > 1:
             check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part, *_ in found])
         return found
 
-    def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], fusion_keys: Any, asked: bool) -> StepPart:
+    def _part(self, key: Any, places: tuple[int, ...], specs: Sequence[Spec], fusion_keys: Any, with_stats: bool) -> StepPart:
         def make(places: Sequence[int]) -> Part:
-            return make_part([(i, self.records[i]) for i in places], specs, self.pointers, asked, self.commits)
+            return make_part([(i, self.records[i]) for i in places], specs, self.pointers, with_stats, self.commits)
 
         swept = self.commits or not specs[self.records[places[0]].group].matrix
         if isinstance(self.engine, TakingRows) and swept and self.pointers is not None:
-            part = self.parts.find((key, fusion_keys, asked), lambda: make(self._everyone(key, specs, asked)), len(self.records))
+            known = key, fusion_keys, with_stats
+            part = self.parts.find(known, lambda: make(self._everyone(key, specs, with_stats)), len(self.records))
             if self.engine.takes_rows(part.bundle):
                 everyone: list[int] = part.bundle.index
                 places = tuple(sorted(places))  # as chunks are, and what is reduced over each tensor
                 rows = None if len(everyone) == len(places) else np.searchsorted(everyone, places)
                 return StepPart(part, rows, places)
-        part = self.parts.find((places, fusion_keys, asked), lambda: make(places), len(places))
+        part = self.parts.find((places, fusion_keys, with_stats), lambda: make(places), len(places))
         return StepPart(part, None, places)
 
-    def _everyone(self, key: Any, specs: Sequence[Spec], asked: bool) -> list[int]:
+    def _everyone(self, key: Any, specs: Sequence[Spec], with_stats: bool) -> list[int]:
         """The places of all records that step together with those of a key."""
-        return group_alike(enumerate(self.records), specs, self.engine, asked, self.commits)[key]
+        return group_alike(enumerate(self.records), specs, self.engine, with_stats, self.commits)[key]
 
 
 def group_alike(
-    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, asked: bool, commits: bool = False
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, with_stats: bool, commits: bool = False
 ) -> dict[Any, list[int]]:
     """The places of records that may be in one bundle: an elementwise rule takes all that share a structure, a matrix rule stacks
     of one shape and count, or of many shapes where it and the engine can. Empty tensors are left out."""
@@ -189,7 +190,7 @@ def group_alike(
             if commits:
                 alike.setdefault((type(spec), spec.fusion_key(), record.kind), []).append(place)
                 continue
-            mixed = spec.mixed_shapes() and not asked and isinstance(engine, Mixing) and engine.mixes(record.shape)
+            mixed = spec.mixed_shapes() and not with_stats and isinstance(engine, Mixing) and engine.mixes(record.shape)
             mixed = mixed and spec.state_dtype == "float32"
             key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.fusion_key())
             alike.setdefault((_slots(spec, record), key), []).append(place)
@@ -197,18 +198,19 @@ def group_alike(
 
 
 def bundle_up(
-    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, watch: Any = None, asked: bool = False
-) -> list[Part]:
-    """Bundle (place in the call, record) pairs, for one step or a few. asked: their steps say what they did (`Part.report`)."""
+    records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, pointers: Any = None,
+    with_stats: bool = False,
+) -> list[Part]:  # fmt: skip
+    """Bundle (place in the call, record) pairs, for one step or a few. with_stats: steps report (`Part.report`)."""
     pairs = dict(records)
     parts = []
-    for places in group_alike(pairs.items(), specs, engine, asked).values():
+    for places in group_alike(pairs.items(), specs, engine, with_stats).values():
         first = pairs[places[0]]
         spec = specs[first.group]
         check_axes([pairs[i] for i in places], spec)
-        limit = engine.stack(first.shape) if spec.matrix else len(places)
+        limit = engine.stack_size(first.shape) if spec.matrix else len(places)
         for lo in range(0, len(places), limit):
-            parts.append(make_part([(i, pairs[i]) for i in places[lo : lo + limit]], specs, watch, asked))
+            parts.append(make_part([(i, pairs[i]) for i in places[lo : lo + limit]], specs, pointers, with_stats))
     if len(parts) > 1:
         check_together([(part.bundle.spec, part.bundle.program, part.bundle.names) for part in parts])
     return parts
@@ -217,7 +219,7 @@ def bundle_up(
 def _slots(spec: Spec, record: TensorState) -> Any:
     """What is kept of a tensor, and in what; where all must be stepped together, in whatever."""
     plain = spec.state_dtype == "float32" and not record.kind
-    if plain or (not spec.matrix and trace(spec, record.slots).gathers is not None):
+    if plain or (not spec.matrix and trace(spec, record.slots).reduction_over_all is not None):
         return tuple(record.slots)
     return ("" if spec.matrix else record.kind, *((name, slot.storage) for name, slot in record.slots.items()))
 
@@ -232,15 +234,16 @@ def check_together(bundles: Sequence[tuple[Spec, Program | None, Sequence[str]]]
     """Refuse to step apart what is reduced over all tensors of an optimizer."""
     kinds: dict[type[Spec], str] = {}
     for spec, program, names in bundles:
-        if program is not None and program.gathers is not None and kinds.setdefault(type(spec), names[0]) != names[0]:
+        if program is not None and program.reduction_over_all is not None and kinds.setdefault(type(spec), names[0]) != names[0]:
             raise spec.refuse(
-                f"{program.gathers} is over all tensors, but {kinds[type(spec)]!r} and {names[0]!r} are not stepped together: "
-                "they differ in a structural hyperparameter, in their slots, dtype or device; give them optimizers of their own"
+                f"{program.reduction_over_all} is over all tensors, but {kinds[type(spec)]!r} and {names[0]!r} are not "
+                "stepped together: they differ in a structural hyperparameter, in their slots, dtype or device; give them "
+                "optimizers of their own"
             )
 
 
 def make_part(
-    members: Sequence[tuple[int, TensorState]], specs: Sequence[Spec], watch: Any, asked: bool, commits: bool = False
+    members: Sequence[tuple[int, TensorState]], specs: Sequence[Spec], pointers: Any, with_stats: bool, commits: bool = False
 ) -> Part:
     """A part of these (place, record) pairs. commits: of the commit alone."""
     places, records = [place for place, _ in members], [record for _, record in members]
@@ -251,9 +254,9 @@ def make_part(
     if commits:
         program = trace(spec, slots, "commit", dict.fromkeys(spec.committed, 0.0))
     elif not spec.matrix:
-        program = trace(spec, slots, "told" if asked else "step")
-    bundle = Bundle(spec, names, shapes, slots, buffers, program, watch=watch, index=places, asked=asked)
-    bundle.halves = [r.half for r in records] if any(r.half for r in records) else ()
+        program = trace(spec, slots, "stats" if with_stats else "step")
+    bundle = Bundle(spec, names, shapes, slots, buffers, program, pointers=pointers, index=places, with_stats=with_stats)
+    bundle.roundings = [r.rounding for r in records] if any(r.rounding for r in records) else ()
     return Part(bundle, records, commits)
 
 
@@ -293,12 +296,12 @@ def run_part(
     firsts = [records[places[0]] for places in cohorts]
     bundle.spec, bundle.rows = specs[firsts[0].group], rows
     each = [first.counters if part.commits else scalars(first, specs[first.group], numbers) for first in firsts]
-    if bundle.halves:
-        each = [{**given, "_tick": first.t + 1} for given, first in zip(each, firsts, strict=True)]
+    if bundle.roundings:
+        each = [{**given, "_rng_step": first.t + 1} for given, first in zip(each, firsts, strict=True)]
     bundle.t = firsts[0].t + 1
     given = each[0] if len(each) == 1 else _columns(cohorts, each, len(records))
     found: Mapping[str, Any]
-    if bundle.runner is not None and bundle.watch is not None:  # which knows where the arrays are
+    if bundle.runner is not None and bundle.pointers is not None:  # which knows where the arrays are
         found = bundle.runner(given, scale)
     else:
         found = run_bundle(bundle, engine, given, scale, move, p=params, g=grads)

@@ -261,11 +261,11 @@ def spread(E: Any, scale: Any, shape: Any) -> Any:
 def rounded(E: Any, x: Any, t: Any, first: int) -> Any:
     """Float32 numbers that are bfloat16: the next above or below, the nearer the likelier."""
     bits = x.reshape(-1).view(E.xp.int32)
-    there = ((bits + E.cast(chance(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
+    there = ((bits + E.cast(hash_bits(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
     return E.xp.where(x == x, there, x)
 
 
-def chance(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = None) -> Any:
+def hash_bits(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = None) -> Any:
     """16 random bits for each of n places from the first on, at step t: a hash of both, and of a key. places: where they do not
     follow one another."""
     mask = E.word(0xFFFFFFFF)

@@ -16,7 +16,7 @@ import numpy as np
 from ..language import LanguageError
 from ..numpy.curvature import CurvatureOptimizer
 from ..numpy.optimizer import NamedOptimizer
-from ..program import Program, commit_measures, trace
+from ..program import Program, commit_has_reduction, trace
 from ..spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 from .engines import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
 from .subject import Subject, distance, neighbours
@@ -192,7 +192,7 @@ class RuleSubject(Subject):
             program: Program | None = None if spec.matrix else trace(spec, slots)
             if program is not None:
                 program.check(self.rule.__name__, ["a tensor"], [shape])
-                gathers = gathers or program.gathers is not None
+                gathers = gathers or program.reduction_over_all is not None
             shapes.append(shape)
         if not shapes:
             raise Wrong(f"it takes none of these shapes: {'; '.join(left)}")
@@ -384,7 +384,7 @@ class RuleSubject(Subject):
         """Two processes, beside one."""
         from .ranks import over_ranks
 
-        if self.rule.matrix and commit_measures(self.rule(**self.settings)):
+        if self.rule.matrix and commit_has_reduction(self.rule(**self.settings)):
             raise Skip("its commit measures p or u, which is refused where matrices are spread over ranks")
         start, gradients = self.problem()
         want, got = over_ranks(self.rule, self.settings, start, gradients)

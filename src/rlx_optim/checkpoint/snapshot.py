@@ -299,7 +299,7 @@ def _key(p: Parameter, what: str) -> np.ndarray:
     pairs = isinstance(p.generator, list) and all(isinstance(each, list) and len(each) == 2 for each in p.generator)
     if not pairs or len(p.generator) != p.pieces or not all(whole(word, 2**32 - 1) for each in p.generator for word in each):
         raise CheckpointError(f"{what} has no key of its noise: its generator cannot be {p.generator!r:.80}")
-    return np.array(list(map(random.halves, p.generator)), np.float64 if p.dtype == "float64" else np.float32)
+    return np.array(list(map(random.split_key, p.generator)), np.float64 if p.dtype == "float64" else np.float32)
 
 
 def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:

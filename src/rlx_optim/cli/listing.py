@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..numpy.classes import create
-from ..program import measures
+from ..program import has_reduction
 from ..registry import documentation, known, spec_class
 from . import digits, say, show_table, write_json
 from .costs import bytes_of, settings_of
@@ -24,7 +24,7 @@ MATRIX = (1024, 1024)  # what bytes of state are counted for
 def kind_of(name: str) -> str:
     """How a rule looks at a tensor."""
     spec = spec_class(name)(**settings_of(name))
-    return "matrix" if spec.matrix else "reduces" if measures(spec, MATRIX) else "elementwise"
+    return "matrix" if spec.matrix else "reduces" if has_reduction(spec, MATRIX) else "elementwise"
 
 
 def entry(name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import typer
 from .. import buckets
 from ..numpy.classes import create, list_optimizers
 from ..numpy.optimizer import NamedOptimizer
-from ..program import gathers, measures
+from ..program import has_reduction, reduces_over_all
 from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import bytes_of
@@ -82,8 +82,8 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
         row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
         state += sum(map(locked, kept)) if above else sum(kept)
-        together = together or gathers(spec, shape)
-        whole = spec.matrix or measures(spec, shape) or not shape
+        together = together or reduces_over_all(spec, shape)
+        whole = spec.matrix or has_reduction(spec, shape) or not shape
         for run in [slice(0, rows)] if whole else buckets.runs(rows, row, buckets.most(above, spec.matrix)):
             moved = kept if above else [item * math.prod(shape)] * 2
             size = sum(buckets.aligned(n * (run.stop - run.start) // max(rows, 1)) for n in moved)

@@ -15,5 +15,5 @@ class Reference(ArrayEngine):
     def __init__(self, stored: str = "float32"):
         self.stored = np.dtype(stored)
 
-    def live(self, spec: Spec) -> str:
+    def describe(self, spec: Spec) -> str:
         return "reference: NumPy in float64, tensor by tensor"

@@ -22,7 +22,7 @@ from ..engine import ArrayEngine, Bundle, bind, tupled, without
 from ..language import Reduction, Rule, signature
 from ..linalg import Coefficients
 from ..program import Each, Pass, Program, Values
-from ..rounding import Half
+from ..rounding import ParamRounding
 from ..spec import Shape, Slot, Spec
 from . import padding
 
@@ -287,9 +287,9 @@ def part(whole: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
     p.copy_(upper.contiguous().view(torch.bfloat16).view(p.shape))
 
 
-def whole(p: torch.Tensor, half: Half | None) -> torch.Tensor:
+def whole(p: torch.Tensor, rounding: ParamRounding | None) -> torch.Tensor:
     """A parameter, with its low half if it has one."""
-    return joined(p, half.low) if half is not None and half.low is not None and p.dtype is torch.bfloat16 else p
+    return joined(p, rounding.low) if rounding is not None and rounding.low is not None and p.dtype is torch.bfloat16 else p
 
 
 class Torch(ArrayEngine):
@@ -303,7 +303,7 @@ class Torch(ArrayEngine):
         self.device, self.dtype = torch.device(device), dtype
         self._lists: dict[Rule, Rule] = {}
 
-    def live(self, spec: Spec) -> str:
+    def describe(self, spec: Spec) -> str:
         return f"torch: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, batched by foreach"
 
     # bundles -------------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Torch(ArrayEngine):
         if buffer.dtype != value.dtype or not buffer.is_set_to(value):
             buffer.copy_(value.reshape(buffer.shape))
 
-    def stack(self, shape: Shape) -> int:
+    def stack_size(self, shape: Shape) -> int:
         return 1 << 30
 
     def mixes(self, shape: Shape) -> bool:
@@ -337,7 +337,7 @@ class Torch(ArrayEngine):
             return super().values(bundle)
         return Values({name: ForeachTensor(each) for name, each in self.loaded(bundle).items()}, **bundle.numbers, t=bundle.t)
 
-    def finite(self, grads: Sequence[Any]) -> bool:
+    def all_finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:

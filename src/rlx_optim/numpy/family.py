@@ -21,7 +21,7 @@ from ..engine import Engine
 from ..engines import get_engine
 from ..guard import Guard
 from ..pointers import PointerTable
-from ..program import gathers
+from ..program import reduces_over_all
 from ..routing import Choice, decide, quote
 from ..spec import Shape, Spec
 from ..stats import Row
@@ -169,7 +169,7 @@ class Member:
 
     def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
-        if self.nonfinite == "propagate" or self._engine.finite(grads):
+        if self.nonfinite == "propagate" or self._engine.all_finite(grads):
             return True
         if self.nonfinite == "raise":
             bad = [name for name, grad in zip(names, grads, strict=True) if not np.isfinite(grad).all()]
@@ -218,7 +218,7 @@ class Member:
         """Step this member's records. sides: parameters, gradients, and where each of both begins."""
         params, grads, at, grads_at = sides
         specs, first = self._specs(), records[0]
-        if len(records) == 1 and first.size and not gathers(specs[first.group], first.shape):
+        if len(records) == 1 and first.size and not reduces_over_all(specs[first.group], first.shape):
             return self._step_alone(first, params[0], grads[0], at[0], grads_at[0], scale)
         grouping = self._group()
         if len(records) == len(grouping.records) and all(map(operator.is_, records, grouping.records)):
@@ -256,7 +256,7 @@ class Member:
         """The part of one tensor."""
         found: SingleStep | None = record.alone
         version = self._settings.version
-        if found is None or found.version != version or found.part.bundle.asked != self._asked or found.shape != param.shape:
+        if found is None or found.version != version or found.part.bundle.with_stats != self._asked or found.shape != param.shape:
             pointers, specs = PointerTable(1), self._specs()
             check_axes([record], specs[record.group])
             part = make_part([(0, record)], specs, pointers, self._asked)

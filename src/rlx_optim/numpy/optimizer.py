@@ -23,10 +23,10 @@ import numpy as np
 from ..engine import Engine
 from ..engines import check_engine
 from ..guard import Guard, checked
-from ..program import gathers
+from ..program import reduces_over_all
 from ..routing import OTHERWISE, OWN, quote, report
 from ..spec import Spec
-from ..stats import Stats, summed_up
+from ..stats import Stats, summarize_stats
 from ..stepping import TensorState
 from ..storage import components_of
 from . import validation
@@ -218,7 +218,7 @@ class NamedOptimizer(Member):
 
     def engine_report(self) -> dict[str, str]:
         """What runs each optimizer in use: {"Muon": "cpu: …", "AdamW": "cpu: …"}."""
-        return {m._owner: m._engine.live(m._settings.specs(m._iteration)[-1]) for m in self._family()}
+        return {m._owner: m._engine.describe(m._settings.specs(m._iteration)[-1]) for m in self._family()}
 
     def routing_report(self) -> str:
         """A table: parameter, shape, rule, why."""
@@ -230,7 +230,7 @@ class NamedOptimizer(Member):
     def stats(self, next: bool = False) -> Stats:
         """What the last iteration that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next,
         which takes it in the same passes; the others measure nothing."""
-        found = summed_up(self._rows)
+        found = summarize_stats(self._rows)
         if next:
             self._asked, self._rows = True, []
         elif not self._rows:
@@ -251,7 +251,7 @@ class NamedOptimizer(Member):
         scale = validation.check_scale(self._owner, grad_scale)
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
-        if not gathers(spec, item.record.shape):
+        if not reduces_over_all(spec, item.record.shape):
             return self._commit([item], scale)
         self._settle([name], [param])  # in the right type it is asked whether the gradient is finite
         if self._passes([name], [grad]):

@@ -216,7 +216,7 @@ class Transform:
         mixed = not all(place.decays for place in places)
         for i, place in enumerate(places):
             if ps[i].size:
-                apart = place.decays or (mixed and gathers(place))
+                apart = place.decays or (mixed and reduces_over_all(place))
                 key = (id(place.member), apart, tuple(place.slots), str(arithmetic(ps[i])))
                 alone = place.member.kind.matrix and not place.member.steady.mixed_shapes()
                 bundles.setdefault((*key, place.inner) if alone else key, []).append(i)
@@ -401,12 +401,12 @@ def added(p: Any, change: Any, place: LeafEntry, t: Any) -> Any:
     return (rounded(engine_in(jnp.float32), wide - change, kind, t, key) - wide).astype(p.dtype)
 
 
-def gathers(place: LeafEntry) -> bool:
+def reduces_over_all(place: LeafEntry) -> bool:
     """Whether what steps this leaf must see all others with it."""
     spec = place.member.steady
     if spec.matrix:
         return False
-    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters())).gathers is not None
+    return trace(spec, place.slots, "change", spec.numbers(1, spec.counters())).reduction_over_all is not None
 
 
 def numbers_of(spec: Spec, t: Any, counters: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

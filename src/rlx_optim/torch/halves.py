@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..engines.torch_ import Torch, part, whole
-from ..rounding import EXACT, LOW, NEAREST, Half, key_of, rounded
+from ..rounding import EXACT, LOW, NEAREST, ParamRounding, key_of, rounded
 from ..spec import Spec
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -84,7 +84,7 @@ def checked(
     return found
 
 
-def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> Half | None:
+def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> ParamRounding | None:
     """How a parameter is rounded; None: to nearest, or it is not of 16 bits. name: by which chance is keyed."""
     if param.dtype not in KINDS or spec.rounding == NEAREST:
         return None
@@ -93,7 +93,7 @@ def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None
         offsets, shard = extent(param)
         rows = tuple(shard[1:]) == tuple(param.shape[1:])
         first = None if not rows else offsets[0] * math.prod(shard[1:]) if shard else 0
-    return Half(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
+    return ParamRounding(KINDS[param.dtype], spec.rounding, key_of(spec.values().get("seed"), name), first, low)
 
 
 def extent(param: Any) -> tuple[list[int], list[int]]:
@@ -116,19 +116,19 @@ def places(param: Any) -> torch.Tensor:
 
 def held(entry: Any) -> torch.Tensor:
     """What this rank has of an entry's parameter, with its low half if it has one."""
-    return whole(local(entry.param).detach().resolve_neg(), entry.half)
+    return whole(local(entry.param).detach().resolve_neg(), entry.rounding)
 
 
 def opened(entry: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of an entry's parameter in the arithmetic's type."""
     p = local(entry.param).detach().resolve_neg()
-    joined = whole(p, entry.half)
+    joined = whole(p, entry.rounding)
     return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     """Leave in an entry's parameter what came of such a copy at step t."""
-    p, half = local(entry.param).detach(), entry.half
+    p, half = local(entry.param).detach(), entry.rounding
     if half is None:
         p.copy_(value)
     elif half.low is not None:
@@ -149,10 +149,10 @@ def tell(placement: Any, entry: Any) -> None:
 
 def deal_out(placement: Any, entry: Any) -> None:
     """Tell the records of an entry how they are rounded, each a part of it, as the engine of their placement wants it."""
-    half = entry.half
+    half = entry.rounding
     if half is None or half.first is None or entry.columns:
         return
     sizes = [record.size for record in entry.records]
     for record, first in zip(entry.records, itertools.accumulate(sizes[:-1], initial=0), strict=True):
         low = None if half.low is None else placement.view(half.low.view(-1)[first : first + record.size])
-        record.half = dataclasses.replace(half, first=half.first + first, low=low)
+        record.rounding = dataclasses.replace(half, first=half.first + first, low=low)

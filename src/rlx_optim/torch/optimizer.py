@@ -575,7 +575,7 @@ class RuleOptimizer(Stepper):
             key = f"{len(placement.entries)} parameters on {placement.device}, {arithmetic} arithmetic{turned}"
             key += (placement.spread and f", {placement.spread}") + placement.words
             copies = f"; the last step took {placement.copied} of them through copies" if placement.copied else ""
-            out[key] = f"{placement.engine.live(spec)} ({placement.why}{asked}{copies})"
+            out[key] = f"{placement.engine.describe(spec)} ({placement.why}{asked}{copies})"
         if self._dormant:
             out[f"{len(self._dormant)} frozen parameters"] = "not stepped, no state until they are trained"
         return out

@@ -151,7 +151,7 @@ def check_low(owner: str, param: torch.Tensor, value: Any, name: str) -> None:
 def _key(spec: Spec, slots: Slots, param: torch.Tensor, split: Split, name: str) -> torch.Tensor:
     """The key of a parameter's noise, which older versions drew by seed and name."""
     keys = [random.key(spec.values()["seed"], each) for each in names_in(bare(name), split)]
-    value = torch.tensor(list(map(random.halves, keys)), dtype=torch.float64, device="cpu")
+    value = torch.tensor(list(map(random.split_key, keys)), dtype=torch.float64, device="cpu")
     return value.reshape(shape_in_state(slots, param, split))
 
 

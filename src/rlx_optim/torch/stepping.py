@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..buckets import on_the_device
 from ..spec import Spec
 from ..splits import Split
-from ..stats import Row, Stats, summed_up
+from ..stats import Row, Stats, summarize_stats
 from ..stepping import TensorState
 from . import halves
 from .collect import find_ready
@@ -82,7 +82,7 @@ class Stepper(Policy):
             (name, size, {kind: tensor_of(value).to(device, non_blocking=True) for kind, value in each.items()})
             for name, size, each in found
         ]
-        return summed_up(moved)
+        return summarize_stats(moved)
 
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""

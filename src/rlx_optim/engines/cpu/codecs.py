@@ -117,7 +117,7 @@ def spun(count: Value, factor: int) -> Value:
 
 
 def chance(place: Value, tick: Value) -> Value:
-    """16 random bits: `storage.chance`."""
+    """16 random bits: `storage.hash_bits`."""
     z = place ^ tick
     return (z ^ (z >> 15)) * 0x2C1B3C6D >> 16
 

@@ -151,7 +151,7 @@ class Prepared:
         self.ticks = layout.beside > 1
         own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
         if self.ticks:
-            halves = [half for half in plan.bundle.halves if half is not None] if layout.by_chance else []
+            halves = [half for half in plan.bundle.roundings if half is not None] if layout.by_chance else []
             first = plan.bundle.firsts if storage.HALF in layout.coded else 0.0
             own = [first, *zip(*((half.key, half.first) for half in halves), strict=True)]
         self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes], own)
@@ -219,7 +219,8 @@ class CompiledProgram:
         assert bundle.program is not None
         program = self.program = bundle.program
         self.bundle, self.engine, self.shapes = bundle, engine, bundle.shapes
-        self.half, self.rounding = half_of(bundle), bundle.halves[0].rounding if bundle.halves and bundle.halves[0] else NEAREST
+        first = bundle.roundings[0] if bundle.roundings else None
+        self.half, self.rounding = half_of(bundle), NEAREST if first is None else first.rounding
         self.scratch: dict[int, list[np.ndarray]] = {}
         self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
         self.storages = {name: kind for name, (kind,) in bundle.storages.items()}
@@ -228,10 +229,10 @@ class CompiledProgram:
             for part, each in own.items():
                 self.addresses[part] = np.array([address(a) for a in each] if name in bundle.slots else [0] * len(self.shapes))
         if self.half and self.rounding == EXACT:
-            self.addresses["p low"] = np.array([address(half.low) for half in bundle.halves if half is not None])
+            self.addresses["p low"] = np.array([address(half.low) for half in bundle.roundings if half is not None])
         self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
         self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
-        self.version = -1  # of the watch whose addresses these are
+        self.version = -1  # of the pointers whose addresses these are
         self.steps: list[Prepared | Each] = []
         for step in program.steps:
             self.steps.append(Prepared(self, step, engine) if isinstance(step, Pass) else step)
@@ -253,31 +254,31 @@ class CompiledProgram:
 
     def refresh(self) -> None:
         """Take over the addresses of this call's arrays."""
-        bundle, watch = self.bundle, self.bundle.watch
+        bundle, pointers = self.bundle, self.bundle.pointers
         for name in ("p", "g"):
             if name in bundle.buffers:
-                if watch is None:
+                if pointers is None:
                     self.addresses[name][:] = [address(a) for a in bundle.buffers[name]]
                 else:
-                    found = watch.params if name == "p" else watch.grads
-                    self.addresses[name][:] = found if len(bundle.index) == watch.n else found[bundle.index]
+                    found = pointers.params if name == "p" else pointers.grads
+                    self.addresses[name][:] = found if len(bundle.index) == pointers.n else found[bundle.index]
         for step in self.steps:
             if isinstance(step, Prepared):
                 step.refresh()
-        self.version = -1 if watch is None else watch.version
+        self.version = -1 if pointers is None else pointers.version
 
     def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         bundle, rows = self.bundle, self.bundle.rows
         if self.half != half_of(bundle):  # this one is compiled for others
             return self.engine.planned(bundle).run(numbers, scale)
-        if bundle.watch is None or bundle.watch.version != self.version:
+        if bundle.pointers is None or bundle.pointers.version != self.version:
             self.refresh()
         chosen = None if rows is None else self.chosen.find(rows.tobytes(), lambda: Chosen(rows))
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
             if self.only.ticks:
-                values.append(numbers["_tick"])
+                values.append(numbers["_rng_step"])
             kernel = self.only.kernel
             if kernel.row is not None:
                 kernel.row[:] = values
@@ -290,7 +291,7 @@ class CompiledProgram:
         found |= {n: np.array(each, np.float64) for n, each in kept}
         for step in self.steps:
             if isinstance(step, Prepared):
-                step.run(found, scale, numbers.get("_tick"), self.engine, chosen)
+                step.run(found, scale, numbers.get("_rng_step"), self.engine, chosen)
             else:
                 with np.errstate(all="ignore"):
                     self.engine.number(step, found)
@@ -303,9 +304,9 @@ class CompiledProgram:
 
 def half_of(bundle: Bundle) -> str:
     """The type of 16 bits that a bundle's parameters and gradients have, all of them; "" where they are as they are stored."""
-    if bundle.watch is None:
+    if bundle.pointers is None:
         return ""
-    found: str = bundle.watch.halves[bundle.index[0 if bundle.rows is None else bundle.rows[0]]]
+    found: str = bundle.pointers.half_dtypes[bundle.index[0 if bundle.rows is None else bundle.rows[0]]]
     return found
 
 
@@ -324,13 +325,13 @@ class Cpu(CpuArrays):
         self.precision, self.dtype = precision, np.dtype(precision)
         self.stored = np.dtype(stored)
 
-    def live(self, spec: Spec) -> str:
+    def describe(self, spec: Spec) -> str:
         how = f"cpu: compiled by LLVM, {self.precision} arithmetic, {threads.get_threads()} threads "
         how += f"for passes that move {WORTHWHILE * self.stored.itemsize / 1e6:.1f} MB or more, one thread below"
         return how + ("; matrices through BLAS and LAPACK" if spec.matrix else "")
 
     # bundles -------------------------------------------------------------------------------------------------------
-    def finite(self, grads: Sequence[np.ndarray]) -> bool:
+    def all_finite(self, grads: Sequence[np.ndarray]) -> bool:
         places, sizes = np.array([address(g) for g in grads], np.int64), np.array([g.size for g in grads], np.int64)
         return are_finite(places, sizes, self.stored.name)
 

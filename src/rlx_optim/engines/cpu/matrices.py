@@ -30,7 +30,7 @@ class CpuArrays(ArrayEngine):
     dtype: np.dtype
     stored: np.dtype
 
-    def stack(self, shape: Shape) -> int:
+    def stack_size(self, shape: Shape) -> int:
         """A thin tensor has few entries, and its factors have the square of its longest side."""
         return max(1, STACKED // max(1, math.prod(shape), max(shape, default=1) ** 2))
 

@@ -76,7 +76,7 @@ class Triton(TritonArrays):
         super().__init__(device, dtype)
         self.sender = Sender(self.device)
 
-    def live(self, spec: Any) -> str:
+    def describe(self, spec: Any) -> str:
         rest = f"; {products.NOTE}" if spec.matrix else ""
         return f"triton: {self.device}, {str(self.dtype).removeprefix('torch.')} arithmetic, one launch a pass{rest}"
 
@@ -94,7 +94,7 @@ class Triton(TritonArrays):
 
     def set_pointers(self, bundle: Any) -> dict[str, Pointers]:
         """Where the arrays of a bundle are: always the same objects, which say it anew where parameters or gradients moved."""
-        plan, watch, arrays = bundle.plan, bundle.watch, bundle.plan.where
+        plan, pointers, arrays = bundle.plan, bundle.pointers, bundle.plan.where
         if not arrays:
             for name, each in bundle.buffers.items():
                 slot = bundle.slots.get(name)
@@ -104,14 +104,14 @@ class Triton(TritonArrays):
                     arrays[name] = Pointers(*self._standing(each), slot.drop)
                 if name in bundle.storages:
                     arrays[name].storage, arrays[name].scale = self._scales(each)
-        if watch is None:
+        if pointers is None:
             for name in arrays.keys() & {"p", "g"}:  # an estimate moves no p
                 arrays[name].address, arrays[name].dtypes = self._standing(bundle.buffers[name])
-        elif plan.version != watch.version:
-            plan.version = watch.version
+        elif plan.version != pointers.version:
+            plan.version = pointers.version
             for name in ("p", "g"):
-                arrays[name].address, arrays[name].dtypes = plan.mine(name, watch, bundle.index)
-        if bundle.halves and "p" in arrays:
+                arrays[name].address, arrays[name].dtypes = plan.mine(name, pointers, bundle.index)
+        if bundle.roundings and "p" in arrays:
             plan.round(arrays["p"])
         return arrays
 
@@ -122,10 +122,11 @@ class Triton(TritonArrays):
         plan, n = bundle.plan, len(bundle.shapes)
         arrays: dict[str, Any] = {**self.set_pointers(bundle)}
         numbers = {**bundle.numbers, "_scale": bundle.scale} if numbers is None else numbers
-        numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.watch, "flag", None)}
+        numbers = {**numbers, "_plan": plan, "_flag": getattr(bundle.pointers, "flag", None)}
         # what mixes is padded, also where all are of one shape: the others in a step do not change the bits of a matrix
         mixes = bundle.program is None and bundle.spec.mixed_shapes()
-        mixed = mixes and not bundle.asked and bundle.spec.state_dtype == "float32" and all(map(self.mixes, set(bundle.shapes)))
+        mixed = mixes and not bundle.with_stats and bundle.spec.state_dtype == "float32"
+        mixed = mixed and all(map(self.mixes, set(bundle.shapes)))
         if mixed:
             ahead.packing(self.device)
             ahead.shrinking(self.device)
@@ -139,8 +140,8 @@ class Triton(TritonArrays):
                 arrays[name] = RaggedStack(bundle.buffers[name], where, None, plan)
             elif slot is None or not slot.drop:
                 scale, shape = numbers["_scale"] if name == "g" else 1.0, bundle.shapes[0] if slot is None else slot.shape
-                halves = bundle.halves if name == "p" and where.low is not None else ()
-                arrays[name] = LazyStack(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, halves)
+                roundings = bundle.roundings if name == "p" and where.low is not None else ()
+                arrays[name] = LazyStack(bundle.buffers[name], shape, where, self.dtype, scale, slot is None, roundings)
                 if where.storage:
                     arrays[name].opener = functools.partial(self._opened, plan, name, arrays[name])
             else:
@@ -183,11 +184,11 @@ class Triton(TritonArrays):
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
             self.number(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Pointers)} | {SCALE: bundle.scale}
-        if "_tick" in bundle.numbers:
-            numbers[TICK] = found[TICK] = bundle.numbers["_tick"]
+        if "_rng_step" in bundle.numbers:
+            numbers[TICK] = found[TICK] = bundle.numbers["_rng_step"]
         short = len(late) > 1 or sum(plan.sizes) <= replay.SHORT
         if short and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
-            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch))
+            replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.pointers))
             return replayed(
                 plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
                 lambda: self._tables(plan, late),
@@ -195,9 +196,9 @@ class Triton(TritonArrays):
         return self._late(bundle, late, found, bundle.scale)
 
     def _standing_still(self, bundle: Any) -> bool:
-        """Whether all that differs from step to step are addresses that a watch knows, and numbers of the host."""
-        watched = bundle.watch is not None and bundle.plan.recorded and getattr(bundle.watch, "flag", None) is None
-        return watched and not bundle.asked and self.device.type == "cuda" and not self.sender.capturing()
+        """Whether all that differs from step to step are addresses in the pointer table, and numbers of the host."""
+        watched = bundle.pointers is not None and bundle.plan.recorded and getattr(bundle.pointers, "flag", None) is None
+        return watched and not bundle.with_stats and self.device.type == "cuda" and not self.sender.capturing()
 
     def _tables(self, plan: LaunchPlan, steps: Any) -> list[tuple[Table, list[Pointers]]]:
         """The tables of addresses that passes read, and the arrays of each."""
@@ -206,7 +207,7 @@ class Triton(TritonArrays):
 
     def _late(self, bundle: Any, steps: Any, found: dict[int, Any], scale: Any) -> dict[str, Any]:
         """The passes, and what follows from their sums."""
-        program, plan, where, flag = bundle.program, bundle.plan, bundle.plan.where, getattr(bundle.watch, "flag", None)
+        program, plan, where, flag = bundle.program, bundle.plan, bundle.plan.where, getattr(bundle.pointers, "flag", None)
         for name, n in program.inputs.items():
             if n not in found and name in bundle.buffers:
                 found[n] = torch.stack(list(bundle.buffers[name])).double()

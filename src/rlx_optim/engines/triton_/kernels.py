@@ -196,7 +196,7 @@ def sweep(
 
 @triton.jit
 def chance(place, word):
-    """`storage.chance`: 16 random bits. word: of the step and the key."""
+    """`storage.hash_bits`: 16 random bits. word: of the step and the key."""
     z = (place.to(tl.uint32) * 0x9E3779B1) ^ word
     return ((z ^ (z >> 15)) * 0x2C1B3C6D) >> 16
 

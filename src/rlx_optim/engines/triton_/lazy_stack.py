@@ -15,17 +15,16 @@ from .replay import recording
 
 class LazyStack:
     """each: the tensors; pointers: their addresses; norm: of each, where the pass that made them took it; plan: the bundle's;
-    moves: they may be elsewhere at the next step; halves: what parameters of 16 bits have beside; opener: what decodes them, if
-    they are codes."""
+    moves: they may be elsewhere at the next step; roundings: what parameters of 16 bits have beside; opener: decodes codes."""
 
-    __slots__ = ("_stack", "dtype", "each", "halves", "moves", "norm", "opener", "plan", "pointers", "scale", "shape")
+    __slots__ = ("_stack", "dtype", "each", "moves", "norm", "opener", "plan", "pointers", "roundings", "scale", "shape")
 
     def __init__(
         self, each: Any, shape: tuple[int, ...], pointers: Any, dtype: torch.dtype, scale: float = 1.0, moves: bool = False,
-        halves: Any = (),
+        roundings: Any = (),
     ):  # fmt: skip
         self.each, self.shape, self.pointers, self.dtype, self.scale = each, (len(each), *shape), pointers, dtype, scale
-        self.moves, self.halves, self.opener = moves, halves, None
+        self.moves, self.roundings, self.opener = moves, roundings, None
         self._stack, self.norm, self.plan = None, None, None
 
     @classmethod
@@ -49,8 +48,8 @@ class LazyStack:
             if self.moves and recording():
                 raise RuntimeError("a stack of parameters or gradients cannot be replayed")
             each = [tensor.detach() for tensor in self.each]
-            if self.halves:
-                each = [whole(tensor, half).to(self.dtype) for tensor, half in zip(each, self.halves, strict=True)]
+            if self.roundings:
+                each = [whole(tensor, half).to(self.dtype) for tensor, half in zip(each, self.roundings, strict=True)]
             stack = each[0][None] if len(each) == 1 else torch.stack(each)
             stack = stack.to(self.dtype).reshape(self.shape)
             self._stack = stack if isinstance(self.scale, float) and self.scale == 1.0 else stack * self.scale
@@ -68,7 +67,7 @@ class LazyStack:
             shape = tuple(math.prod(self.shape) // rest if n == -1 else n for n in shape)
         if shape[0] != self.shape[0]:
             return self.stack.reshape(shape)
-        view = LazyStack(self.each, (), self.pointers, self.dtype, self.scale, self.moves, self.halves)
+        view = LazyStack(self.each, (), self.pointers, self.dtype, self.scale, self.moves, self.roundings)
         view.shape, view.norm, view.plan, view.opener = shape, self.norm, self.plan, self.opener
         view._stack = None if self._stack is None else self._stack.reshape(shape)
         return view

@@ -80,8 +80,8 @@ class TritonArrays(Torch):
             self._matrices(bundle, {**decided, **now})
             return {}  # the values would keep gradients
 
-        track = plan.cached("track", lambda: self._track(bundle.watch))
-        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.watch, track))
+        track = plan.cached("track", lambda: self._track(bundle.pointers))
+        replayed = plan.cached(("replay", *phase), lambda: replay.Passes(self.device, len(bundle.shapes), bundle.pointers, track))
         replayed((plan.version, read), sent, run, lambda: self._maps(plan, phase), read)
         return {name: numbers[name] for name in counts}
 
@@ -95,7 +95,7 @@ class TritonArrays(Torch):
             if not same(x[name], start[name]):  # what is not by address has been computed apart
                 if (where := bundle.plan.where[name]).storage:
                     made = dense(x[name]).to(self.dtype).contiguous()
-                    self._copy(bundle.plan, ("close", name, self.phase), pointers_of(made), where, start["_tick"], flag)
+                    self._copy(bundle.plan, ("close", name, self.phase), pointers_of(made), where, start["_rng_step"], flag)
                     continue
                 apart = dense(x[name]).reshape(-1, *bundle.buffers[name][0].shape)
                 if flag is not None:
@@ -115,12 +115,12 @@ class TritonArrays(Torch):
         self._copy(plan, ("open", name, self.phase), pile.pointers, pointers_of(stack), 0)
         return stack
 
-    def _track(self, watch: Any) -> replay.Track:
+    def _track(self, pointers: Any) -> replay.Track:
         """The next in turn of those that a lane's stacks run on."""
-        if len(watch.tracks) < replay.TRACKS:
-            watch.tracks.insert(0, replay.Track(self.device))
-        watch.tracks.append(watch.tracks.pop(0))
-        return watch.tracks[-1]
+        if len(pointers.tracks) < replay.TRACKS:
+            pointers.tracks.insert(0, replay.Track(self.device))
+        pointers.tracks.append(pointers.tracks.pop(0))
+        return pointers.tracks[-1]
 
     def _replayable(self, bundle: Any, numbers: Mapping[str, Any]) -> bool:
         """Whether a step of a matrix rule is worth a graph of its own, whose memory stays."""
@@ -137,7 +137,7 @@ class TritonArrays(Torch):
         """Small matrices, and those of which one alone leaves most of a device idle."""
         return super().mixes(shape) or (len(shape) == 2 and min(shape) >= products.LEAST and math.prod(shape) <= MIXED)
 
-    def stack(self, shape: Any) -> int:
+    def stack_size(self, shape: Any) -> int:
         """As many as a graph is kept for."""
         return max(1, replay.most(self.device) // max(1, math.prod(shape)))
 
@@ -201,7 +201,7 @@ class TritonArrays(Torch):
         )
         kinds, key, ordered = [REDUCTIONS["norm"]] * len(sums), (rule, tuple(names), self.phase), self._arrays_first(rule, names)
         args = LaunchArgs.of(every, reads, tuple(stores))
-        numbers = [*numbers, x["_tick"]] if args.ticks else numbers
+        numbers = [*numbers, x["_rng_step"]] if args.ticks else numbers
         plan.mapped[key] = args.arrays
         found = self._launch(plan, key, ordered, args, numbers, (), sums, kinds, len(gives), x["_scale"], x["_flag"])
         norms = dict(zip(out, found, strict=True)) if sums else {}

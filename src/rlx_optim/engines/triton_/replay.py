@@ -145,8 +145,8 @@ class Passes:
     recorded, the second records. They are recorded anew where something moved that launches depend on. Numbers and addresses
     are words of one room, numbers first, so that what changed is one copy."""
 
-    def __init__(self, device: torch.device, count: int, watch: Any, track: Track | None = None):
-        self.device, self.count, self.watch, self.track = device, count, watch, track
+    def __init__(self, device: torch.device, count: int, pointers: Any, track: Track | None = None):
+        self.device, self.count, self.pointers, self.track = device, count, pointers, track
         self.form: Any = None
         self.graph: Any = None
         self.retired: Any = None
@@ -232,9 +232,9 @@ class Passes:
         """The memory of the graphs of one lane, or track."""
         if self.track is not None:
             return self.track.pool
-        if self.watch.pool is None:
-            self.watch.pool = torch.cuda.graph_pool_handle()
-        return self.watch.pool
+        if self.pointers.pool is None:
+            self.pointers.pool = torch.cuda.graph_pool_handle()
+        return self.pointers.pool
 
     @uncollected()
     def _record(self, run: Callable[[Any], Any]) -> bool:

@@ -206,31 +206,31 @@ class LaunchPlan:
         self.passes: dict[Any, tuple[list[Any], Table]] = {}
         self.shares: dict[str, tuple[Any, ...]] = {}
         self.where: dict[str, Pointers] = {}  # the bundle's arrays
-        self.version: Any = None  # of the watch, when they were told where they are
-        self.halves = bundle.halves
+        self.version: Any = None  # of the pointer table, when these were set
+        self.roundings = bundle.roundings
         self.firsts = bundle.firsts if bundle.storages else []  # where tensors begin, if their state is coded
         self.exact = (
             bundle.program is not None or not bundle.spec.mixed_shapes()
         )  # whether a matrix rule may read what it wrote, and not only as codes
         self.mapped: dict[Any, list[Pointers]] = {}  # the arrays of a matrix rule's maps
-        self.recorded = getattr(bundle.watch, "recorded", True)  # whether graphs may be kept
+        self.recorded = getattr(bundle.pointers, "recorded", True)  # whether graphs may be kept
 
-    def mine(self, name: str, watch: Any, index: list[int]) -> tuple[np.ndarray, Any]:
+    def mine(self, name: str, pointers: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
         version, dtypes, address, mine = self.shares.get(name, (None, None, None, None))
-        if version != watch.version:
-            side, types = (watch.params, watch.param_types) if name == "p" else (watch.grads, watch.grad_types)
+        if version != pointers.version:
+            side, types = (pointers.params, pointers.param_types) if name == "p" else (pointers.grads, pointers.grad_types)
             mine = mine if types is dtypes else tuple([types[i] for i in index])
             address = side[index]
-            self.shares[name] = (watch.version, types, address, mine)
+            self.shares[name] = (pointers.version, types, address, mine)
         return address, mine
 
     def round(self, params: Pointers) -> None:
         """Say of parameters how they are rounded, and where their low halves are: at the parameter itself where it has none."""
-        params.rounding = ROUNDING[next(half.rounding for half in self.halves if half is not None)]
+        params.rounding = ROUNDING[next(half.rounding for half in self.roundings if half is not None)]
         if params.rounding == ROUNDING["exact"]:
             low = params.low = self.cached("low", lambda: Pointers(None, None))
-            kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.halves]))
+            kept = self.cached("kept", lambda: np.array([half.low.data_ptr() if half else 0 for half in self.roundings]))
             if self.made.get("low of") is not params.dtypes:
                 self.made["low of"] = params.dtypes
                 self.others = np.array([dtype is not torch.bfloat16 for dtype in params.dtypes])
@@ -241,7 +241,7 @@ class LaunchPlan:
         """By what parameters are rounded by chance: key and first place of each."""
 
         def make() -> torch.Tensor:
-            rows = [(0, 0) if half is None else (half.key, half.first or 0) for half in self.halves]
+            rows = [(0, 0) if half is None else (half.key, half.first or 0) for half in self.roundings]
             return sender.send(np.array(rows if indices is None else [rows[i] for i in indices], np.int64))
 
         return self.cached(("keys of chance", indices), make)

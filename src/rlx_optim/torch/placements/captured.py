@@ -177,7 +177,7 @@ class Captured(LocalTriton):
             before = {name: values[index] for name, (index, values) in counted.items()}
             spec = self.live(part.bundle.spec, self.groups[group])
             current = {**before, **spec.numbers(t, before, decided(part))}
-            current |= {"_tick": t} if part.bundle.halves else {}
+            current |= {"_rng_step": t} if part.bundle.roundings else {}
             counts += [(name, index, current[name]) for name, (index, _) in counted.items()]
             every.append(current)
         if len(groups) == 1:

@@ -26,7 +26,7 @@ import torch
 from ... import buckets
 from ...buckets import SLOTS, aligned
 from ...engine import Engine
-from ...program import gathers, measures
+from ...program import has_reduction, reduces_over_all
 from ...rounding import LOW
 from ...spec import Spec
 from ...splits import WHOLE
@@ -142,7 +142,7 @@ class Chunk:
     """An entry in a bucket: a parameter, or a run of its rows."""
 
     def __init__(self, entry: ParamEntry, records: list[TensorState], half: Any, rows: slice | None):
-        self.param, self.whole, self.records, self.half, self.rows = entry.param, entry.param, records, half, rows
+        self.param, self.whole, self.records, self.rounding, self.rows = entry.param, entry.param, records, half, rows
         self.split, self.columns = (entry.split, entry.columns) if rows is None else (WHOLE, False)
         self.dtype = entry.dtype
 
@@ -203,12 +203,12 @@ class Hosted(Placement):
         """Take an entry in, cut into runs of rows where that makes no difference to its rule."""
         self.entries.append(entry)
         shape = tuple(entry.shape)
-        self.together, self.matrix = self.together or gathers(spec, shape), self.matrix or spec.matrix
+        self.together, self.matrix = self.together or reduces_over_all(spec, shape), self.matrix or spec.matrix
         if self.together and self.above:
             raise spec.refuse(
                 "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
             )
-        if spec.matrix or entry.split != WHOLE or not math.prod(shape) or not shape or measures(spec, shape):
+        if spec.matrix or entry.split != WHOLE or not math.prod(shape) or not shape or has_reduction(spec, shape):
             return
         (whole,) = entry.records
         moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * entry.param.nbytes
@@ -233,11 +233,11 @@ class Hosted(Placement):
     def chunks(self, entry: ParamEntry) -> Iterator[Chunk]:
         """Of an entry."""
         if entry.split != WHOLE or len(entry.records) == 1:
-            yield Chunk(entry, entry.records, entry.half, None)
+            yield Chunk(entry, entry.records, entry.rounding, None)
             return
         first = 0
         for record in entry.records:
-            rows, half = slice(first, first := first + record.shape[0]), entry.half
+            rows, half = slice(first, first := first + record.shape[0]), entry.rounding
             if half is not None:
                 place = rows.start * math.prod(record.shape[1:])
                 half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
@@ -269,8 +269,8 @@ class Hosted(Placement):
                         record.state[slot] = Quantized(kept.storage, *moved, first=kept.first)
                     else:
                         record.state[slot] = self.inner.view(next(staged)[0])
-            if chunk.half is not None and chunk.half.low is not None:
-                chunk.half = dataclasses.replace(chunk.half, low=next(staged)[0])
+            if chunk.rounding is not None and chunk.rounding.low is not None:
+                chunk.rounding = dataclasses.replace(chunk.rounding, low=next(staged)[0])
             halves.tell(bucket.placement, chunk)
         bucket.placement.arrange()
 
@@ -362,8 +362,8 @@ def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
     for record in chunk.records:
         for kept in record.state.values():
             yield from kept.components.values() if isinstance(kept, Quantized) else (kept,)
-    if chunk.half is not None and chunk.half.low is not None:
-        yield chunk.half.low
+    if chunk.rounding is not None and chunk.rounding.low is not None:
+        yield chunk.rounding.low
 
 
 def run_of(whole: TensorState, rows: slice) -> TensorState:

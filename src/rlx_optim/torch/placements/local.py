@@ -25,7 +25,7 @@ from ... import splits
 from ...engine import Engine
 from ...pointers import PointerTable
 from ...recent import Recent
-from ...rounding import Half
+from ...rounding import ParamRounding
 from ...spec import Spec
 from ...splits import WHOLE, Split
 from ...stepping import Grouping, Part, StepPart, TensorState, observe, run_part, scalars
@@ -62,7 +62,7 @@ class ParamEntry:
     """One parameter in a placement: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
-        "columns", "counters", "decided", "dtype", "fresh", "half", "held", "kept", "numbers", "param", "pointers", "records",
+        "columns", "counters", "decided", "dtype", "fresh", "held", "kept", "numbers", "param", "pointers", "records", "rounding",
         "shape", "split", "state", "turned", "whereabouts",
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ class ParamEntry:
         self.columns = splits.columnwise(tuple(param.shape), split)
         self.fresh = True  # no gradient has come for it yet
         self.turned = False  # it is maximized in a placement that minimizes: its gradients come with the other sign
-        self.half: Half | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
+        self.rounding: ParamRounding | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
         self.hold()
@@ -99,7 +99,7 @@ class Selection:
     def __init__(self, placement: Placement, chosen: Sequence[int]):
         self.device, self.entries = placement.device, [placement.entries[i] for i in chosen]
         entries: list[Any] = self.entries
-        self.exact = all(e.dtype is placement.dtype and e.half is None and not e.columns for e in entries)
+        self.exact = all(e.dtype is placement.dtype and e.rounding is None and not e.columns for e in entries)
         self.rows = tuple(row for i in chosen for row in range(placement.first[i], placement.first[i + 1]))
         self.index: Any = (
             slice(None) if len(self.rows) == len(placement.records) else np.array(self.rows, np.intp)
@@ -439,7 +439,7 @@ class LocalTensors(Placement):
         back = []
         for entry, grad in zip(selection.entries, batch.grads, strict=True):
             whole = local(entry.param).detach()
-            if entry.half is not None:
+            if entry.rounding is not None:
                 whole = packed(halves.opened(entry, self.dtype), entry)
                 back.append((entry, whole))
             elif entry.split != WHOLE and (entry.columns or not whole.is_contiguous()):
@@ -497,7 +497,7 @@ class LocalPointers(Placement):
             for i, entry in enumerate(entries):
                 if i in direct:
                     continue
-                of_param = entry.columns or not self.as_is(params[i]) or entry.half is not None
+                of_param = entry.columns or not self.as_is(params[i]) or entry.rounding is not None
                 of_grad = entry.columns or not self.as_is(grads[i])
                 self.copied += of_param or of_grad
                 if of_param:
@@ -558,23 +558,23 @@ class LocalCpu(LocalPointers):
     def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """All of a part, or none of it."""
         at, taken = dict(zip(selection.rows, selection.of.tolist(), strict=True)), set[int]()
-        given = list(self.pointers.halves)
+        given = list(self.pointers.half_dtypes)
         for step in self.parts:
             kind, counts = step.records[0].kind, collections.Counter(at[row] for row in step.places)
             direct = bool(kind) and self.by_address(step.part) and not counts.keys() & found.odd
             # those that sit this step out are in the same tables
-            direct = direct and len({record.half is None for record in step.part.records}) == 1
+            direct = direct and len({record.rounding is None for record in step.part.records}) == 1
             direct = direct and all(
                 found.param_types[i] is found.grad_types[i]
                 and not entries[i].columns
                 and n == sum(bool(record.size) for record in entries[i].records)
-                and (entries[i].half is None or all(record.half is not None for record in entries[i].records))
+                and (entries[i].rounding is None or all(record.rounding is not None for record in entries[i].records))
                 for i, n in counts.items()
             )
             for row in step.places:
                 given[row] = kind if direct else ""
             taken |= counts.keys() if direct else set()
-        self.pointers.halves = given
+        self.pointers.half_dtypes = given
         return taken
 
     def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
@@ -609,9 +609,9 @@ class LocalTriton(LocalPointers):
         return {
             i
             for i, entry in enumerate(entries)
-            if entry.half is not None
+            if entry.rounding is not None
             and i not in found.odd
-            and all(record.half is not None and record in swept for record in entry.records if record.size)
+            and all(record.rounding is not None and record in swept for record in entry.records if record.size)
         }
 
     def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:

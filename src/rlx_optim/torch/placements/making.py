@@ -69,7 +69,7 @@ def make_placements(opt: Stepper) -> None:
             engine, why = choose(opt.engine, where, dtype, is_fake(param))
             make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
             program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
-            gathers = program is not None and program.gathers is not None
+            gathers = program is not None and program.reduction_over_all is not None
             turned = mixed and gathers and group["maximize"]  # what is one number for all is one placement's
             key: Any = (param.device, dtype, group["maximize"] and not turned)
             if gathers:
@@ -117,7 +117,7 @@ def set_rounding(opt: Stepper, placement: Placement, spec: Spec, name: str) -> N
     """Tell the last entry of a placement how its parameter is rounded. name: by which chance is keyed."""
     entry = placement.entries[-1]
     low = halves.checked(opt._owner, entry.state, spec, entry.param, name, placement.kept)
-    entry.half = halves.half_of(spec, entry.param, name, low)
+    entry.rounding = halves.half_of(spec, entry.param, name, low)
     halves.tell(placement, entry)
 
 

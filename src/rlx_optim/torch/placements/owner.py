@@ -213,7 +213,7 @@ class Owner(Placement):
         self.numbers, committed, raised = {}, dict[int, list[float]](), dict[int, Exception]()
         for part in stage.parts:
             index: list[int] = part.bundle.index
-            part.bundle.blind = any(whose[k] not in params for k in index)
+            part.bundle.without_p = any(whose[k] not in params for k in index)
             ps, gs = ([side[k] for k in index] for side in views)
             try:
                 found = run_part(part, self.engine, step.specs, self.numbers, ps, gs, step.scale, move=False)
@@ -317,7 +317,7 @@ def commit_entry(entry: ParamEntry) -> ParamEntry:
     """The part of a parameter that is on this rank, to commit directions to. Unequal pieces have numbers of their own."""
     first, shape = entry.records[0], tuple(to_local(entry.param).shape)
     found = ParamEntry(entry.param, {"step": entry.state["step"]}, first.name, first.group, WHOLE, ())
-    found.columns, found.half = entry.columns, entry.half
+    found.columns, found.rounding = entry.columns, entry.rounding
     shapes = [shape]
     if isinstance(entry.split, tuple):
         axis = int(entry.columns)

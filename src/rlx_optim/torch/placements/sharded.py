@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ...engine import Engine
-from ...program import commit_measures, gathers, measures
+from ...program import commit_has_reduction, has_reduction, reduces_over_all
 from ...spec import Spec
 from ...splits import WHOLE, shapes_of, slots_of
 from ...splits import part as part_of
@@ -95,7 +95,7 @@ def add(
     """Give a parameter an entry in the placement that suits its home, made if need be, and give the placement."""
     device, dtype, maximize = key
     kind, what = kind_of(make, spec, home)
-    if kind is Owner and commit_measures(spec):
+    if kind is Owner and commit_has_reduction(spec):
         whose, instead = "decay='hyperball'", "use decay='decoupled' or 'cautious' there"
         if type(spec).commit is not Spec.commit:
             whose, instead = "its commit", "let `update` take it from p and u, and the commit from numbers"
@@ -119,11 +119,11 @@ def kind_of(make: type[Placement], spec: Spec, home: Home) -> tuple[type[Placeme
     """The placement for a home, and what it does in words."""
     if isinstance(home, Owned):
         return Owner, f"each matrix on its owner, one of {home.comm.size} ranks"
-    if not home.layout.shards and not gathers(spec, home.layout.shape):
+    if not home.layout.shards and not reduces_over_all(spec, home.layout.shape):
         return make, "replicated: every rank steps it"
     if spec.matrix:
         return Owner, "gathered whole: its placement is not one plain shard"
-    measured = measures(spec, home.layout.shape)
+    measured = has_reduction(spec, home.layout.shape)
     return (Sharded, "on shards, sums all-reduced") if measured else (make, "on shards")
 
 

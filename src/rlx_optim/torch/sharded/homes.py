@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...partition import share_out
-from ...program import measures
+from ...program import has_reduction
 from ...spec import Shape, Slot, Spec
 from ...splits import WHOLE, Split, exact, number, shapes_of
 from ...storage import COMPONENTS
@@ -145,7 +145,7 @@ class Homes:
             return Owned(comm, self.owners[param], layout)
         if layout is None:
             return None
-        if layout.shards and split != WHOLE and measures(spec, piece_shape(param, split)):
+        if layout.shards and split != WHOLE and has_reduction(spec, piece_shape(param, split)):
             raise ValueError(
                 f"{self.owner}: {name!r} is sharded, and its {number(split)} matrices would be cut anywhere; "
                 "split is for rules on whole matrices (Muon, SOAP, KronPSGD) there; split={} leaves them whole"

@@ -21,10 +21,10 @@ from .layout import Comm, Layout
 
 
 class Reducing(Torch):
-    """`bundle.watch` holds the layouts of a step's tensors, `bundle.index` says which of them are in the bundle."""
+    """`bundle.pointers` holds the layouts of a step's tensors, `bundle.index` says which of them are in the bundle."""
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
-        self.layouts: list[Layout] = [bundle.watch[i] for i in bundle.index]
+        self.layouts: list[Layout] = [bundle.pointers[i] for i in bundle.index]
         return super().run(bundle, move)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
