@@ -33,7 +33,7 @@ from torch import nn
 from ..numpy.optimizer import NamedOptimizer
 from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
-from .curvature import CurvatureOptimizer
+from .curvature import CurvatureRuleOptimizer
 from .cuda_graphs import Graphed as Graphed
 from .optimizer import RuleOptimizer
 
@@ -91,7 +91,7 @@ def torch_stub() -> str:
     text = HEAD + TORCH
     for kind in OURS:
         (_, *fields), keywords = lines_of(inspect.signature(rlx_optim.torch.made(kind).__init__))
-        text += class_stub(kind.title, "CurvatureOptimizer" if kind.observes else "RuleOptimizer", [], fields, keywords)
+        text += class_stub(kind.title, "CurvatureRuleOptimizer" if kind.observes else "RuleOptimizer", [], fields, keywords)
     return text
 
 

@@ -424,7 +424,7 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(mix, tmp_path):
 
 
 def test_slots_with_one_meaning_have_names_of_their_own():
-    from rlx_optim.torch.names import outside
+    from rlx_optim.torch.state import outside
 
     both = rule.like((2,), m1="first moment", m2="first moment", v="second moment", q="factor")
     assert outside(SlowMix, both) == {"m1": "exp_avg", "m2": "m2", "v": "exp_avg_sq", "q": "q"}

@@ -21,7 +21,7 @@ try:
     from .attention import qk_clip_
     from .clip import clip_grad_norm_
     from .cuda_graphs import Graphed
-    from .curvature import CurvatureOptimizer
+    from .curvature import CurvatureRuleOptimizer
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
     raise documentation.lacking(problem, __name__, "torch", ("torch",)) from None
@@ -70,7 +70,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__qualname__ = f"{kind.title}.__init__"
-    base = CurvatureOptimizer if kind.observes else RuleOptimizer
+    base = CurvatureRuleOptimizer if kind.observes else RuleOptimizer
     space = {
         "__init__": __init__,
         "__doc__": documentation.documented(kind, signature, documentation.TORCH),

@@ -8,7 +8,7 @@ from torch import nn
 from ..numpy.optimizer import NamedOptimizer
 from .attention import qk_clip_ as qk_clip_
 from .clip import clip_grad_norm_ as clip_grad_norm_
-from .curvature import CurvatureOptimizer
+from .curvature import CurvatureRuleOptimizer
 from .cuda_graphs import Graphed as Graphed
 from .optimizer import RuleOptimizer
 
@@ -526,7 +526,7 @@ class Muon(RuleOptimizer):
         process_group: Any = None,
     ) -> None: ...
 
-class Sophia(CurvatureOptimizer):
+class Sophia(CurvatureRuleOptimizer):
     def __init__(
         self,
         params: Params,

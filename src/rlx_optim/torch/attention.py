@@ -15,7 +15,8 @@ import torch
 
 from ..engines.torch_ import joined, part
 from ..rounding import LOW
-from .halves import extent, is_spread, local
+from .bf16 import extent
+from .memory import is_dtensor, local_part
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def qk_clip_(
     other data. optimizer: whose state has the low halves of bfloat16 weights (`rounding="exact"`), which are scaled with them.
     The factors of the heads are given back. Nothing waits for the device.
     """
-    largest = torch.as_tensor(max_logits, dtype=torch.float32, device=local(query).device).detach().reshape(-1)
+    largest = torch.as_tensor(max_logits, dtype=torch.float32, device=local_part(query).device).detach().reshape(-1)
     heads = largest.numel()
     size = query.shape[0] // max(heads, 1)
     groups = key.shape[0] // max(size, 1)
@@ -67,7 +68,7 @@ def _low(weight: torch.Tensor, name: str, optimizer: torch.optim.Optimizer | Non
         )
     if optimizer is None or param is None or LOW not in optimizer.state.get(param, {}):
         return None
-    low = local(optimizer.state[param][LOW]).view(torch.int16).view(local(param).shape)
+    low = local_part(optimizer.state[param][LOW]).view(torch.int16).view(local_part(param).shape)
     if weight is param:
         return low
     if not param.is_contiguous():
@@ -79,17 +80,17 @@ def _low(weight: torch.Tensor, name: str, optimizer: torch.optim.Optimizer | Non
 
 def _over(weight: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether they are over one memory."""
-    if is_spread(weight) or is_spread(param):
+    if is_dtensor(weight) or is_dtensor(param):
         return False
     return weight.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
 
 
 def _scale(weight: torch.Tensor, rows: torch.Tensor, low: torch.Tensor | None) -> None:
     """Row by row: in float32 and rounded once, where the weight has fewer bits; with its low half, where it has one."""
-    if is_spread(weight) and weight.ndim:
+    if is_dtensor(weight) and weight.ndim:
         offsets, lengths = extent(weight)
         rows = rows[offsets[0] : offsets[0] + lengths[0]]
-    rows, weights = rows.reshape(-1, *[1] * (weight.ndim - 1)), local(weight)
+    rows, weights = rows.reshape(-1, *[1] * (weight.ndim - 1)), local_part(weight)
     if low is None:
         weights.mul_(rows)
     else:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.files import opened
-from ..checkpoint.format import CheckpointError
+from ..checkpoint import files
+from ..checkpoint.format import CheckpointError, Tensor, in_order
 from ..checkpoint.optimizers import demand
 from ..checkpoint.snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names, possible
 from ..registry import spec_class
@@ -18,13 +20,12 @@ from ..rounding import LOW
 from ..routing import Choice, bare
 from ..spec import Spec
 from ..splits import WHOLE, shapes_of
-from .names import in_dtype
+from .eval_mode import dicts_in
+from .hyper import in_dtype, plain
 from .optimizer import RuleOptimizer
 from .placements.local import ARITHMETIC
-from .restore import fill, make_room, read_parameter
 from .state import init_state, part_names
-from .state_errors import COUNTABLE
-from .stepping import plain
+from .state_dict import COUNTABLE, fill, make_room, read_parameter
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -103,7 +104,7 @@ def load_into(
     """Take over groups, routing and state from a file of any front end. Nothing changes before all of it has been checked."""
     with contextlib.ExitStack() as stack:
         with opt._agreed("the checkpoint was refused"):
-            snapshot = stack.enter_context(opened(path, allow_nan))
+            snapshot = stack.enter_context(files.opened(path, allow_nan))
             known = parameters_of(opt)
             _check_names(opt, snapshot, known, strict)
             there = {name: p for name, p in snapshot.parameters.items() if name in known}
@@ -272,3 +273,65 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index
 def _here(opt: RuleOptimizer, snapshot: Snapshot, p: Parameter, index: int) -> Spec:
     """The file's settings, with what state is kept in here."""
     return snapshot.spec(p).replace(state_dtype=opt.param_groups[index]["state_dtype"])
+
+
+# ---- to a file ----------------------------------------------------------------------------------------------------------
+def save(opt: RuleOptimizer, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool) -> Path | None:
+    """Write an optimizer to a file; where parameters are spread over ranks, by all of them together."""
+    steps = max((int(state["step"]) for state in dicts_in(opt.state) if "step" in state), default=0)
+    if opt._homes is None:
+        return files.save(lambda: snapshot_of(opt), steps, path, every, keep, allow_nan)
+    return save_together(opt, steps, path, every, keep, allow_nan)
+
+
+def save_together(
+    opt: RuleOptimizer, steps: int, path: str | os.PathLike[str], every: int, keep: int | None, allow_nan: bool
+) -> Path | None:
+    """Write one file from all ranks: they gather tensor after tensor, and the one with the lowest number writes.
+
+    At no time is more than one tensor whole. A writer that fails goes on gathering, so that nobody waits for it, and then
+    everybody hears of it; a rank that dies ends the others' collectives, and the file written before is still there.
+    """
+    from .placements.comm import sharing
+
+    params = [param for group in opt.param_groups for param in group["params"]]
+    together, device = sharing(params, opt._homes.comm), params[0].device
+    rank = torch.distributed.get_rank()
+    steps, lead = together.highest([steps, -rank], torch.int64, device)
+    if type(every) is int and every > 0 and steps % every:
+        return None
+    with together.agreed("the checkpoint was not written", device):
+        snapshot = snapshot_of(opt)
+        lockstep = Lockstep(snapshot)
+        try:
+            if rank == -lead:
+                return files.save(lambda: snapshot, steps, path, every, keep, allow_nan)
+        finally:
+            lockstep.finish()
+        return files.target(path, steps)
+
+
+class Lockstep:
+    """The tensors of a snapshot, which all ranks gather in the order in which they are written."""
+
+    def __init__(self, snapshot: Snapshot):
+        self.next, self.broken = 0, False
+        for p in snapshot.parameters.values():
+            p.tensors = {slot: dataclasses.replace(each, read=self._reading(each)) for slot, each in p.tensors.items()}
+        self.tensors: list[Tensor] = [each for _, each in in_order(snapshot.tensors())]
+
+    def _reading(self, each: Tensor) -> Any:
+        def read() -> Any:
+            self.next += 1
+            try:
+                return each.read()
+            except Exception:
+                self.broken = True  # the others are not there any more
+                raise
+
+        return read
+
+    def finish(self) -> None:
+        """Take part in what is left."""
+        while self.next < len(self.tensors) and not self.broken:
+            self.tensors[self.next].read()

@@ -14,10 +14,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .aliasing import Work
-from .halves import is_spread
-from .memory import DTYPE, in_bounds, is_fake
+from .memory import DTYPE, in_bounds, is_dtensor, is_fake
+from .placements.build import make_placements
 from .placements.local import ARITHMETIC, Batch, ParamEntry, Placement, packed
-from .placements.making import make_placements
 
 if TYPE_CHECKING:
     from .stepping import Stepper
@@ -90,8 +89,8 @@ def check_grad(opt: Stepper, placement: Placement, entry: ParamEntry) -> torch.T
     grad: Any = entry.param.grad
     if grad.layout is not torch.strided:
         raise RuntimeError(f"{opt._owner}: {entry.records[0].name} has a sparse gradient; dense ones are needed (sparse=False)")
-    if is_spread(entry.param):
-        from .sharded.consensus import local_grad
+    if is_dtensor(entry.param):
+        from .placements.consensus import local_grad
 
         return local_grad(opt._owner, entry.records[0].name, entry.param, grad)
     if type(grad) is not torch.Tensor and is_traceable_wrapper_subclass(grad):
@@ -110,7 +109,7 @@ def check_entry(opt: Stepper, placement: Placement, entry: ParamEntry) -> None:
     """Refuse a parameter that is no longer what its state was made for."""
     param, name = entry.param, entry.records[0].name
     if param.shape == entry.shape and ARITHMETIC.get(param.dtype) is placement.dtype and param.device == placement.device:
-        if is_spread(param) or is_fake(param) or in_bounds(param):
+        if is_dtensor(param) or is_fake(param) or in_bounds(param):
             return
         raise RuntimeError(
             f"{opt._owner}: the storage of {name} has been resized to {param.untyped_storage().nbytes()} bytes; give the "
@@ -131,7 +130,7 @@ def refuse_zeros(opt: Stepper, placement: Placement, entry: ParamEntry) -> None:
     """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""
     first = entry.records[0]
     spec: Any = opt._specs[first.group][1]
-    if spec.decay != "hyperball" or first.t or not first.size or is_spread(entry.param):
+    if spec.decay != "hyperball" or first.t or not first.size or is_dtensor(entry.param):
         return
     for record, piece in zip(entry.records, placement.pieces(packed(entry.param.detach(), entry), entry), strict=True):
         if not bool(piece.any()):

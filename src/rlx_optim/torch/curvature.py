@@ -12,11 +12,11 @@ from .. import random
 from ..routing import bare
 from .collect import check_entry, find_ready
 from .eval_mode import named
-from .halves import is_spread
+from .memory import is_dtensor
 from .optimizer import RuleOptimizer
 
 
-class CurvatureOptimizer(RuleOptimizer):
+class CurvatureRuleOptimizer(RuleOptimizer):
     """Base of those that take estimates of the Hessian's diagonal."""
 
     def __init__(self, params: Any, hyperparameters: Any, *, hessian_seed: int = 0, **rest: Any):
@@ -77,7 +77,7 @@ class CurvatureOptimizer(RuleOptimizer):
                     f"{self._owner}: this attention kernel has no second derivative; wrap it in "
                     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) in the closure, or use update_hessian_from_gradients"
                 ) from problem
-        if not used and any(map(is_spread, params)):
+        if not used and any(map(is_dtensor, params)):
             raise RuntimeError(
                 f"{self._owner}: the loss does not reach the sharded parameters (fully_shard computes with copies of them, which "
                 "cannot be differentiated twice); use update_hessian_from_gradients"
@@ -129,9 +129,9 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _local(self, param: Any, tensor: Any) -> torch.Tensor:
         """The part of a tensor that is here, placed like the parameter."""
-        if not is_spread(param):
+        if not is_dtensor(param):
             return tensor
-        from .sharded.consensus import local_grad
+        from .placements.consensus import local_grad
 
         return local_grad(self._owner, "a parameter", param, tensor.detach())
 
@@ -142,11 +142,11 @@ class CurvatureOptimizer(RuleOptimizer):
         count = int(self.state.get(param, {}).get("estimates", 0))
         words, _ = random.threefry(*random.key(seed, f"hessian {place}"), torch.arange(param.numel(), device="cpu"), count)
         signs: torch.Tensor = ((words & 1) * 2 - 1).to(param.device, param.dtype).reshape(param.shape)
-        if not is_spread(param):
+        if not is_dtensor(param):
             return signs
-        from .sharded.layout import Layout
+        from .placements.comm import DTensorLayout
 
-        layout = Layout(param)  # type: ignore[arg-type]
+        layout = DTensorLayout(param)  # type: ignore[arg-type]
         return layout.wrapped(layout.part(signs, layout.placements), layout.shape, layout.placements)
 
     @torch.no_grad()

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from .memory import local_part
+from .state import outside
+
 try:  # whether frames are being compiled
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
 except ImportError:
@@ -16,8 +19,6 @@ except ImportError:
 
 from ..spec import TRAINED, Spec
 from ..splits import Split
-from .halves import local
-from .names import outside
 from .state import piece_shape
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +87,7 @@ class EvalMode(torch.optim.Optimizer):
                     continue
                 key = outside(kind, self._spec_of(group).slots(piece_shape(param, self._pieces(name, param))))[kind.evaluated]
                 if TRAINED not in state and key in state:
-                    value, offset = local(param), local(state[key])
+                    value, offset = local_part(param), local_part(state[key])
                     away = offset.device != value.device  # on the host
                     state[TRAINED] = param.detach().to(offset.device) if away else param.detach().clone()
                     value.add_(offset.to(value.device))
@@ -101,7 +102,7 @@ class EvalMode(torch.optim.Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     if TRAINED in self.state.get(param, {}):
-                        local(param).copy_(local(self.state[param].pop(TRAINED)))
+                        local_part(param).copy_(local_part(self.state[param].pop(TRAINED)))
             self._evaluating = False
 
     @contextlib.contextmanager

@@ -27,13 +27,11 @@ from ..routing import bare
 from ..spec import MODIFIERS, Shape, Spec
 from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN
-from .layouts import Origin
-from .names import foreign, in_dtype, outside
-from .restore import read_parameter, refuse_repeated, wrapped
-from .state import names_of, shape_in_state, split_in
-from .state_errors import check_outline, refuse_state, unreadable
-from .stepping import plain
-from .translation import layout_of, refuse_strangers, settings_of, state_of, unwrapped
+from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, unwrapped
+from .foreign_table import Origin
+from .hyper import in_dtype, plain
+from .state import names_of, outside, shape_in_state, split_in
+from .state_dict import check_outline, read_parameter, refuse_repeated, refuse_state, torch_settings, unreadable, wrapped
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
 AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}  # what their groups have beside ours
@@ -293,7 +291,7 @@ def _group(rule: str, values: SavedSettings) -> dict[str, Any]:
         raise CheckpointError(f"torch.optim has no {kind.title} of the convention {given['convention']!r}")
     make: Any = getattr(torch.optim, kind.torch.like)
     defaults = make([torch.zeros(1, 1, device="cpu")], lr=1e-3).defaults
-    said = {**given, **values.extra, **foreign(kind, given)}
+    said = {**given, **values.extra, **torch_settings(kind, given)}
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 

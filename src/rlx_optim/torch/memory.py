@@ -30,6 +30,11 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor; told without importing torch.distributed."""
+    return hasattr(tensor, "placements")
+
+
 def local_part(tensor: Any) -> Any:
     """The part of a DTensor that is on this rank; another tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -24,14 +24,13 @@ from ..spec import Spec
 from ..splits import WHOLE, Split, checked, described, shapes_of
 from .collect import find_ready
 from .engines import check_engine
-from .eval_mode import dicts_in, eager, named
-from .hf_config import has_heads, splits_of
-from .layouts import Origin
-from .names import by_name, foreign, with_names
+from .eval_mode import eager, named
+from .foreign_reader import layout_of, settings_of, state_of, unwrapped
+from .foreign_table import Origin
+from .hyper import number
+from .model_hints import has_heads, kinds_of, splits_of
 from .placements.local import ARITHMETIC
-from .replaced import list_params
-from .restore import load_state, refuse_codes
-from .routing import kinds_of
+from .replaced_params import list_params
 from .state import (
     export_state,
     init_state,
@@ -41,11 +40,9 @@ from .state import (
     piece_shape,
     shapes_in_state,
     split_in,
-    split_of,
 )
-from .state_errors import check_outline, refuse_state
-from .stepping import Stepper, number
-from .translation import layout_of, settings_of, state_of, unwrapped
+from .state_dict import check_outline, load_state, order_by_name, refuse_codes, refuse_state, split_of, torch_settings
+from .stepping import Stepper
 
 
 class Boxed:
@@ -212,7 +209,7 @@ class RuleOptimizer(Stepper):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         self._refresh()
-        param_group = with_names(self._owner, param_group)
+        param_group = pair_with_names(self._owner, param_group)
         params = param_group["params"]
         if isinstance(params, (set, torch.Tensor)) or "rule" in param_group:
             return self._add_all([{**param_group, "params": [params] if isinstance(params, torch.Tensor) else params}])
@@ -360,7 +357,7 @@ class RuleOptimizer(Stepper):
             if self._evaluates():  # train() takes out of the state what was saved here
                 saved["state"] = {key: copy.copy(state) for key, state in saved["state"].items()}
             for group in saved["param_groups"]:
-                group.update(foreign(self._rules[group.get("rule", self.rule)], group))
+                group.update(torch_settings(self._rules[group.get("rule", self.rule)], group))
                 present = [key for key in group["params"] if key in saved["state"]]
                 saved["state"] |= {key: export_state(group, saved["state"][key]) for key in present}
             return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
@@ -379,7 +376,7 @@ class RuleOptimizer(Stepper):
 
         Every rank must call it. It holds until the next step. Only for `Muon(ddp_model)` and its like, or with process_group=…
         """
-        from .sharded.homes import exported
+        from .placements.homes import exported
 
         self._refresh()
         owned = [entry for entry in self._owned() if entry[1].layout is None]
@@ -392,7 +389,7 @@ class RuleOptimizer(Stepper):
 
     def _owned(self) -> list[Any]:
         """(parameter, home, shapes of its state by name) of what has one owner."""
-        from .sharded.homes import Owned
+        from .placements.homes import Owned
 
         found = []
         for group in self.param_groups:
@@ -410,7 +407,7 @@ class RuleOptimizer(Stepper):
         """The state as every rank may have it: what owners hold is spread out."""
         if self._homes is None:
             return state
-        from .sharded.homes import exported
+        from .placements.homes import exported
 
         owned = self._owned()
         if any(home.layout is None for _, home, _ in owned):
@@ -440,7 +437,7 @@ class RuleOptimizer(Stepper):
             window.update(given)
             groups = loaded["param_groups"]
             if len(groups) == len(self.param_groups):
-                groups = [by_name(*pair) for pair in zip(self.param_groups, groups, strict=True)]
+                groups = [order_by_name(*pair) for pair in zip(self.param_groups, groups, strict=True)]
             boxes = {key: boxed(state) for key, state in loaded["state"].items()}
             return {**loaded, "state": boxes, "param_groups": groups}
 
@@ -529,16 +526,10 @@ class RuleOptimizer(Stepper):
         The iteration is the largest step count. The model's own parameters are not in it. Where parameters are spread over ranks,
         every rank must call it; one of them writes.
         """
-        from ..checkpoint import files
-        from .checkpoint import snapshot_of
+        from .checkpoint import save
 
         self._refresh()
-        steps = max((int(state["step"]) for state in dicts_in(self.state) if "step" in state), default=0)
-        if self._homes is not None:
-            from .sharded.saving import save
-
-            return save(self, steps, path, every, keep, allow_nan)
-        return files.save(lambda: snapshot_of(self), steps, path, every, keep, allow_nan)
+        return save(self, path, every, keep, allow_nan)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True, allow_nan: bool = False, **callables: Any) -> None:
         """Take over settings, routing and state from a file of any front end; a bad file changes nothing here.
@@ -556,7 +547,7 @@ class RuleOptimizer(Stepper):
         """A block that all ranks leave, or all of them with an error."""
         if self._homes is None:
             return contextlib.nullcontext()
-        from .sharded.together import sharing
+        from .placements.comm import sharing
 
         params = [param for group in self.param_groups for param in group["params"]]
         return sharing(params, self._homes.comm).agreed(what, params[0].device)
@@ -593,3 +584,16 @@ class RuleOptimizer(Stepper):
                 why = "; ".join(filter(None, parts))
                 rows.append((name, tuple(param.shape), self._rules[group["rule"]], why))
         return report(rows)
+
+
+def pair_with_names(owner: str, group: dict[str, Any]) -> dict[str, Any]:
+    """A group whose names stand beside its parameters (torchtitan's, and those of torch's own groups) with pairs of both."""
+    if group.get("param_names") is None:
+        return {k: v for k, v in group.items() if k != "param_names"}
+    params, names = group["params"], list(group["param_names"])
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    if any(isinstance(entry, tuple) for entry in params):
+        raise ValueError(f"{owner}: a group has pairs of name and parameter, and param_names too; leave out one of them")
+    if len(names) != len(params):
+        raise ValueError(f"{owner}: a group has {len(params)} parameters and {len(names)} param_names; give each its name")
+    return {k: v for k, v in group.items() if k != "param_names"} | {"params": list(zip(names, params, strict=True))}

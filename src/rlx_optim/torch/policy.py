@@ -25,7 +25,7 @@ class Policy(EvalMode):
     _repeated: dict[torch.Tensor, int]  # parameters that groups list more than once, and how often
     skip_above: float | None  # standard deviations
     _guard: Guard | None
-    _consensus: Any  # of the ranks that must agree before a step (`sharded.consensus`)
+    _consensus: Any  # of the ranks that must agree before a step (`placements.consensus`)
     _views: Callable[[], list[dict[str, Any]]]  # the groups, as placements have them
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device

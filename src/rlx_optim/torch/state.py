@@ -16,28 +16,38 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import storage
 from ..spec import Shape, Slot, Spec
 from ..splits import WHOLE, Split, checked, part, shapes_of, slots_of, stored
-from . import halves
-from .names import outside
+from . import bf16
+from .memory import local_part
 from .placements.local import ARITHMETIC
-from .state_errors import state_error
 
 Slots = tuple[Slot, ...]  # of each piece of a parameter
+
+#: what torch calls a slot by the first words of its meaning
+MEANINGS = {
+    "first moment": "exp_avg",
+    "second moment": "exp_avg_sq",
+    "largest second moment": "max_exp_avg_sq",
+    "row": "row_var",
+    "column": "col_var",
+    "curvature": "hessian",
+    "last gradient": "last_grad",
+}
+
+
+def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str]:
+    """The names of a tensor's slots in a state_dict. Of several with one meaning the first has torch's name."""
+    found: dict[str, str] = {}
+    for slot, each in slots.items():
+        usual = next((name for words, name in MEANINGS.items() if f"{each.meaning} ".startswith(f"{words} ")), slot)
+        name = kind.torch.slots.get(slot, usual)
+        found[slot] = slot if name in found.values() else name
+    return found
 
 
 def split_in(state: Mapping[str, Any]) -> Split | None:
     """How a parameter is split, as its state says."""
     given = state.get("batch")
     return None if given is None else checked(given if isinstance(given, (list, tuple)) else operator.index(given))
-
-
-def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> Split | None:
-    """How a parameter is split, as a checkpoint says."""
-    try:
-        if (split := split_in(saved)) is not None:
-            shapes_of(tuple(param.shape), split)
-    except (TypeError, ValueError) as problem:
-        raise state_error(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
-    return split
 
 
 def piece_shape(param: torch.Tensor, split: Split) -> Shape:
@@ -104,7 +114,7 @@ HOST = Host()
 
 def device_of(param: torch.Tensor, home: Any) -> torch.device:
     """Where the state of a parameter is."""
-    return HOST.device if home is HOST else halves.local(param).device
+    return HOST.device if home is HOST else local_part(param).device
 
 
 def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
@@ -113,7 +123,7 @@ def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
 
 
 def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> dict[str, Slots]:
-    """The slots of a parameter's pieces, with what they are kept in at its home (`sharded.homes`, `HOST`; None: beside it)."""
+    """The slots of a parameter's pieces, with what they are kept in at its home (`placements.homes`, `HOST`; None: beside it)."""
     slots = slots_of(spec, tuple(param.shape), split)
     return slots if home is None else home.kept(slots, split)
 
@@ -153,7 +163,7 @@ def count_of(value: Any) -> float:
 
 def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
-    (`sharded.homes`) or `HOST`, else None."""
+    (`placements.homes`) or `HOST`, else None."""
     make = fresh if home is None else home.room
     buffer: torch.Tensor = make(part(slots, end), param, split, dtype_of(slots, param, end))
     return buffer
@@ -170,7 +180,7 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Sp
             state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
         state.setdefault(name, counter(value))
-    halves.init_state(state, spec, param, device_of(param, home))
+    bf16.init_state(state, spec, param, device_of(param, home))
 
 
 def canonicalize(state: dict[str, Any], spec: Spec) -> None:

@@ -20,18 +20,17 @@ from ..spec import Spec
 from ..splits import Split
 from ..stats import Row, Stats, summarize_stats
 from ..stepping import TensorState
-from . import halves
+from . import bf16
 from .collect import find_ready
 from .engines import choose
 from .eval_mode import eager, named
-from .halves import is_spread
-from .memory import GRAD, REQUIRES_GRAD
-from .names import in_dtype
+from .hyper import fixed, identified, in_dtype, number, plain
+from .memory import GRAD, REQUIRES_GRAD, is_dtensor
 from .placements.captured import Captured
 from .placements.host import LINKS
 from .placements.local import ARITHMETIC, Placement
 from .policy import Policy
-from .replaced import follow, list_params, pair_replaced
+from .replaced_params import follow, list_params, pair_replaced
 from .state import (
     HOST,
     is_frozen,
@@ -40,7 +39,6 @@ from .state import (
 from .step import take_step
 
 DTYPES = list(ARITHMETIC)
-FIXED = (float, int, bool, str, type(None))
 ROUNDED = 1e-9  # of the rate a schedule began with: below zero by no more is zero (LinearLR gets there by adding up)
 
 
@@ -55,7 +53,7 @@ class Stepper(Policy):
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
     _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _gathering: bool  # whether a rule reduces over all parameters
-    _homes: Any = None  # where parameters that are spread over ranks keep their state (`sharded.homes`)
+    _homes: Any = None  # where parameters that are spread over ranks keep their state (`placements.homes`)
     _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
 
     _lock: Any = None  # one thread steps at a time; copies and pickles have locks of their own
@@ -94,7 +92,7 @@ class Stepper(Policy):
         self._listed_specs: list[Spec] = []
         self._fusion_keys: tuple[Any, ...] = ()  # what `fusion_key` gives of each
         self._given: dict[int, list[Any]] = {}  # of groups whose settings were such as nobody can change in place
-        self._consensus: Any = None  # of the ranks that must agree before a step (`sharded.consensus`)
+        self._consensus: Any = None  # of the ranks that must agree before a step (`placements.consensus`)
         self._evaluating = None
         self._dormant: list[torch.Tensor] = []  # frozen parameters without state, when the placements were made
 
@@ -119,8 +117,8 @@ class Stepper(Policy):
 
     def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
         """Made with the first parameter that is spread over ranks; None without one."""
-        if self._homes is None and ((spec.matrix and self._process_group is not None) or any(map(is_spread, params))):
-            from .sharded.homes import Homes
+        if self._homes is None and ((spec.matrix and self._process_group is not None) or any(map(is_dtensor, params))):
+            from .placements.homes import Homes
 
             self._homes = Homes(self._owner, self._process_group)
         return self._homes
@@ -171,15 +169,15 @@ class Stepper(Policy):
         what = f"{self._owner}: parameter {name!r}" if name else f"{self._owner}: a parameter of shape {tuple(param.shape)}"
         if group["state_dtype"] != "float32" and param.dtype is torch.float64:
             raise ValueError(f'{what} is float64, and so is its state; give it a group of its own with state_dtype="float32"')
-        if problem := halves.refusal(group["rounding"], param):
+        if problem := bf16.refusal(group["rounding"], param):
             raise ValueError(f"{what} {problem}")
         if param.device.type == "meta":
             raise ValueError(
                 f"{what} is on the meta device; materialise the model (model.to_empty(device=…)) before the optimizer"
             )
-        if is_traceable_wrapper_subclass(param) and not is_spread(param):  # it has no memory of its own
+        if is_traceable_wrapper_subclass(param) and not is_dtensor(param):  # it has no memory of its own
             raise ValueError(f"{what} is a {type(param).__name__}; plain tensors and DTensors can be stepped")
-        if is_spread(param) and any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
+        if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
             raise ValueError(f"{what} is a partial sum; redistribute it to Shard or Replicate before the optimizer is made")
         if param.dtype not in ARITHMETIC:
             hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
@@ -329,28 +327,3 @@ class Stepper(Policy):
                 handle.remove()
 
         return detach
-
-
-def fixed(value: Any) -> bool:
-    """Whether nobody can change it in place."""
-    return type(value) in FIXED or (type(value) is tuple and all(map(fixed, value)))
-
-
-def identified(value: Any) -> Any:
-    """A value by which it can be told whether it was replaced: tensors count as themselves, whatever they hold."""
-    if type(value) is tuple:
-        return tuple(map(identified, value))
-    return id(value) if isinstance(value, torch.Tensor) else value
-
-
-def number(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
-        return value.item()
-    return value
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters with one-element tensors read."""
-    return {k: tuple(number(k, x) for x in v) if isinstance(v, (tuple, list)) else number(k, v) for k, v in values.items()}

@@ -32,7 +32,7 @@ from ...spec import Spec
 from ...splits import WHOLE
 from ...stepping import TensorState, observe
 from ...storage import Quantized
-from .. import halves
+from .. import bf16
 from ..state import HOST
 from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection
 
@@ -250,7 +250,7 @@ class Hosted(Placement):
         placement.entries = [cast(Any, chunk) for _, chunk in chunks]
         if not self.above:
             for _, chunk in chunks:
-                halves.tell(placement, chunk)
+                bf16.tell(placement, chunk)
             placement.arrange()
         return StagedBucket(placement, [place for place, _ in chunks])
 
@@ -271,7 +271,7 @@ class Hosted(Placement):
                         record.state[slot] = self.inner.view(next(staged)[0])
             if chunk.rounding is not None and chunk.rounding.low is not None:
                 chunk.rounding = dataclasses.replace(chunk.rounding, low=next(staged)[0])
-            halves.tell(bucket.placement, chunk)
+            bf16.tell(bucket.placement, chunk)
         bucket.placement.arrange()
 
     def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:

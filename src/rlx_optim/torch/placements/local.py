@@ -29,8 +29,7 @@ from ...rounding import ParamRounding
 from ...spec import Spec
 from ...splits import WHOLE, Split
 from ...stepping import Grouping, Part, StepPart, TensorState, observe, run_part, scalars
-from .. import halves
-from ..halves import local
+from .. import bf16
 from ..memory import (
     DEVICE,
     DTYPE,
@@ -44,6 +43,7 @@ from ..memory import (
     Whereabouts,
     are_finite,
     are_finite_at,
+    is_dtensor,
     is_fake,
     local_part,
     locate_in_storage,
@@ -90,7 +90,7 @@ class ParamEntry:
 
     def places(self) -> torch.Tensor:
         """The index in the whole parameter of each element that is here."""
-        return halves.places(self.param)
+        return bf16.places(self.param)
 
 
 class Selection:
@@ -131,7 +131,7 @@ class Expected:
         self.counts = [value for entry in entries for value in entry.numbers]
         self.kept = [value for entry in entries for value in entry.kept]
         self.pointers = [place for entry in entries for place in entry.pointers]
-        self.spread = any(map(halves.is_spread, self.params))
+        self.spread = any(map(is_dtensor, self.params))
         self.whereabouts = Whereabouts.join([entry.whereabouts for entry in entries])
         self.plain = not self.spread and not any(map(is_fake, self.params))
         self.types, self.shapes, self.dtypes = (
@@ -282,7 +282,7 @@ class Placement(abc.ABC):
     separates = False  # whether it steps such apart from others
     recorded = True  # whether its engine may keep graphs of its steps, with memory of their own
     hosted = False  # whether state is on the host and parameters are not (`offload`)
-    commits = False  # whether gradients are directions, to be committed (`sharded.owner`)
+    commits = False  # whether gradients are directions, to be committed (`placements.owner`)
     waits = False  # whether a step of it waits for the device: it comes after those that do not
     words = ""  # what is to be said of where state is
 
@@ -438,9 +438,9 @@ class LocalTensors(Placement):
         pieces: list[torch.Tensor] = []
         back = []
         for entry, grad in zip(selection.entries, batch.grads, strict=True):
-            whole = local(entry.param).detach()
+            whole = local_part(entry.param).detach()
             if entry.rounding is not None:
-                whole = packed(halves.opened(entry, self.dtype), entry)
+                whole = packed(bf16.opened(entry, self.dtype), entry)
                 back.append((entry, whole))
             elif entry.split != WHOLE and (entry.columns or not whole.is_contiguous()):
                 whole = packed(whole, entry).contiguous()
@@ -452,7 +452,7 @@ class LocalTensors(Placement):
             ps, gs = ([side[at[place]] for place in places] for side in (params, pieces))
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         for entry, whole in back:
-            halves.closed(entry, unpacked(whole, entry), self.tick(entry))
+            bf16.closed(entry, unpacked(whole, entry), self.tick(entry))
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
@@ -487,7 +487,7 @@ class LocalPointers(Placement):
         entries, grads = selection.entries, batch.grads
         params: list[torch.Tensor] = [entry.param for entry in entries]
         if self.spread:
-            params = list(map(local, params))
+            params = list(map(local_part, params))
         found = batch.addresses or Addresses(params, grads)
         back = []
         self.copied = 0
@@ -501,7 +501,7 @@ class LocalPointers(Placement):
                 of_grad = entry.columns or not self.as_is(grads[i])
                 self.copied += of_param or of_grad
                 if of_param:
-                    scratch = params[i] = packed(halves.opened(entry, self.dtype), entry)
+                    scratch = params[i] = packed(bf16.opened(entry, self.dtype), entry)
                     back.append((entry, scratch))
                 if of_grad:
                     grads[i] = packed(grads[i], entry).to(self.dtype).contiguous()
@@ -509,7 +509,7 @@ class LocalPointers(Placement):
         self.set_pointers(selection, found)
         self.launch(selection, entries, params, grads, specs, scale)
         for entry, scratch in back:
-            halves.closed(entry, unpacked(scratch, entry), self.tick(entry))  # torch counts this version itself
+            bf16.closed(entry, unpacked(scratch, entry), self.tick(entry))  # torch counts this version itself
 
     def launch(
         self, selection: Selection, entries: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],

@@ -25,11 +25,11 @@ from ...recent import Recent
 from ...spec import Shape, Spec
 from ...splits import WHOLE
 from ...stepping import Grouping, Part, TensorState, bundle_up, run_part
-from .. import halves
-from ..sharded.exchange import Item, collect, spread
-from ..sharded.homes import Home, Owned, Shards
-from ..sharded.layout import Layout, to_local
-from ..sharded.together import RemoteError
+from .. import bf16
+from ..memory import is_dtensor, local_part
+from .comm import DTensorLayout, RemoteError
+from .exchange import Transfer, collect, spread
+from .homes import Home, Owned, Shards
 from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection, packed, unpacked
 
 DONE, FAILED, BLIND = range(3)  # what became of an update: BLIND is one that reads p and was not sent it
@@ -88,9 +88,9 @@ class Owner(Placement):
     def arrange(self) -> None:
         super().arrange()
         self.shards.entries = [commit_entry(entry) for entry in self.entries]
-        self.shards.spread = self.spread if any(map(halves.is_spread, self.params)) else ""
+        self.shards.spread = self.spread if any(map(is_dtensor, self.params)) else ""
         for entry in self.shards.entries if self.shards.rounds else ():
-            halves.deal_out(self.shards, entry)
+            bf16.deal_out(self.shards, entry)
         self.shards.arrange()
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
@@ -169,12 +169,12 @@ class Owner(Placement):
         wholes: tuple[dict[int, torch.Tensor], ...] = {}, {}
         travelling = []
         for side, i in [*((0, i) for i in stage.members), *((1, i) for i in stage.members if i in step.reading)]:
-            entry, home, part = step.entries[i], step.homes[i], halves.held(step.entries[i]) if side else step.grads[i]
+            entry, home, part = step.entries[i], step.homes[i], bf16.held(step.entries[i]) if side else step.grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
                 wholes[side][i] = layout.wrapped(part.contiguous(), layout.shape, layout.placements).full_tensor()
             elif home.layout is not None:
-                travelling.append(((side, i), Item(tuple(entry.shape), part.dtype, home.dim, home.owner), part, home.comm))
+                travelling.append(((side, i), Transfer(tuple(entry.shape), part.dtype, home.dim, home.owner), part, home.comm))
             elif home.is_owner:
                 wholes[side][i] = part
         if not travelling:
@@ -248,8 +248,10 @@ class Owner(Placement):
                 numbers,
             )
         lengths = [step.length(i) for i in members]
-        items = [Item(tuple(step.entries[i].shape), self.dtype, at.dim, at.owner) for i, at in zip(members, owned, strict=True)]
-        items += [Item((n,), torch.float64, None, home.owner) for n, home in zip(lengths, owned, strict=True)]
+        items = [
+            Transfer(tuple(step.entries[i].shape), self.dtype, at.dim, at.owner) for i, at in zip(members, owned, strict=True)
+        ]
+        items += [Transfer((n,), torch.float64, None, home.owner) for n, home in zip(lengths, owned, strict=True)]
         computed = [k for k, home in enumerate(owned) if home.is_owner]
         flat = torch.tensor([x for k in computed for x in numbers[members[k]]], dtype=torch.float64, device=self.device)
         wholes = {k: directions[members[k]] for k in computed}
@@ -315,7 +317,7 @@ def on_host(value: Any) -> Any:
 
 def commit_entry(entry: ParamEntry) -> ParamEntry:
     """The part of a parameter that is on this rank, to commit directions to. Unequal pieces have numbers of their own."""
-    first, shape = entry.records[0], tuple(to_local(entry.param).shape)
+    first, shape = entry.records[0], tuple(local_part(entry.param).shape)
     found = ParamEntry(entry.param, {"step": entry.state["step"]}, first.name, first.group, WHOLE, ())
     found.columns, found.rounding = entry.columns, entry.rounding
     shapes = [shape]
@@ -329,6 +331,6 @@ def commit_entry(entry: ParamEntry) -> ParamEntry:
 
 def local_lengths(param: torch.Tensor, split: tuple[int, ...], axis: int) -> tuple[int, ...]:
     """How much of each piece is on this rank."""
-    first, last = Layout(param).extent(axis) if isinstance(param, DTensor) else (0, param.shape[axis])
+    first, last = DTensorLayout(param).extent(axis) if isinstance(param, DTensor) else (0, param.shape[axis])
     ends = list(itertools.accumulate(split))
     return tuple(max(0, min(last, end) - max(first, end - n)) for n, end in zip(split, ends, strict=True))

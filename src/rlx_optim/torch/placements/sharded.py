@@ -19,21 +19,21 @@ from ...splits import WHOLE, shapes_of, slots_of
 from ...splits import part as part_of
 from ...stepping import Grouping, TensorState
 from ...storage import COMPONENTS, Quantized
-from ..sharded.consensus import Consensus
-from ..sharded.homes import Home, Owned
-from ..sharded.layout import Layout, to_local
-from ..sharded.reducing import Reducing
-from ..sharded.together import Together, splitting
+from ..memory import local_part
 from ..state import Slots, canonicalize, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
+from .comm import DTensorLayout, Together, splitting
+from .consensus import Consensus
+from .homes import Home, Owned
 from .local import LocalTensors, ParamEntry, Placement
 from .owner import Owner
+from .reducing import Reducing
 
 
 class Sharded(LocalTensors):
     """Shards of rules that measure whole tensors. Empty ones take part: their ranks must be in every all-reduce."""
 
     def group(self) -> Grouping:
-        return Grouping(self.engine, self.records, [Layout(cast(Any, entry.param)) for entry in self.entries])
+        return Grouping(self.engine, self.records, [DTensorLayout(cast(Any, entry.param)) for entry in self.entries])
 
 
 def make_entry(
@@ -45,14 +45,14 @@ def make_entry(
     canonicalize(state, spec)
     found = ParamEntry(param, state, name, group, split, spec.counters())
     if not owned:
-        shapes = shapes_of(tuple(to_local(param).shape), split)
+        shapes = shapes_of(tuple(local_part(param).shape), split)
         whole = found.records[0].size
         found.records = [TensorState(record.name, shape, group) for record, shape in zip(found.records, shapes, strict=True)]
         if isinstance(placement, Sharded):
             found.records[0].size = whole  # an empty shard is stepped, too
     held = not isinstance(home, Owned) or home.is_owner
     slots = kept_slots(spec, param, split, home)
-    local_slots = slots if owned else in_part(slots, slots_of(spec, tuple(to_local(param).shape), split))
+    local_slots = slots if owned else in_part(slots, slots_of(spec, tuple(local_part(param).shape), split))
     for i, record in enumerate(found.records):
         record.slots = {slot: each[i] for slot, each in local_slots.items()}
         record.t = int(state["step"])
@@ -62,7 +62,7 @@ def make_entry(
         views = []
         for end in COMPONENTS[slots[slot][0].storage]:
             kept, dtype = state[key + end], dtype_of(slots[slot], param, end)
-            buffer, shape = to_local(kept), shape_in_state(part_of(slots[slot], end), param, split)
+            buffer, shape = local_part(kept), shape_in_state(part_of(slots[slot], end), param, split)
             if not home.fits(kept, shape) or buffer.dtype is not dtype or not buffer.is_contiguous():
                 raise RuntimeError(
                     f"{key + end!r} of {name} must be as this optimizer made it: a contiguous {dtype} of shape {shape}, spread "

@@ -18,15 +18,16 @@ from ...program import has_reduction
 from ...spec import Shape, Slot, Spec
 from ...splits import WHOLE, Split, exact, number, shapes_of
 from ...storage import COMPONENTS
+from ..memory import local_part
 from ..state import Slots, fresh, piece_shape, shape_in_state
-from .exchange import Item, spread
-from .layout import Comm, Layout, to_local
+from .comm import Comm, DTensorLayout
+from .exchange import Transfer, spread
 
 
 class Shards:
     """State placed like the parameter: an axis that a slot lacks is not sharded. With `whole`, replicated."""
 
-    def __init__(self, layout: Layout, whole: bool = False):
+    def __init__(self, layout: DTensorLayout, whole: bool = False):
         self.layout, self.whole = layout, whole
 
     def placements(self, slot: Slot) -> list[Any]:
@@ -58,7 +59,7 @@ class Shards:
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         if slot.drop == () and shape:
             local[-1] = layout.local_shape[-1] if shape[-1] == layout.shape[-1] else shape[-1]  # scales have rows of their own
-        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=to_local(param).device), shape, placements)
+        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=local_part(param).device), shape, placements)
 
     @torch.no_grad()
     def put(self, buffer: Any, value: torch.Tensor) -> None:
@@ -87,7 +88,7 @@ def lacking_axes(slot: Slot, shape: Shape) -> set[int]:
 class Owned:
     """State that lies whole on one rank of a comm."""
 
-    def __init__(self, comm: Comm, owner: int, layout: Layout | None):
+    def __init__(self, comm: Comm, owner: int, layout: DTensorLayout | None):
         self.comm, self.owner, self.layout = comm, owner, layout
         self.is_owner = comm.rank == owner
         self.dim = None if layout is None else layout.shards[0][1]
@@ -98,12 +99,12 @@ class Owned:
     def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
         return fresh(slots, param, split, dtype) if self.is_owner else torch.empty(0, dtype=dtype, device=param.device)
 
-    def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Item:
+    def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Transfer:
         """How a slot travels: cut like the parameter, or along its first axis."""
         dim = None if self.layout is None or not shape else self.dim if like else 0
-        return Item(shape, dtype, dim, self.owner)
+        return Transfer(shape, dtype, dim, self.owner)
 
-    def placements(self, item: Item) -> list[Any]:
+    def placements(self, item: Transfer) -> list[Any]:
         assert self.layout is not None
         sharded = Replicate() if item.dim is None else Shard(item.dim)
         return [sharded if i == self.layout.shards[0][0] else Replicate() for i in range(len(self.layout.placements))]
@@ -116,7 +117,7 @@ class Owned:
 
     @torch.no_grad()
     def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
-        item = Item(shape, buffer.dtype, None, self.owner)
+        item = Transfer(shape, buffer.dtype, None, self.owner)
         return spread(self.comm, [item], {0: buffer} if self.is_owner else {}, buffer.device)()[0]
 
     def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
@@ -137,7 +138,7 @@ class Homes:
 
     def of(self, name: str, param: torch.Tensor, spec: Spec, split: Split) -> Home | None:
         """Where a parameter's state is kept; None for a plain tensor that every rank steps by itself."""
-        layout = Layout(param) if isinstance(param, DTensor) else None
+        layout = DTensorLayout(param) if isinstance(param, DTensor) else None
         comm = self.comm_of(layout, spec)
         if comm is not None:
             if param not in self.owners:
@@ -157,7 +158,7 @@ class Homes:
             )
         return Shards(layout, whole=spec.matrix)
 
-    def comm_of(self, layout: Layout | None, spec: Spec) -> Comm | None:
+    def comm_of(self, layout: DTensorLayout | None, spec: Spec) -> Comm | None:
         """Among whom a parameter is owned by one."""
         if not spec.matrix:
             return None
@@ -169,7 +170,7 @@ class Homes:
         """Give new parameters their owners, by the work they are."""
         comms: dict[str, tuple[Comm, list[tuple[torch.Tensor, int]]]] = {}
         for param, spec, split in newcomers:
-            comm = self.comm_of(Layout(param) if isinstance(param, DTensor) else None, spec)
+            comm = self.comm_of(DTensorLayout(param) if isinstance(param, DTensor) else None, spec)
             if comm is not None and param not in self.owners:
                 cost = sum(map(spec.work, shapes_of(tuple(param.shape), split)))
                 comms.setdefault(comm.name, (comm, []))[1].append((param, cost))
@@ -184,7 +185,7 @@ def exported(
 ) -> dict[Any, dict[str, Any]]:
     """The state with what owners hold as DTensors (under DDP: as whole tensors), by one exchange a comm."""
     out = {param: dict(state) if isinstance(state, dict) else state for param, state in states.items()}
-    comms: dict[Any, tuple[Comm, list[tuple[torch.Tensor, Owned, str, Item]]]] = {}
+    comms: dict[Any, tuple[Comm, list[tuple[torch.Tensor, Owned, str, Transfer]]]] = {}
     for param, home, shapes in owned:
         for key, shape in shapes.items():
             item = home.item(shape, states[param][key].dtype, shape == tuple(param.shape))
@@ -197,6 +198,6 @@ def exported(
     return out
 
 
-def _as_dtensor(home: Owned, item: Item, part: torch.Tensor) -> DTensor:
+def _as_dtensor(home: Owned, item: Transfer, part: torch.Tensor) -> DTensor:
     assert home.layout is not None
     return home.layout.wrapped(part.clone(), item.shape, home.placements(item))

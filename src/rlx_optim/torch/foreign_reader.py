@@ -17,8 +17,8 @@ from ..checkpoint.snapshot import missing
 from ..registry import OURS
 from ..routing import quote
 from ..spec import MODIFIERS, Foreign, Shape, Spec
-from .layouts import LAYOUTS, SHARED, STRANGERS, Group, Only, Origin
-from .state_errors import described, number_in, restart, state_error, unreadable
+from .foreign_table import LAYOUTS, SHARED, STRANGERS, Group, Only, Origin
+from .state_dict import described, number_in, restart, state_error, unreadable
 
 #: what bitsandbytes wraps its state in, what is in it beside "state1" and "state2", and how many neighbours may share an absmax
 WRAPPED = "__bnb_optimizer_quant_state__"

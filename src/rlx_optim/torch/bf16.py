@@ -13,18 +13,9 @@ import torch
 from ..engines.torch_ import Torch, part, whole
 from ..rounding import EXACT, LOW, NEAREST, ParamRounding, key_of, rounded
 from ..spec import Spec
+from .memory import is_dtensor, local_part
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def is_spread(param: Any) -> bool:
-    """A DTensor; told without importing what defines it."""
-    return hasattr(param, "placements")
-
-
-def local(tensor: Any) -> Any:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def refusal(rounding: str, param: torch.Tensor) -> str | None:
@@ -44,24 +35,24 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: t
     if not keeps_low(spec, param):
         state.pop(LOW, None)
     elif LOW not in state:
-        shard = local(param)
+        shard = local_part(param)
         low = torch.zeros((*shard.shape, 2), dtype=torch.uint8, device=device)
         state[LOW] = low if shard is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
 
 
 def _layout(tensor: Any) -> Any:
-    from .sharded.layout import Layout
+    from .placements.comm import DTensorLayout
 
-    return Layout(tensor)
+    return DTensorLayout(tensor)
 
 
 @torch.no_grad()
 def put(low: Any, value: torch.Tensor) -> None:
     """Take over a low half: a DTensor of whatever placement, or the whole tensor, which every rank has."""
-    if not is_spread(low):
+    if not is_dtensor(low):
         low.copy_(value)
         return
-    from .sharded.homes import Shards
+    from .placements.homes import Shards
 
     Shards(_layout(low)).put(low, value)
 
@@ -72,9 +63,9 @@ def checked(
     """The low half of what is here, as integers of 16 bits, if there is to be one."""
     if not keeps_low(spec, param):
         return None
-    kept, shard, shape = state[LOW], local(param), (*param.shape, 2)
-    low = local(kept)
-    same = tuple(kept.shape) == shape and tuple(low.shape) == (*shard.shape, 2) and is_spread(kept) == is_spread(param)
+    kept, shard, shape = state[LOW], local_part(param), (*param.shape, 2)
+    low = local_part(kept)
+    same = tuple(kept.shape) == shape and tuple(low.shape) == (*shard.shape, 2) and is_dtensor(kept) == is_dtensor(param)
     if not same or low.dtype is not torch.uint8 or low.device != device or not low.is_contiguous():
         raise RuntimeError(
             f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and on {device}; it is "
@@ -89,7 +80,7 @@ def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None
     if param.dtype not in KINDS or spec.rounding == NEAREST:
         return None
     first: int | None = 0
-    if is_spread(param):
+    if is_dtensor(param):
         offsets, shard = extent(param)
         rows = tuple(shard[1:]) == tuple(param.shape[1:])
         first = None if not rows else offsets[0] * math.prod(shard[1:]) if shard else 0
@@ -107,7 +98,7 @@ def extent(param: Any) -> tuple[list[int], list[int]]:
 def places(param: Any) -> torch.Tensor:
     """The index in the whole parameter of each element that is here."""
     offsets, shard = extent(param)
-    device, found = local(param).device, torch.zeros((), dtype=torch.int64, device="cpu")
+    device, found = local_part(param).device, torch.zeros((), dtype=torch.int64, device="cpu")
     for axis, (offset, n) in enumerate(zip(offsets, shard, strict=True)):
         along = torch.arange(n, dtype=torch.int64, device="cpu") + offset
         found = found[..., None] + along * math.prod(param.shape[axis + 1 :])
@@ -116,19 +107,19 @@ def places(param: Any) -> torch.Tensor:
 
 def held(entry: Any) -> torch.Tensor:
     """What this rank has of an entry's parameter, with its low half if it has one."""
-    return whole(local(entry.param).detach().resolve_neg(), entry.rounding)
+    return whole(local_part(entry.param).detach().resolve_neg(), entry.rounding)
 
 
 def opened(entry: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of an entry's parameter in the arithmetic's type."""
-    p = local(entry.param).detach().resolve_neg()
+    p = local_part(entry.param).detach().resolve_neg()
     joined = whole(p, entry.rounding)
     return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     """Leave in an entry's parameter what came of such a copy at step t."""
-    p, half = local(entry.param).detach(), entry.rounding
+    p, half = local_part(entry.param).detach(), entry.rounding
     if half is None:
         p.copy_(value)
     elif half.low is not None:

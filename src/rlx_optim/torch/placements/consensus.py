@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..placements.local import Batch, Placement
-from .layout import to_local
-from .together import RemoteError, Together
+from ..memory import local_part
+from .comm import RemoteError, Together
+from .local import Batch, Placement
 
 Work = list[Batch]
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
@@ -70,7 +70,7 @@ class Consensus:
 
     @staticmethod
     def _nothing(param: Any) -> torch.Tensor:
-        return torch.zeros_like(to_local(param))
+        return torch.zeros_like(local_part(param))
 
 
 def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:
@@ -81,5 +81,5 @@ def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:
         raise RuntimeError(f"{owner}: {name} lies on {param.device_mesh}, its gradient on {grad.device_mesh}")
     if tuple(grad.placements) != tuple(param.placements):  # a replicated parameter's gradient may be a partial sum
         grad = grad.redistribute(placements=param.placements)
-    local = to_local(grad)
+    local = local_part(grad)
     return local.wait() if hasattr(local, "wait") else local

@@ -7,24 +7,27 @@ all-reduces as the rule has dependent measurements, however many tensors there a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle
 from ...engines.torch_ import Torch
 from ...language import Reduction
 from ...program import Pass, reduced_axis
 from ...spec import Shape
-from .layout import Comm, Layout
+from ..memory import local_part
+from .comm import Comm, DTensorLayout
+from .consensus import local_grad
 
 
 class Reducing(Torch):
     """`bundle.pointers` holds the layouts of a step's tensors, `bundle.index` says which of them are in the bundle."""
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
-        self.layouts: list[Layout] = [bundle.pointers[i] for i in bundle.index]
+        self.layouts: list[DTensorLayout] = [bundle.pointers[i] for i in bundle.index]
         return super().run(bundle, move)
 
     def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
@@ -44,7 +47,7 @@ class Reducing(Torch):
         return {n: [t.to(self.dtype) for t in value] if isinstance(value, list) else value for n, value in found.items()}
 
     @staticmethod
-    def _add_up(entries: list[tuple[Layout, int | None, bool, list[torch.Tensor], int]]) -> None:
+    def _add_up(entries: list[tuple[DTensorLayout, int | None, bool, list[torch.Tensor], int]]) -> None:
         """Make the sums of this rank those of all ranks that share what was summed over."""
         shared: dict[tuple[str, bool], tuple[Comm, list[tuple[list[torch.Tensor], int]]]] = {}
         for layout, axis, largest, sums, i in entries:
@@ -57,3 +60,39 @@ class Reducing(Torch):
             torch.distributed.all_reduce(flat, op, group=comm.group)
             for (sums, i), total in zip(members, flat.split([sums[i].numel() for sums, i in members]), strict=True):
                 sums[i] = total.reshape(sums[i].shape)
+
+
+class Way:
+    """How gradients are split: the comms to add up over, equal by name."""
+
+    def __init__(self, comms: Iterable[Comm]):
+        self.comms = list(comms)
+        self.names = tuple(comm.name for comm in self.comms)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Way) and self.names == other.names
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+
+def sorted_out(params: Iterable[Any]) -> dict[Way, list[torch.Tensor]]:
+    """What is here of every gradient, by the way the parameter is split: a gradient may be missing, the parameter is there."""
+    found: dict[Way, list[torch.Tensor]] = {}
+    for param in params:
+        way = Way(comm for comm in (DTensorLayout(param).comms if isinstance(param, DTensor) else []) if comm.size > 1)
+        local = found.setdefault(way, [])
+        if param.grad is not None:
+            spread = isinstance(param, DTensor)
+            local.append(local_grad("clip_grad_norm_", "a parameter", param, param.grad) if spread else local_part(param.grad))
+    return found
+
+
+def total(sums: Mapping[Way, torch.Tensor], largest: bool) -> torch.Tensor:
+    """All sums together, each over its own ranks: those that are split in one way by one all-reduce."""
+    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+    for way, value in sums.items():
+        for comm in way.comms:
+            torch.distributed.all_reduce(value, op, group=comm.group)
+    each = torch.stack(list(sums.values()))
+    return each.max() if largest else each.sum()

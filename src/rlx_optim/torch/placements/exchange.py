@@ -14,11 +14,11 @@ import torch
 
 from ...partition import extent
 from ...spec import Shape
-from .layout import Comm
+from .comm import Comm
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class Transfer:
     """A tensor that one rank has whole and every rank has a part of: along `dim`, or (None) all of it."""
 
     shape: Shape
@@ -41,7 +41,7 @@ class Item:
 
 
 def collect(
-    comm: Comm, items: Sequence[Item], parts: Sequence[torch.Tensor], device: torch.device
+    comm: Comm, items: Sequence[Transfer], parts: Sequence[torch.Tensor], device: torch.device
 ) -> Callable[[], dict[int, torch.Tensor]]:
     """Every rank gives its parts; an owner gets its tensors whole, by their place in `items`."""
     own = [i for i, item in enumerate(items) if item.owner == comm.rank]
@@ -60,7 +60,7 @@ def collect(
 
 
 def spread(
-    comm: Comm, items: Sequence[Item], wholes: Mapping[int, torch.Tensor], device: torch.device
+    comm: Comm, items: Sequence[Transfer], wholes: Mapping[int, torch.Tensor], device: torch.device
 ) -> Callable[[], list[torch.Tensor]]:
     """Owners give their tensors whole; every rank gets its part of each."""
     owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(comm.size)]

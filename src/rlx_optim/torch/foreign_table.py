@@ -16,7 +16,7 @@ import torch
 
 from ..coefficients import SCHEMES
 from ..spec import Foreign, Shape, Spec
-from .state_errors import unreadable
+from .state_dict import unreadable
 
 Group = Mapping[str, Any]
 #: settings that change no step here, or that every group here has

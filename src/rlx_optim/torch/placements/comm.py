@@ -1,8 +1,9 @@
-"""Where a DTensor lies: its mesh and placements, read from the tensor itself."""
+"""Where a DTensor lies, and the ranks that have a part of it: read from the tensor's mesh and placements."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,14 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...partition import extent
 from ...spec import Shape
-
-
-def to_local(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that is in this rank's memory; a plain tensor itself."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
-    return tensor
+from ..memory import local_part
 
 
 class Comm:
@@ -28,13 +22,13 @@ class Comm:
         self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
 
-class Layout:
+class DTensorLayout:
     """A DTensor's mesh, placements and shape. `shards` are (dimension of the mesh, dimension of the tensor)."""
 
     def __init__(self, tensor: DTensor):
         self.mesh, self.placements, self.shape = tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape)
         self.shards = [(i, int(p.dim)) for i, p in enumerate(self.placements) if not p.is_replicate()]  # type: ignore[attr-defined]
-        self.local_shape: Shape = tuple(to_local(tensor).shape)
+        self.local_shape: Shape = tuple(local_part(tensor).shape)
         self.comms = [Comm(self.mesh.get_group(i)) for i, _ in self.shards]
 
     @property
@@ -68,3 +62,47 @@ class Layout:
         """The part of a whole tensor that belongs here. Nobody is asked."""
         replica = DTensor.from_local(whole, self.mesh, self.replicas, run_check=False)
         return replica.redistribute(placements=placements).to_local()
+
+
+class RemoteError(RuntimeError):
+    """Another rank has refused, and says why."""
+
+
+class Together:
+    """Process groups whose ranks must agree. One after the other, so ranks that share none directly agree through a third."""
+
+    def __init__(self, comms: Iterable[Comm]):
+        self.comms = list({comm.name: comm for comm in comms if comm.size > 1}.values())
+
+    def highest(self, values: list[int], dtype: torch.dtype = torch.uint8, device: Any = "cpu") -> list[int]:
+        """The largest of each value on any rank. device: where these ranks can talk if they cannot on the host."""
+        for comm in self.comms:
+            on_host = "cpu:" in torch.distributed.get_backend_config(comm.group)
+            tensor = torch.tensor(values, dtype=dtype, device="cpu" if on_host else device)
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=comm.group)
+            values = tensor.tolist()
+        return values
+
+    @contextmanager
+    def agreed(self, what: str, device: Any = "cpu") -> Iterator[None]:
+        """Leave the block on all ranks, or raise on all of them."""
+        try:
+            yield
+        except Exception:
+            self.highest([1], device=device)
+            raise
+        if self.highest([0], device=device)[0]:
+            raise RemoteError(f"{what} on another rank, which says why")
+
+
+def sharing(params: Iterable[torch.Tensor], comm: Comm | None) -> Together:
+    """Everyone who has a part or a replica of these parameters."""
+    comms = [] if comm is None else [comm]
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        comms += [Comm(mesh.get_group(i)) for i in range(mesh.ndim)]
+    return Together(comms)
+
+
+def splitting(params: Iterable[torch.Tensor]) -> Together:
+    """Those who have different parts of these parameters, and replicas of such parts: what one refuses, all of them refuse."""
+    return sharing([p for p in params if isinstance(p, DTensor) and DTensorLayout(p).comms], None)

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,13 +18,14 @@ import torch
 
 from .. import random, storage
 from ..checkpoint.format import CheckpointError, Tensor
-from ..checkpoint.snapshot import CORRUPT, Parameter, missing, possible
+from ..checkpoint.snapshot import CORRUPT, Parameter, missing, possible, wrong_shape
 from ..rounding import LOW
 from ..routing import bare
-from ..spec import KEY, Shape, Spec
-from ..splits import Split, names_in, number, part, slots_of
+from ..spec import KEY, Field, Shape, Spec
+from ..splits import Split, names_in, number, part, shapes_of, slots_of
 from ..storage import COMPONENTS, Words
-from . import halves
+from . import bf16
+from .memory import is_dtensor
 from .state import (
     HOST,
     Slots,
@@ -35,9 +38,112 @@ from .state import (
     piece_shape,
     room,
     shape_in_state,
+    split_in,
     tensor_of,
 )
-from .state_errors import check_tensor, described, number_in, restart, state_error, unreadable
+
+# ---- what may be in one, and what is said of something else ----
+COUNTABLE = 2**53  # "step" is a float64
+#: what no numbers can be copied from, and the way out
+CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda value: not isinstance(value, torch.Tensor), "The checkpoint is corrupt"),
+    (lambda value: value.layout is not torch.strided, "Make it dense (.to_dense())"),
+    (lambda value: value.is_quantized, "Make it numbers (.dequantize())"),
+    (lambda value: value.is_meta, "It was never filled; read the file onto a device that has memory (map_location=)"),
+    (lambda value: value.is_complex(), "The checkpoint is corrupt, or of a complex parameter"),
+)
+
+
+def restart(name: str) -> str:
+    return f"; remove the state of {name!r} to restart it with zero state"
+
+
+def unreadable(value: Any) -> str | None:
+    """The way out where no numbers can be copied from a value; None where they can."""
+    return next((hint for is_so, hint in CLOSED if is_so(value)), None)
+
+
+def described(value: Any) -> str:
+    """A value, in a message."""
+    if not isinstance(value, torch.Tensor):
+        return reprlib.repr(value)
+    if value.numel() < 2 and not unreadable(value):
+        return repr(value)
+    layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+    return f"{value.dtype}{layout} of shape {tuple(value.shape)} on {value.device}"
+
+
+def state_error(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
+    """What is said of a value in a parameter's state."""
+    hint = unreadable(value) or CLOSED[0][1]
+    hint += restart(name) if hint == CLOSED[0][1] else ""
+    return ValueError(f"{owner}: state {key!r} of {name!r} is {described(value)}, expected {needed}. {hint}")
+
+
+def refuse_state(owner: str, name: str, value: Any) -> ValueError:
+    """What is said where the state of a parameter is no dict."""
+    return ValueError(f"{owner}: the state of {name!r} is {described(value)}, expected a dict of tensors{restart(name)}")
+
+
+def check_outline(owner: str, given: Any) -> None:
+    """That a state dict has parameters in groups, which torch's loader takes for granted."""
+
+    def refuse(what: str, value: Any, needed: str) -> ValueError:
+        return ValueError(f"{owner}: {what} is {described(value)}, expected {needed}. Give what state_dict() returned")
+
+    if not isinstance(given, Mapping):
+        raise refuse("the state dict", given, "a dict")
+    state, groups = given.get("state"), given.get("param_groups")
+    if not isinstance(state, Mapping):
+        raise refuse("'state' of the state dict", state, "a dict, by the places of parameters")
+    if not isinstance(groups, (list, tuple)):
+        raise refuse("'param_groups' of the state dict", groups, "a list of dicts")
+    for i, group in enumerate(groups):
+        here = f"group {i} of the state dict"
+        if not isinstance(group, Mapping):
+            raise refuse(here, group, "a dict")
+        params, names = group.get("params"), group.get("param_names")
+        if not isinstance(params, (list, tuple)):
+            raise refuse(f"'params' of {here}", params, "a list of the places of parameters")
+        listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if names is not None and not (listed and len(names) in (0, len(params))):
+            raise refuse(f"'param_names' of {here}", names, f"a list of {len(params)}, a name for each of its 'params'")
+
+
+def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
+    """A number that is kept beside the slots of a parameter; "step" counts. allowed: its range, where the rule says one."""
+    try:
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    counts = key == "step"
+    if not math.isfinite(found) or (counts and (not 0 <= found <= COUNTABLE or found != int(found))):
+        raise state_error(owner, key, name, value, "a whole number from 0 to 2^53" if counts else "a finite number")
+    if allowed is not None:
+        try:
+            allowed.check(found)
+        except ValueError:
+            raise state_error(owner, key, name, value, allowed.expected) from None
+    return found
+
+
+def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """A slot of a parameter, or a part of one."""
+    if unreadable(value):
+        raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{owner}: {wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
+
+
+def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> Split | None:
+    """How a parameter is split, as a checkpoint says."""
+    try:
+        if (split := split_in(saved)) is not None:
+            shapes_of(tuple(param.shape), split)
+    except (TypeError, ValueError) as problem:
+        raise state_error(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
+    return split
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------------
@@ -99,9 +205,9 @@ def read_parameter(
         slots = {slot: each * (p.pieces // len(each)) for slot, each in pieces.items()}
     for label in first.keys() & given.keys():
         p.counters[label] = number_in(owner, label, name, given.pop(label), spec.counter_ranges.get(label))
-    if low is not None and halves.keeps_low(spec, param):
+    if low is not None and bf16.keeps_low(spec, param):
         check_low(owner, param, low, name)
-        gather = low.full_tensor if live and halves.is_spread(low) else None
+        gather = low.full_tensor if live and is_dtensor(low) else None
         p.tensors[LOW] = wrapped(low, (*param.shape, 2), f"{LOW!r} of {name!r}", "uint8", gather)
     begins = "started" in first  # and has no buffers before
     needed = bool(saved) and not live and (not begins or bool(p.counters.get("started")))
@@ -195,7 +301,7 @@ def make_room(
             fits = old.shape == shape if home is None else home.fits(old, shape)
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
-    halves.init_state(state, spec, param, device)
+    bf16.init_state(state, spec, param, device)
     return state
 
 
@@ -203,7 +309,7 @@ def make_room(
 def fill(state: dict[str, Any], spec: Spec, p: Parameter, home: Any = None) -> None:
     """Write a snapshot's tensors into the state of a parameter: components of the same format as they are, others by value."""
     if LOW in state and LOW in p.tensors:
-        halves.put(state[LOW], tensor_of(p.tensors[LOW].native()))
+        bf16.put(state[LOW], tensor_of(p.tensors[LOW].native()))
     slots = slots_here(spec, p, home)
     for slot, key in names_of(spec, slots).items():
         if slot in p.tensors:
@@ -266,3 +372,21 @@ def by_value(found: Any) -> Any:
     if type(found) is dict:
         return {k: by_value(v) for k, v in found.items()}
     return type(found)(map(by_value, found)) if type(found) in (list, tuple, set) else found
+
+
+# ---- groups ----
+def order_by_name(ours: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved group in the order of ours, where both have the same names."""
+    names, given = ([bare(name) for name in group.get("param_names") or ()] for group in (ours, saved))
+    there = dict(zip(given, saved.get("params", ()), strict=False))
+    if names == given or sorted(names) != sorted(there) or len(there) != len(given):
+        return saved
+    return {**saved, "params": [there[name] for name in names], "param_names": list(ours["param_names"])}
+
+
+def torch_settings(kind: type[Spec], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch.optim calls the settings of a group, where that is something else."""
+    there = kind.torch
+    said = {theirs: each.write(group[each.field]) for theirs, each in there.settings.items() if each.field in group}
+    said |= {"decoupled_weight_decay": there.decoupled}
+    return {k: v for k, v in said.items() if v is not None}

@@ -15,11 +15,11 @@ from ...spec import Spec
 from ...splits import WHOLE, part, slots_of
 from ...stepping import check_together
 from ...storage import COMPONENTS, Quantized
-from .. import halves
+from .. import bf16
 from ..engines import choose
 from ..eval_mode import named
 from ..memory import is_fake
-from ..replaced import list_params
+from ..replaced_params import list_params
 from ..state import (
     HOST,
     canonicalize,
@@ -116,9 +116,9 @@ def make_placements(opt: Stepper) -> None:
 def set_rounding(opt: Stepper, placement: Placement, spec: Spec, name: str) -> None:
     """Tell the last entry of a placement how its parameter is rounded. name: by which chance is keyed."""
     entry = placement.entries[-1]
-    low = halves.checked(opt._owner, entry.state, spec, entry.param, name, placement.kept)
-    entry.rounding = halves.half_of(spec, entry.param, name, low)
-    halves.tell(placement, entry)
+    low = bf16.checked(opt._owner, entry.state, spec, entry.param, name, placement.kept)
+    entry.rounding = bf16.half_of(spec, entry.param, name, low)
+    bf16.tell(placement, entry)
 
 
 def make_entry(opt: Stepper, placement: Placement, spec: Spec, param: torch.Tensor, name: str, group: int) -> ParamEntry:

@@ -16,9 +16,9 @@ import torch
 
 from ..routing import quote
 from .eval_mode import named
-from .halves import is_spread
-from .restore import load_state, whole
+from .memory import is_dtensor
 from .state import HOST, is_frozen, shapes_in_state, split_in
+from .state_dict import load_state, whole
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -93,7 +93,7 @@ def export(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str,
     home = opt._home(name, old, spec, split)
     if home in (None, HOST):
         return state
-    from .sharded.homes import Owned, exported
+    from .placements.homes import Owned, exported
 
     return exported({old: state}, [(old, home, shapes_in_state(spec, old, split))])[old] if isinstance(home, Owned) else state
 
@@ -105,9 +105,9 @@ def place(
     spec = opt._spec_of(group, new.dtype)
     split = split_in(state) or opt._batch(name, new)
     home = opt._home(name, new, spec, split)
-    alike = not is_spread(old) and not is_spread(new) and (old.dtype, old.device) == (new.dtype, new.device)
+    alike = not is_dtensor(old) and not is_dtensor(new) and (old.dtype, old.device) == (new.dtype, new.device)
     if alike and home in (None, HOST):
         return state
-    if not is_spread(new):
+    if not is_dtensor(new):
         state = {key: whole(value) if torch.is_tensor(value) else value for key, value in state.items()}
     return load_state(opt._owner, spec, new, split, state, name, home)
