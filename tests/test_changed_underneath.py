@@ -222,3 +222,82 @@ def test_equal_shapes_in_another_order_are_told_apart_by_name():
     theirs.step()
     turned.load_state_dict(theirs.state_dict())
     assert torch.equal(turned.state[params["b"]]["exp_avg"], theirs.state[params["b"]]["exp_avg"])
+
+
+BROKEN = [
+    ("step", None), ("step", "two"), ("step", -1.0), ("step", float("nan")), ("step", torch.ones(3, 4)),
+    ("exp_avg", None), ("exp_avg", 1.5), ("exp_avg", [1.0]), ("exp_avg", torch.ones(3, 4).to_sparse()),
+    ("low", None), ("low", torch.zeros(25, dtype=torch.uint8)[1:].view(3, 4, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN)
+def test_state_that_no_engine_can_read_is_refused_by_name_and_nothing_moves(key, value):
+    p = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    opt = AdamW([("fc.weight", p)], rounding="exact")
+    p.grad = torch.ones_like(p)
+    opt.step()
+    kept, before = opt.state[p][key], p.detach().clone()
+    opt.state[p][key] = value
+    with pytest.raises((ValueError, RuntimeError), match=rf"AdamW: .*'{key}' of '?fc\.weight"):
+        opt.step()
+    assert torch.equal(p, before)
+    opt.state[p][key] = kept
+    opt.step()
+    assert float(opt.state[p]["step"]) == 2
+
+
+def test_what_a_user_keeps_beside_the_state_may_be_anything():
+    p = nn.Parameter(torch.ones(3, 4))
+    opt = AdamW([p])
+    opt.state[p] |= {"mask": torch.eye(3).to_sparse(), "note": "mine"}
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert opt.state[p]["note"] == "mine"
+
+
+def test_a_thawed_parameter_is_stepped_after_a_refusal_of_another():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+    opt = AdamW([("first", first), ("second", second)])
+    first.grad = torch.ones(3)
+    opt.step()
+    second.requires_grad_(True)
+    second.grad = torch.ones(3)
+    kept = opt.state[first]["exp_avg"]
+    opt.state[first]["exp_avg"] = torch.ones(2)
+    with pytest.raises(RuntimeError, match="'exp_avg' of first"):
+        opt.step()
+    opt.state[first]["exp_avg"] = kept
+    opt.step()
+    assert not torch.equal(second, torch.ones(3))
+
+
+def test_a_sign_left_for_later_is_kept_in_half_precision():
+    params = [nn.Parameter(torch.linspace(-2, 2, 9, dtype=torch.float16)) for _ in range(2)]
+    for k, p in enumerate(params):
+        opt = AdamW([("p", p)])
+        if k:
+            p.data = torch._neg_view(-p.data)
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert torch.equal(params[0], params[1].detach().resolve_neg())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float32, torch.float64])
+def test_torchs_default_type_does_not_matter(default):
+    """Numbers that a rule chooses from are of the parameter's arithmetic."""
+    ends = []
+    for engine in ("cpu", "torch"):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+        opt = Muon([p], cautious=True, engine=engine, otherwise=None)
+        try:
+            torch.set_default_dtype(default)
+            for _ in range(3):
+                p.grad = torch.randn(6, 4, dtype=torch.float64)
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ends.append(p.detach())
+    assert torch.allclose(*ends, rtol=0, atol=1e-13)

@@ -232,12 +232,19 @@ def _signs(x: Any) -> Any:
     return torch.where(x.isnan(), x, x.sign()) if torch.is_tensor(x) else ops.sign(x)
 
 
+def _choose(dtype: torch.dtype | None, condition: Any, yes: Any, no: Any) -> Any:
+    """Choose by a condition. Numbers are made where it is (nothing may be copied there while a graph is captured), and of this
+    dtype: torch's default one may be bfloat16."""
+    if not torch.is_tensor(condition):
+        return yes if condition else no
+    given = (x if torch.is_tensor(x) else torch.full((), x, dtype=dtype, device=condition.device) for x in (yes, no))
+    return torch.where(condition, *given)
+
+
 STACKS: dict[str, Callable[..., Any]] = {
     **{name: _either(name) for name in ("sqrt", "rsqrt", "exp", "log", "abs")},
     "sign": _signs,
-    "where": lambda condition, yes, no: (
-        torch.where(condition, yes, no) if torch.is_tensor(condition) else yes if condition else no
-    ),
+    "where": functools.partial(_choose, None),
     "minimum": _extreme("min"),
     "maximum": _extreme("max"),
     "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
@@ -250,18 +257,8 @@ def _one_minus_power(beta: Any, t: Any) -> Any:
     return 1.0 if not torch.is_tensor(beta) and beta == 0 else -torch.expm1(t * NUMBERS["log"](beta))
 
 
-def _choose(condition: Any, yes: Any, no: Any) -> Any:
-    if not torch.is_tensor(condition):
-        return yes if condition else no
-
-    def there(x: Any) -> torch.Tensor:  # made on the device: nothing may be copied to it while a graph is captured
-        return x if torch.is_tensor(x) else torch.full((), x, dtype=torch.float64, device=condition.device)
-
-    return torch.where(condition, there(yes), there(no))
-
-
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
-NUMBERS: dict[str, Any] = {**STACKS, "where": _choose, "one_minus_power": _one_minus_power}
+NUMBERS: dict[str, Any] = {**STACKS, "where": functools.partial(_choose, torch.float64), "one_minus_power": _one_minus_power}
 ops.LIBRARIES["torch"] = NUMBERS
 
 
@@ -347,7 +344,7 @@ class Torch(ArrayEngine):
     # programs --------------------------------------------------------------------------------------------------------
     @property
     def words(self) -> dict[str, Any]:
-        return STACKS
+        return {**STACKS, "where": functools.partial(_choose, self.dtype)}
 
     def listed(self, rule: Rule) -> Rule:
         """A rule in the words of lists, made once."""
@@ -439,6 +436,10 @@ class Torch(ArrayEngine):
 
     def minimum(self, X: torch.Tensor, high: float) -> torch.Tensor:
         return X.clamp(max=high)
+
+    def where(self, condition: torch.Tensor, yes: Any, no: Any) -> torch.Tensor:
+        numbers = not torch.is_tensor(yes) and not torch.is_tensor(no)
+        return torch.where(condition, torch.full((), yes, dtype=self.dtype, device=self.device) if numbers else yes, no)
 
     def take(self, X: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
         shape = (*X.shape[:axis], index.shape[axis], *X.shape[axis + 1 :])

@@ -66,10 +66,11 @@ def checked(
     kept, shard, shape = state[LOW], local_part(param), (*param.shape, 2)
     low = local_part(kept)
     same = tuple(kept.shape) == shape and tuple(low.shape) == (*shard.shape, 2) and is_dtensor(kept) == is_dtensor(param)
-    if not same or low.dtype is not torch.uint8 or low.device != device or not low.is_contiguous():
+    odd = low.storage_offset() % 2  # pairs of bytes are read as one number
+    if not same or low.dtype is not torch.uint8 or low.device != device or not low.is_contiguous() or odd:
         raise RuntimeError(
-            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape} and on {device}; it is "
-            f"{low.dtype}, of shape {tuple(kept.shape)} and on {low.device}"
+            f"{owner}: {LOW!r} of {name} must be a contiguous uint8 of shape {shape}, on {device} and at an even place of its "
+            f"storage; it is {low.dtype}, of shape {tuple(kept.shape)}, on {low.device} and at place {low.storage_offset()}"
         )
     found: torch.Tensor = low.view(torch.int16).view(shard.shape)
     return found
@@ -121,12 +122,13 @@ def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     """Leave in an entry's parameter what came of such a copy at step t."""
     p, half = local_part(entry.param).detach(), entry.rounding
     if half is None:
-        p.copy_(value)
+        p.copy_(value.to(p.dtype))  # torch's copy between types loses the sign that a float16 tensor leaves for later
     elif half.low is not None:
         part(value, p, half.low)
     else:
         places = entry.places() if half.first is None else None
-        p.copy_(rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places))
+        near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places)
+        p.copy_(near.to(p.dtype))
 
 
 def tell(placement: Any, entry: Any) -> None:

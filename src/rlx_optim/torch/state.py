@@ -183,15 +183,6 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Sp
     bf16.init_state(state, spec, param, device_of(param, home))
 
 
-def canonicalize(state: dict[str, Any], spec: Spec) -> None:
-    """Counts as they should be, where others have moved or replaced them."""
-    for name in ("step", *spec.counters()):
-        value = state[name]
-        sound = torch.is_tensor(value) and not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
-        if not sound or value.is_inference():
-            state[name] = counter(value)
-
-
 def export_state(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """State as torch.optim can go on with it: its SGD begins an average undampened where it finds none, so ours is left out until
     it has begun. Without dampening zeros are as good."""

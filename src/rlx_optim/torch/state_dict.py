@@ -11,10 +11,11 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import random, storage
 from ..checkpoint.format import CheckpointError, Tensor
@@ -134,6 +135,24 @@ def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, 
         raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
         raise ValueError(f"{owner}: {wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
+
+
+def canonicalize(owner: str, state: dict[str, Any], spec: Spec, name: str) -> None:
+    """Counts as they should be, where others have moved or replaced them. name: whose they are."""
+    for key in ("step", *spec.counters()):
+        value = state[key]
+        with _disable_current_modes():
+            found = number_in(owner, key, name, value, spec.counter_ranges.get(key))
+        sound = torch.is_tensor(value) and not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
+        if not sound or value.is_inference():
+            state[key] = counter(found)
+
+
+def read_component(owner: str, state: Mapping[str, Any], key: str, name: str) -> torch.Tensor:
+    """A slot's tensor, or the part of one; what is no tensor with memory is refused."""
+    if unreadable(state[key]):
+        raise state_error(owner, key, name, state[key], "a tensor")
+    return cast(torch.Tensor, state[key])
 
 
 def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> Split | None:

@@ -10,6 +10,7 @@ import torch
 
 from ...buckets import on_the_device
 from ...program import trace
+from ...rounding import LOW
 from ...routing import bare
 from ...spec import Spec
 from ...splits import WHOLE, part, slots_of
@@ -22,7 +23,6 @@ from ..memory import is_fake
 from ..replaced_params import list_params
 from ..state import (
     HOST,
-    canonicalize,
     count_of,
     dtype_of,
     in_pieces,
@@ -32,6 +32,7 @@ from ..state import (
     shape_in_state,
     split_in,
 )
+from ..state_dict import canonicalize, read_component
 from .captured import Captured, refusal
 from .host import Hosted
 from .local import ARITHMETIC, LOCAL, LocalTensors, ParamEntry, Placement
@@ -48,7 +49,7 @@ def make_placements(opt: Stepper) -> None:
         raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before")
     opt._refresh()
     placements: dict[Any, Placement] = {}
-    opt._dormant = []
+    dormant: list[torch.Tensor] = []
     gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
     placed: set[torch.Tensor] = set()
     mixed = len({group["maximize"] for group in opt.param_groups}) > 1
@@ -58,7 +59,7 @@ def make_placements(opt: Stepper) -> None:
                 continue  # listed twice: one entry, stepped twice
             placed.add(param)
             if opt._is_dormant(param):
-                opt._dormant.append(param)
+                dormant.append(param)
                 continue
             opt._check_param(name, param, group)
             dtype, split, place = ARITHMETIC[param.dtype], opt._pieces(name, param), opt._place(index, param.dtype)
@@ -84,7 +85,7 @@ def make_placements(opt: Stepper) -> None:
                 from . import sharded
 
                 placement = sharded.add(
-                    placements, key, make, (engine, why), spec, param, bare(name), place, opt.state[param], home
+                    opt._owner, placements, key, make, (engine, why), spec, param, bare(name), place, opt.state[param], home
                 )
                 set_rounding(opt, placement, spec, bare(name))
                 placement.entries[-1].turned = turned
@@ -100,10 +101,8 @@ def make_placements(opt: Stepper) -> None:
     opt._gathering = bool(gathering)
     for placement in placements.values():
         placement.share_counts()
-    opt._placements, opt._layout = (
-        sorted(placements.values(), key=lambda placement: placement.waits),
-        list_params(opt.param_groups),
-    )
+    opt._placements = sorted(placements.values(), key=lambda placement: placement.waits)
+    opt._layout, opt._dormant = list_params(opt.param_groups), dormant
     if opt._homes is not None:
         from .sharded import consensus
 
@@ -116,6 +115,8 @@ def make_placements(opt: Stepper) -> None:
 def set_rounding(opt: Stepper, placement: Placement, spec: Spec, name: str) -> None:
     """Tell the last entry of a placement how its parameter is rounded. name: by which chance is keyed."""
     entry = placement.entries[-1]
+    if bf16.keeps_low(spec, entry.param):
+        read_component(opt._owner, entry.state, LOW, name)
     low = bf16.checked(opt._owner, entry.state, spec, entry.param, name, placement.kept)
     entry.rounding = bf16.half_of(spec, entry.param, name, low)
     bf16.tell(placement, entry)
@@ -125,7 +126,7 @@ def make_entry(opt: Stepper, placement: Placement, spec: Spec, param: torch.Tens
     state = opt.state[param]
     split = split_in(state) or WHOLE
     if not opt.capturable:
-        canonicalize(state, spec)
+        canonicalize(opt._owner, state, spec, bare(name))
     entry = ParamEntry(param, state, bare(name), group, split, spec.counters())
     entry.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
     for record in entry.records:
@@ -138,7 +139,8 @@ def make_entry(opt: Stepper, placement: Placement, spec: Spec, param: torch.Tens
         kind, views = slots[slot][0].storage, []
         for end in COMPONENTS[kind]:
             parts = part(slots[slot], end)
-            buffer, shape, dtype = state[key + end], shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
+            buffer = read_component(opt._owner, state, key + end, bare(name))
+            shape, dtype = shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
             where = (buffer.shape, buffer.dtype, buffer.device)
             if where != (shape, dtype, placement.kept) or not buffer.is_contiguous():
                 raise RuntimeError(

@@ -83,6 +83,7 @@ class ParamEntry:
         self.held = tuple(self.state.values())
         numbers = {id(self.state[name]) for name in ("step", *self.counters)}
         tensors = [value for value in self.held if isinstance(value, torch.Tensor) and not is_fake(value)]
+        tensors = [value for value in tensors if value.layout is torch.strided]  # a user may keep others beside ours
         self.numbers = [value for value in tensors if id(value) in numbers]
         self.kept = [value for value in tensors if id(value) not in numbers]
         self.pointers = list(map(POINTER, self.numbers))

@@ -20,7 +20,8 @@ from ...splits import part as part_of
 from ...stepping import Grouping, TensorState
 from ...storage import COMPONENTS, Quantized
 from ..memory import local_part
-from ..state import Slots, canonicalize, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
+from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
+from ..state_dict import canonicalize, read_component
 from .comm import DTensorLayout, Together, splitting
 from .consensus import Consensus
 from .homes import Home, Owned
@@ -37,12 +38,12 @@ class Sharded(LocalTensors):
 
 
 def make_entry(
-    placement: Placement, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home
+    owner: str, placement: Placement, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home
 ) -> ParamEntry:
     """An entry with the views of its state that a placement needs."""
     owned = isinstance(placement, Owner)
     split = (split_in(state) or WHOLE) if spec.matrix else WHOLE
-    canonicalize(state, spec)
+    canonicalize(owner, state, spec, name)
     found = ParamEntry(param, state, name, group, split, spec.counters())
     if not owned:
         shapes = shapes_of(tuple(local_part(param).shape), split)
@@ -61,12 +62,12 @@ def make_entry(
     for slot, key in names_of(spec, slots).items() if held else ():
         views = []
         for end in COMPONENTS[slots[slot][0].storage]:
-            kept, dtype = state[key + end], dtype_of(slots[slot], param, end)
+            kept, dtype = read_component(owner, state, key + end, name), dtype_of(slots[slot], param, end)
             buffer, shape = local_part(kept), shape_in_state(part_of(slots[slot], end), param, split)
             if not home.fits(kept, shape) or buffer.dtype is not dtype or not buffer.is_contiguous():
                 raise RuntimeError(
-                    f"{key + end!r} of {name} must be as this optimizer made it: a contiguous {dtype} of shape {shape}, spread "
-                    f"like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
+                    f"{owner}: {key + end!r} of {name} must be as this optimizer made it: a contiguous {dtype} of shape {shape}, "
+                    f"spread like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
                 )
             views.append([placement.view(each) for each in in_pieces(buffer, part_of(local_slots[slot], end))])
         for record, *arrays in zip(found.records, *views, strict=True):
@@ -81,6 +82,7 @@ def in_part(slots: Mapping[str, Slots], local: Mapping[str, Slots]) -> dict[str,
 
 
 def add(
+    owner: str,
     placements: dict[Any, Placement],
     key: tuple[torch.device, torch.dtype, bool],
     make: type[Placement],
@@ -108,7 +110,7 @@ def add(
         placements[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
         placements[place].spread = what
     placement = placements[place]
-    placement.entries.append(make_entry(placement, spec, param, name, group, state, home))
+    placement.entries.append(make_entry(owner, placement, spec, param, name, group, state, home))
     if isinstance(placement, Owner):
         placement.homes.append(home)
         placement.shapes.append({record.shape for record in placement.entries[-1].records if record.size})
