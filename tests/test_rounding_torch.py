@@ -16,7 +16,7 @@ from rlx_optim import rounding
 from rlx_optim.checkpoint.format import CheckpointError, tensor
 from rlx_optim.checkpoint.snapshot import check
 from rlx_optim.cli import main
-from rlx_optim.torch import foreign, halves
+from rlx_optim.torch import bf16, foreign
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOTH = ("stochastic", "exact")
@@ -303,9 +303,9 @@ def test_memory_counts_it(capsys):
 def test_places_of_plain_tensors_count_from_zero():
     p = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
     spec = rlx_optim.registry.spec_class("adamw")()
-    assert halves.half_of(spec, p, "w", None).first == 0
-    assert halves.half_of(spec.replace(rounding="nearest"), p, "w", None) is None
-    assert halves.half_of(spec, nn.Parameter(torch.zeros(3)), "w", None) is None
+    assert bf16.half_of(spec, p, "w", None).first == 0
+    assert bf16.half_of(spec.replace(rounding="nearest"), p, "w", None) is None
+    assert bf16.half_of(spec, nn.Parameter(torch.zeros(3)), "w", None) is None
 
 
 @how_rounded
