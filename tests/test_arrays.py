@@ -14,7 +14,7 @@ from rlx_optim.spec import Spec
 
 LANGUAGE = Path(__file__).parent.parent / "docs" / "language.md"
 #: methods of an engine, beside the operations on arrays, that an update may call
-CONTROL = {"map", "each", "by_shape", "cond", "either", "defer", "random", "keyed", "probe"}
+CONTROL = {"map", "each", "by_shape", "cond", "either", "defer", "random", "derive_keys", "probe"}
 
 
 def test_the_table_of_operations_is_whole():

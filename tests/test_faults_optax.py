@@ -146,7 +146,7 @@ def test_an_engine_that_is_dropped_takes_its_rules_along():
         return p
 
     engine, before = Own(), len(BOUND)
-    assert engine.bound(rule) is engine.bound(rule)
+    assert engine.bind_rule(rule) is engine.bind_rule(rule)
     assert len(BOUND) == before + 1
     del engine
     gc.collect()
@@ -361,7 +361,7 @@ def test_the_largest_keeps_what_is_not_a_number(shape):
         bad[row, column] = np.nan
         for name, how in largest.items():
             for given in (X, bad):
-                found = np.asarray(jax.jit(lambda x, how=how: engine.summed(x, how))(given))
+                found = np.asarray(jax.jit(lambda x, how=how: engine.reduce_array(x, how))(given))
                 want = given.max() if how.axis is None else given.max(how.axis)
                 np.testing.assert_array_equal(found, want, err_msg=name)
         assert np.isnan(jax.jit(lambda x: engine.norm(x[None], math.inf))(bad)).all()

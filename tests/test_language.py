@@ -119,17 +119,17 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
     who = type(speaker(engine).engine)
     if engine == "torch":
         if how in ("largest", "squared"):
-            right = who.summed
+            right = who.reduce_array
             monkeypatch.setattr(who, "summed", lambda self, a, r: right(self, a, dataclasses.replace(r, **{how: False})))
         else:
-            right = who.rooted
+            right = who.finish_reduction
             monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
     else:
         from rlx_optim.engines.cpu import engine as cpu
         from rlx_optim.engines.cpu import kernels
 
         if how in ("mean", "root"):
-            right = who.rooted
+            right = who.finish_reduction
             monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
         else:
             right = kernels.Builder.reduce

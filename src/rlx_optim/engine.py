@@ -39,7 +39,7 @@ def bind(function: Rule, words: Mapping[str, Any]) -> Rule:
     return copy
 
 
-def tupled(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:
+def as_tuple(results: Any, names: Sequence[Any]) -> tuple[Any, ...]:
     """What a function of several results gave, or of one."""
     return results if len(names) > 1 else (results,)
 
@@ -94,10 +94,10 @@ class Bundle:
     roundings: Sequence[ParamRounding | None] = ()
     without_p: bool = False
 
-    def written(self) -> list[str]:
+    def outputs(self) -> list[str]:
         return [name for name in self.buffers if name != "g"]
 
-    def ticks(self) -> list[int]:
+    def rng_steps(self) -> list[int]:
         """The step of each tensor, where chance may round."""
         now: Any = self.numbers.get("_rng_step", 0)
         return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
@@ -209,11 +209,11 @@ class ArrayEngine(Arrays):
     def store(self, buffer: np.ndarray, value: Array) -> None:
         np.copyto(buffer, np.asarray(value).reshape(buffer.shape), casting="unsafe")
 
-    def opened(self, buffer: Any) -> Array:
+    def load_decoded(self, buffer: Any) -> Array:
         """A buffer in this engine's arithmetic, decoded where it is kept in fewer bits."""
         return self.load(storage.decode(self, buffer) if isinstance(buffer, storage.Quantized) else buffer)
 
-    def closed(self, buffer: Any, value: Array, t: int) -> None:
+    def store_encoded(self, buffer: Any, value: Array, t: int) -> None:
         """Leave a value in a buffer, encoded where it is kept in fewer bits. t: the step."""
         if not isinstance(buffer, storage.Quantized):
             return self.store(buffer, value)
@@ -221,9 +221,9 @@ class ArrayEngine(Arrays):
         for end, part in buffer.components.items():
             self.store(part, made[end])
 
-    def loaded(self, bundle: Bundle) -> dict[str, list[Array]]:
+    def load_buffers(self, bundle: Bundle) -> dict[str, list[Array]]:
         """The buffers in this engine's arithmetic."""
-        loaded = {name: [self.opened(a) for a in arrays] for name, arrays in bundle.buffers.items()}
+        loaded = {name: [self.load_decoded(a) for a in arrays] for name, arrays in bundle.buffers.items()}
         for name in loaded.keys() & {"p", "g"}:  # the caller's may be flat
             loaded[name] = [a.reshape(shape) for a, shape in zip(loaded[name], bundle.shapes, strict=True)]
         if bundle.scale != 1.0:
@@ -232,27 +232,29 @@ class ArrayEngine(Arrays):
 
     def values(self, bundle: Bundle) -> Values:
         """What a matrix rule sees."""
-        arrays: dict[str, Any] = {n: a[0][None] if len(a) == 1 else self.xp.stack(a) for n, a in self.loaded(bundle).items()}
+        arrays: dict[str, Any] = {
+            n: a[0][None] if len(a) == 1 else self.xp.stack(a) for n, a in self.load_buffers(bundle).items()
+        }
         return Values(arrays, **bundle.numbers, t=bundle.t, names=bundle.names, seed=bundle.spec.values().get("seed"))
 
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         with np.errstate(all="ignore"):  # NaN and inf are the caller's business: see `nonfinite`
             x: Mapping[str, Any]
             if bundle.program is None:
-                x = self.updated(bundle, self.values(bundle), move)
-                results = {name: x[name] for name in bundle.written()}
+                x = self.run_update(bundle, self.values(bundle), move)
+                results = {name: x[name] for name in bundle.outputs()}
             else:
                 program = bundle.program
-                found = self.executed(program, bundle.shapes, self.loaded(bundle), bundle.numbers)
+                found = self.run_program(program, bundle.shapes, self.load_buffers(bundle), bundle.numbers)
                 x = {name: found[number] for name, number in program.given.items()}
-                results = self.ends(program, found, len(bundle.shapes))
-            ticks = bundle.ticks()
+                results = self.collect_buffers(program, found, len(bundle.shapes))
+            ticks = bundle.rng_steps()
             for name, values in results.items():
                 for buffer, value, t in zip(bundle.buffers[name], values, ticks, strict=True):
-                    self.closed(buffer, value, t)
+                    self.store_encoded(buffer, value, t)
         return x
 
-    def updated(self, bundle: Bundle, start: Values, move: bool) -> Values:
+    def run_update(self, bundle: Bundle, start: Values, move: bool) -> Values:
         """The values of a matrix rule at the end, and what the step did where that was asked."""
         spec, p = bundle.spec, start["p"]
         x = start.set(p=Unsent(type(spec).__name__, start["g"])) if bundle.without_p else start
@@ -264,9 +266,9 @@ class ArrayEngine(Arrays):
             raise
         x = x.set(p=p) if bundle.without_p else x
         told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
-        return self.moved(spec, x, move).set(**told)
+        return self.apply_commit(spec, x, move).set(**told)
 
-    def moved(self, spec: Spec, x: Values, move: bool = True) -> Values:
+    def apply_commit(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""
         if not move:
             return x.set(p=x.u)
@@ -288,14 +290,14 @@ class ArrayEngine(Arrays):
         ours = ("rsqrt", "abs", "clamp")
         return {word: getattr(ops if word in ours else self.xp, word) for word in ops.RULE}
 
-    def bound(self, rule: Rule) -> Rule:
+    def bind_rule(self, rule: Rule) -> Rule:
         """A rule in the words of this engine, made once."""
         mine = BOUND.setdefault(self, {})
         if rule not in mine:
             mine[rule] = bind(rule, self.words)
         return mine[rule]
 
-    def executed(
+    def run_program(
         self, program: Program, shapes: Sequence[Shape], arrays: Mapping[str, Sequence[Array]], numbers: Mapping[str, Any]
     ) -> dict[int, Any]:
         """Every value of a program by its number: of an array a list with one per tensor, of a number one for all or one each."""
@@ -309,21 +311,23 @@ class ArrayEngine(Arrays):
             if isinstance(step, Pass):
                 self.apply(program, step, shapes, found)
             else:
-                self.number(step, found)
+                self.run_function(step, found)
         return found
 
-    def ends(self, program: Program, found: Mapping[int, Any], n: int) -> dict[str, Sequence[Array]]:
+    def collect_buffers(self, program: Program, found: Mapping[int, Any], n: int) -> dict[str, Sequence[Array]]:
         """What p and the slots are at the end, by name: one for each of n tensors."""
         return {
-            name: found[k] if k in program.drops else [self.spread(ArrayEngine.one_number(found[k], i), ()) for i in range(n)]
+            name: found[k]
+            if k in program.drops
+            else [self.broadcast_to(ArrayEngine.number_of(found[k], i), ()) for i in range(n)]
             for name, k in program.buffers.items()
         }
 
-    def number(self, step: Each, found: dict[int, Any]) -> None:
+    def run_function(self, step: Each, found: dict[int, Any]) -> None:
         """A function on numbers, one per tensor."""
-        self.numbered(step, tupled(self.bound(step.function)(*(found[n] for n in step.takes)), step.gives), found)
+        self.keep_numbers(step, as_tuple(self.bind_rule(step.function)(*(found[n] for n in step.takes)), step.gives), found)
 
-    def numbered(self, step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
+    def keep_numbers(self, step: Each, results: Sequence[Any], found: dict[int, Any]) -> None:
         found.update(zip(step.gives, results, strict=True))
         for n, how in step.reductions:
             if getattr(found[n], "ndim", 0):
@@ -334,65 +338,65 @@ class ArrayEngine(Arrays):
         stored: dict[int, list[Array]] = {n: [] for n, _ in step.stores}
         raw: list[list[Array]] = [[] for _ in step.reduces]
         for i, shape in enumerate(shapes):
-            local = {n: self.lined_up(found[n][i], program.drops[n], step.domain) for n in step.arrays}
-            local |= {n: self.one_number(found[n], i) for n in step.numbers}
+            local = {n: self.align_axes(found[n][i], program.drops[n], step.domain) for n in step.arrays}
+            local |= {n: self.number_of(found[n], i) for n in step.numbers}
             given = [local[n] for n in step.takes]
-            results = tupled(self.bound(step.rule)(*given), step.gives)
-            local |= {n: self.apart(value, given) for n, value in zip(step.gives, results, strict=True)}
+            results = as_tuple(self.bind_rule(step.rule)(*given), step.gives)
+            local |= {n: self.copy_if_given(value, given) for n, value in zip(step.gives, results, strict=True)}
             over = without(shape, step.domain)
             for n in stored:
-                stored[n].append(self.spread(local[n], over))
+                stored[n].append(self.broadcast_to(local[n], over))
             for sums, (_, n, how) in zip(raw, step.reduces, strict=True):
-                sums.append(self.summed(self.spread(local[n], over), how))
+                sums.append(self.reduce_array(self.broadcast_to(local[n], over), how))
         found |= stored
-        found |= self.finished(step, shapes, raw)
+        found |= self.finish_reductions(step, shapes, raw)
 
     @staticmethod
-    def lined_up(array: Array, drop: Drop, domain: Drop) -> Array:
+    def align_axes(array: Array, drop: Drop, domain: Drop) -> Array:
         """An array that lacks axes beside those that have them."""
         missing = set(drop) - set(domain)
         if missing == {-2} and -1 not in domain:
             return array[..., None, :]
         return array[(..., *[None] * len(missing))]
 
-    def apart(self, value: Any, given: Sequence[Any]) -> Any:
+    def copy_if_given(self, value: Any, given: Sequence[Any]) -> Any:
         """A result, in memory of its own where it is an argument itself, which the step may overwrite."""
         return getattr(value, self.copying)() if hasattr(value, self.copying) and any(value is v for v in given) else value
 
     @staticmethod
-    def one_number(value: Any, i: int) -> Any:
+    def number_of(value: Any, i: int) -> Any:
         return value if np.ndim(value) == 0 else value[i]
 
-    def spread(self, value: Any, shape: Shape) -> Array:
+    def broadcast_to(self, value: Any, shape: Shape) -> Array:
         """A result over all coordinates, where a rule gave one for many."""
         return value if getattr(value, "shape", None) == shape else self.xp.broadcast_to(self.xp.asarray(value), shape)
 
-    def summed(self, array: Array, how: Reduction) -> Array:
+    def reduce_array(self, array: Array, how: Reduction) -> Array:
         """A reduction before it is finished: the largest, or the sum of values or squares."""
         array = array * array if how.squared else array
         if how.largest:
             return self.amax(array, how.axis)
         return array.sum() if how.axis is None else array.sum(how.axis)
 
-    def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
+    def finish_reductions(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[Array]]) -> dict[int, Any]:
         """Reductions by the number of their result: of rows and columns a list, of tensors one each, of all tensors one."""
         out: dict[int, Any] = {}
         for (result, _, how), sums in zip(step.reduces, raw, strict=True):
-            counts = [counted(shape, step.domain, how) for shape in shapes]
+            counts = [count_reduced(shape, step.domain, how) for shape in shapes]
             if how.everything:
                 together = self.xp.stack(list(sums))
-                out[result] = self.rooted(self.amax(together) if how.largest else together.sum(), how, sum(counts))
+                out[result] = self.finish_reduction(self.amax(together) if how.largest else together.sum(), how, sum(counts))
             elif how.axis is None:
-                out[result] = self.rooted(self.xp.stack(list(sums)), how, self.column(counts))
+                out[result] = self.finish_reduction(self.xp.stack(list(sums)), how, self.column_of(counts))
             else:
-                out[result] = [self.rooted(each, how, n) for each, n in zip(sums, counts, strict=True)]
+                out[result] = [self.finish_reduction(each, how, n) for each, n in zip(sums, counts, strict=True)]
         return out
 
-    def column(self, values: Sequence[float]) -> Any:
+    def column_of(self, values: Sequence[float]) -> Any:
         """One number per tensor."""
         return np.asarray(values, np.float64)
 
-    def rooted(self, value: Any, how: Reduction, count: Any) -> Any:
+    def finish_reduction(self, value: Any, how: Reduction, count: Any) -> Any:
         value = value / count if how.mean else value
         return self.xp.sqrt(value) if how.root else value
 
@@ -403,40 +407,43 @@ class ArrayEngine(Arrays):
         takes, gives = signature(rule)
         given = [x[name] for name in takes]
         if several := next((value for value in given if isinstance(value, MixedShapes)), None):
-            rows = [[v[i] if isinstance(v, MixedShapes) else self.one_number(v, i) for v in given] for i in range(len(several))]
-            found = [[self.apart(value, row) for value in tupled(self.bound(rule)(*row), gives)] for row in rows]
+            rows = [[v[i] if isinstance(v, MixedShapes) else self.number_of(v, i) for v in given] for i in range(len(several))]
+            found = [[self.copy_if_given(value, row) for value in as_tuple(self.bind_rule(rule)(*row), gives)] for row in rows]
             return x.set(**{name: MixedShapes(each) for name, each in zip(gives, zip(*found, strict=True), strict=True)})
         shape = np.broadcast_shapes(*(tuple(v.shape) for v in given if hasattr(v, "shape")))
-        results = tupled(self.bound(rule)(*given), gives)
+        results = as_tuple(self.bind_rule(rule)(*given), gives)
         for k, name in enumerate(gives):
             fits = getattr(results[k], "shape", None) == shape
-            x = x.set(**{name: self.apart(results[k], given) if fits else self.spread(results[k], shape)})
-        return x.set(**self.reduced({name: x[name] for name in gives}, reduce))
+            x = x.set(**{name: self.copy_if_given(results[k], given) if fits else self.broadcast_to(results[k], shape)})
+        return x.set(**self.reduce_results({name: x[name] for name in gives}, reduce))
 
-    def reduced(self, results: dict[str, Any], reduce: Mapping[str, str]) -> dict[str, Any]:
+    def reduce_results(self, results: dict[str, Any], reduce: Mapping[str, str]) -> dict[str, Any]:
         for name, kind in reduce.items():
             if kind not in REDUCTIONS or name not in results or REDUCTIONS[kind].everything:
                 known = [each for each, how in REDUCTIONS.items() if not how.everything]
                 raise LanguageError(f"{name}={kind!r}: a rule's result may be reduced by {', '.join(known)}")
             X, how = results[name], REDUCTIONS[kind]
             if how.axis is None:
-                each, count = self.summed(X.reshape(X.shape[0], -1), dataclasses.replace(how, axis=-1)), math.prod(X.shape[1:])
-                results[name] = self.rooted(each, how, count).reshape(-1, *[1] * (X.ndim - 1))
+                each, count = (
+                    self.reduce_array(X.reshape(X.shape[0], -1), dataclasses.replace(how, axis=-1)),
+                    math.prod(X.shape[1:]),
+                )
+                results[name] = self.finish_reduction(each, how, count).reshape(-1, *[1] * (X.ndim - 1))
             else:
-                each = self.rooted(self.summed(X, how), how, X.shape[how.axis])
+                each = self.finish_reduction(self.reduce_array(X, how), how, X.shape[how.axis])
                 results[name] = each[..., None] if how.axis == -1 else each[..., None, :]
         return results
 
     def each(self, function: Rule, x: Values) -> Values:
         """Run a function on numbers; its returned names replace or join the values."""
         takes, gives = signature_of_numbers(function)
-        return x.set(**dict(zip(gives, tupled(self.bound(function)(*(x[name] for name in takes)), gives), strict=True)))
+        return x.set(**dict(zip(gives, as_tuple(self.bind_rule(function)(*(x[name] for name in takes)), gives), strict=True)))
 
     def by_shape(self, function: Callable[[int, int], float], X: Array) -> Any:
         """A number that follows from the rows and columns of the tensors of X, further axes being columns too. One per tensor
         where shapes differ."""
         if isinstance(X, MixedShapes):
-            return self.column([function(each.shape[0], math.prod(each.shape[1:])) for each in X])
+            return self.column_of([function(each.shape[0], math.prod(each.shape[1:])) for each in X])
         return function(X.shape[1], math.prod(X.shape[2:]))
 
     def cond(self, predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
@@ -455,7 +462,7 @@ class ArrayEngine(Arrays):
         """An update with what it deferred, where no other bundle is waited for."""
         return update
 
-    def keyed(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
+    def derive_keys(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""
         there = self.load(np.array([random.split_key(random.key(seed, name)) for name in names]))
         return self.where((keys == 0).all(-1)[:, None], there, keys)
@@ -469,7 +476,7 @@ class ArrayEngine(Arrays):
         return self.xp.stack([self.load(np.asarray(function(name, x.t, x.p.shape[1:]))) for name in x.names])
 
 
-def counted(shape: Shape, domain: Drop, how: Reduction) -> int:
+def count_reduced(shape: Shape, domain: Drop, how: Reduction) -> int:
     """How many coordinates a reduction is over."""
     if how.axis is None:
         return math.prod(without(shape, domain))

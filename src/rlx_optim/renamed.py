@@ -11,6 +11,7 @@ OPERATIONS = {
     "most": "amax", "lines": "sum_squares", "scaled": "scale", "difference": "subtract", "cap": "minimum", "product": "matmul",
     "less": "matmul_sub", "precise": "matmul_precise", "square": "syrk", "wide": "to_float64", "narrow": "to_storage_dtype",
     "solve": "solve_triangular", "real": "to_real", "jointly": "defer",
+    "keyed": "derive_keys", "bound": "bind_rule", "one_number": "number_of",
     "average_gram": "linalg.average_gram", "upper": "linalg.triangular_matmul", "inverse": "linalg.invert_permutation",
     "upper_transposed": "linalg.triangular_matmul_transposed", "upper_upper": "linalg.triangular_product",
     "diagonal": "basis.column_dots", "applied": "basis.gram_matmul", "reordered": "basis.permute_columns",

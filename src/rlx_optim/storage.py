@@ -167,7 +167,7 @@ def kept(E: Any, slot: Any, value: Any) -> Any:
 def filled(E: Any, buffer: Any, value: Any) -> None:
     """Leave a value in a buffer of an engine's making."""
     if isinstance(buffer, Quantized):
-        E.closed(buffer, value, 0)
+        E.store_encoded(buffer, value, 0)
     else:
         buffer[...] = value
 

@@ -43,13 +43,13 @@ def _jax() -> Speaker:
     jax, jax_ = importlib.import_module("jax"), importlib.import_module("rlx_optim.engines.jax_")
 
     class Traced(jax_.Jax):  # type: ignore[name-defined, misc]
-        def executed(self, program: Any, shapes: Any, arrays: Any, numbers: Any) -> Any:
+        def run_program(self, program: Any, shapes: Any, arrays: Any, numbers: Any) -> Any:
             zeros = {name: value for name, value in numbers.items() if type(value) is float and value == 0}
             return self.jitted(program, tuple(shapes), tuple(zeros))(arrays, {n: v for n, v in numbers.items() if n not in zeros})
 
         @functools.cache  # noqa: B019  (one engine, a table's programs)
         def jitted(self, program: Any, shapes: Any, zeros: Any) -> Any:
-            whole = super().executed
+            whole = super().run_program
 
             def traced(arrays: Any, numbers: Any) -> Any:
                 found = whole(program, shapes, arrays, {**numbers, **dict.fromkeys(zeros, 0.0)})

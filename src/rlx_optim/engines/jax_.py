@@ -229,13 +229,13 @@ class Jax(ArrayEngine):
         return WORDS
 
     @staticmethod
-    def one_number(value: Any, i: int) -> Any:
-        return Zero() if type(value) is float and value == 0 else ArrayEngine.one_number(value, i)
+    def number_of(value: Any, i: int) -> Any:
+        return Zero() if type(value) is float and value == 0 else ArrayEngine.number_of(value, i)
 
-    def apart(self, value: Any, given: Any) -> Any:
+    def copy_if_given(self, value: Any, given: Any) -> Any:
         return value  # nothing is ever overwritten
 
-    def column(self, values: Any) -> Any:
+    def column_of(self, values: Any) -> Any:
         return jnp.asarray(values, self.dtype)
 
     def argsort(self, X: Array) -> Array:

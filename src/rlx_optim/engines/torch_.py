@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .. import basis, ops, storage
-from ..engine import ArrayEngine, Bundle, bind, tupled, without
+from ..engine import ArrayEngine, Bundle, as_tuple, bind, without
 from ..language import Reduction, Rule, signature
 from ..linalg import Coefficients
 from ..program import Each, Pass, Program, Values
@@ -332,7 +332,9 @@ class Torch(ArrayEngine):
         """Tensors of unequal shapes are lists."""
         if len(set(bundle.shapes)) == 1:
             return super().values(bundle)
-        return Values({name: ForeachTensor(each) for name, each in self.loaded(bundle).items()}, **bundle.numbers, t=bundle.t)
+        return Values(
+            {name: ForeachTensor(each) for name, each in self.load_buffers(bundle).items()}, **bundle.numbers, t=bundle.t
+        )
 
     def all_finite(self, grads: Sequence[Any]) -> bool:
         return all(bool(torch.isfinite(g).all()) for g in grads)
@@ -346,39 +348,41 @@ class Torch(ArrayEngine):
     def words(self) -> dict[str, Any]:
         return {**STACKS, "where": functools.partial(_choose, self.dtype)}
 
-    def listed(self, rule: Rule) -> Rule:
+    def bind_lists(self, rule: Rule) -> Rule:
         """A rule in the words of lists, made once."""
         if rule not in self._lists:
             self._lists[rule] = bind(rule, LISTS)
         return self._lists[rule]
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
-        local = {n: ForeachTensor([self.lined_up(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
+        local = {n: ForeachTensor([self.align_axes(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
         local |= {n: self._number(found[n]) for n in step.numbers}
         arguments = [local[n] for n in step.takes]
-        results = tupled(self.listed(step.rule)(*arguments), step.gives)
-        results = tuple([self.apart(value, arguments) for value in results])
+        results = as_tuple(self.bind_lists(step.rule)(*arguments), step.gives)
+        results = tuple([self.copy_if_given(value, arguments) for value in results])
         over = [without(shape, step.domain) for shape in shapes]
         given = {
-            n: [self.spread(t, shape) for t, shape in zip(_each(value, len(over)), over, strict=True)]
+            n: [self.broadcast_to(t, shape) for t, shape in zip(_each(value, len(over)), over, strict=True)]
             for n, value in zip(step.gives, results, strict=True)
         }
         found |= {n: given[n] for n, _ in step.stores}
-        found |= self.finished(step, shapes, [[self.summed(t, how) for t in given[n]] for _, n, how in step.reduces])
+        found |= self.finish_reductions(
+            step, shapes, [[self.reduce_array(t, how) for t in given[n]] for _, n, how in step.reduces]
+        )
 
     def _number(self, value: Any) -> Any:
         if torch.is_tensor(value):  # a reduction, on the device: no waiting for it
             return ForeachTensor(list(value.to(self.dtype))) if value.ndim else value.to(self.dtype)
         return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
 
-    def spread(self, value: Any, shape: Shape) -> torch.Tensor:
+    def broadcast_to(self, value: Any, shape: Shape) -> torch.Tensor:
         value = self.sent(value, self.dtype)
         return value if tuple(value.shape) == shape else value.broadcast_to(shape)
 
-    def number(self, step: Each, found: dict[int, Any]) -> None:
+    def run_function(self, step: Each, found: dict[int, Any]) -> None:
         """On the device, in float64, where nothing waits for them."""
         given = [self._there(found[n]) for n in step.takes]
-        self.numbered(step, tupled(_of_numbers(step.function)(*given), step.gives), found)
+        self.keep_numbers(step, as_tuple(_of_numbers(step.function)(*given), step.gives), found)
 
     def _there(self, value: Any) -> Any:
         return self.sent(value, torch.float64)
@@ -391,14 +395,14 @@ class Torch(ArrayEngine):
             return torch.full((), float(value), dtype=dtype, device=self.device)
         return torch.as_tensor(value, dtype=dtype, device="cpu").pin_memory().to(self.device, non_blocking=True)
 
-    def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
+    def reduce_array(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         if how.axis is None:  # one number: in float64
             wide = array.double()
             return wide.max() if how.largest else (wide * wide).sum() if how.squared else wide.sum()
         array = array * array if how.squared else array
         return array.amax(how.axis) if how.largest else array.sum(how.axis)
 
-    def column(self, values: Sequence[float]) -> Any:
+    def column_of(self, values: Sequence[float]) -> Any:
         return self.sent(values, torch.float64)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
@@ -407,8 +411,8 @@ class Torch(ArrayEngine):
         if not any(isinstance(x[name], ForeachTensor) for name in takes):
             return super().map(rule, x, **reduce)
         given = [x[name] if isinstance(x[name], ForeachTensor) else self._number(x[name]) for name in takes]
-        results = tupled(self.listed(rule)(*given), gives)
-        return x.set(**{name: self.apart(value, given) for name, value in zip(gives, results, strict=True)})
+        results = as_tuple(self.bind_lists(rule)(*given), gives)
+        return x.set(**{name: self.copy_if_given(value, given) for name, value in zip(gives, results, strict=True)})
 
     def by_shape(self, function: Callable[[int, int], float], X: Any) -> Any:
         return np.array([function(*t.shape) for t in X]) if isinstance(X, ForeachTensor) else super().by_shape(function, X)

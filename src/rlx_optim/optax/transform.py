@@ -357,8 +357,8 @@ def _program_step(spec: Spec, leaves: list[Leaf], dtype: Any, numbers: dict[str,
             array = given[name].astype(dtype)
             tensors.extend(list(array.reshape(-1, *shape)) if place.axes else [array])
     E = engine_in(dtype)
-    found = E.executed(program, shapes, arrays, numbers)
-    ends = {name: arrays[name] for name in slots} | E.ends(program, found, len(shapes))
+    found = E.run_program(program, shapes, arrays, numbers)
+    ends = {name: arrays[name] for name in slots} | E.collect_buffers(program, found, len(shapes))
     return Values(ends, **numbers, change=found[program.given["change"]])
 
 

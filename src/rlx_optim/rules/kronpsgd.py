@@ -140,7 +140,7 @@ class KronPSGD(Spec):
         x = E.map(average, x)
         mhat = x.mhat.reshape(stack)
         q = {i: x[f"q{i}"] for i in range(1, len(stack))}
-        key = E.either(x.begins, lambda key: E.keyed(key, x.seed, x.names), lambda key: key, x.key)
+        key = E.either(x.begins, lambda key: E.derive_keys(key, x.seed, x.names), lambda key: key, x.key)
 
         # a factor is upper triangular (B, n, n) or diagonal (B, n)
         def multiply(f, U, rounds=False):

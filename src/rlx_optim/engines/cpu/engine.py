@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import storage, threads
-from ...engine import Bundle, counted, without
+from ...engine import Bundle, count_reduced, without
 from ...language import Reduction, Rule, signature
 from ...pointers import address
 from ...program import Drop, Each, Pass, Values
@@ -171,7 +171,7 @@ class Prepared:
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
         for k, how in layout.over_tensors:
-            counts = np.array([counted(shape, step.domain, how) for shape in plan.shapes], np.float64)
+            counts = np.array([count_reduced(shape, step.domain, how) for shape in plan.shapes], np.float64)
             self.over_tensors.append((reduced[step.gives[k]][0], how, counts))
         self.refresh()
 
@@ -190,9 +190,9 @@ class Prepared:
             for (result, how, counts), sums in zip(self.over_tensors, kernel.over_tensors(chunks), strict=True):
                 counts = counts if rows is None else counts[rows]
                 if how.everything:
-                    found[result] = engine.rooted(sums.max() if how.largest else sums.sum(), how, counts.sum())
+                    found[result] = engine.finish_reduction(sums.max() if how.largest else sums.sum(), how, counts.sum())
                 else:
-                    found[result] = engine.rooted(sums, how, counts)
+                    found[result] = engine.finish_reduction(sums, how, counts)
 
 
 class Chosen:
@@ -270,7 +270,7 @@ class CompiledProgram:
     def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         bundle, rows = self.bundle, self.bundle.rows
         if self.half != half_of(bundle):  # this one is compiled for others
-            return self.engine.planned(bundle).run(numbers, scale)
+            return self.engine.compile_bundle(bundle).run(numbers, scale)
         if bundle.pointers is None or bundle.pointers.version != self.version:
             self.refresh()
         chosen = None if rows is None else self.chosen.find(rows.tobytes(), lambda: Chosen(rows))
@@ -294,7 +294,7 @@ class CompiledProgram:
                 step.run(found, scale, numbers.get("_rng_step"), self.engine, chosen)
             else:
                 with np.errstate(all="ignore"):
-                    self.engine.number(step, found)
+                    self.engine.run_function(step, found)
         for n, each in self.renewed:
             buffers = each if chosen is None else chosen.of(each)
             for buffer, value in zip(buffers, np.broadcast_to(found[n], len(buffers)).tolist(), strict=True):
@@ -352,11 +352,11 @@ class Cpu(CpuArrays):
             rooms.leave()
             return numbers
         if bundle.plan is None:
-            self.planned(bundle)
+            self.compile_bundle(bundle)
         told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
         return told
 
-    def planned(self, bundle: Bundle) -> CompiledProgram:
+    def compile_bundle(self, bundle: Bundle) -> CompiledProgram:
         plan = bundle.plan = CompiledProgram(bundle, self)
         bundle.runner = plan.run
         return plan
@@ -384,4 +384,4 @@ class Cpu(CpuArrays):
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
         made.every.call.run(made.every.elements, 0)  # on one thread
-        return x.set(**self.reduced(dict(zip(gives, out, strict=True)), reduce))
+        return x.set(**self.reduce_results(dict(zip(gives, out, strict=True)), reduce))

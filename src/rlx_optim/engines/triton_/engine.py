@@ -182,7 +182,7 @@ class Triton(TritonArrays):
                 found[n] = where[name] if name in where else bundle.numbers[name]
         early, late = plan.cached("order", lambda: apart(program.steps, found))
         for _, step in early:  # numbers that follow from numbers: on the host, where those are
-            self.number(step, found)
+            self.run_function(step, found)
         numbers = {n: value for n, value in found.items() if not isinstance(value, Pointers)} | {SCALE: bundle.scale}
         if "_rng_step" in bundle.numbers:
             numbers[TICK] = found[TICK] = bundle.numbers["_rng_step"]
@@ -215,7 +215,7 @@ class Triton(TritonArrays):
             if isinstance(step, Pass):
                 self._apply(plan, position, step, where, found, scale, flag)
             else:
-                self.number(step, found)
+                self.run_function(step, found)
         for name, n in program.buffers.items():
             if n not in program.drops:
                 now, before = super()._there(found[n]).expand(len(bundle.shapes)), found[program.inputs[name]]
@@ -307,7 +307,7 @@ class Triton(TritonArrays):
     def _of_all(self, row: torch.Tensor, how: Reduction, lengths: list[int]) -> torch.Tensor:
         if not how.everything:
             return row
-        return self.rooted(row.max() if how.largest else row.sum(), how, sum(lengths))
+        return self.finish_reduction(row.max() if how.largest else row.sum(), how, sum(lengths))
 
     def _tiles(
         self, plan: LaunchPlan, key: Any, step: Pass, ready: PreparedPass, numbers: Any, found: Any, scale: Any, flag: Any

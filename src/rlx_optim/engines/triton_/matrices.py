@@ -89,7 +89,7 @@ class TritonArrays(Torch):
         """A step of a matrix rule."""
         self.now = start = self.values(bundle, numbers)
         self.phase = tuple(decided_in(numbers).values())
-        x, flag = self.updated(bundle, start, move), start["_flag"]
+        x, flag = self.run_update(bundle, start, move), start["_flag"]
         self.now = None  # its stacks go
         for name in bundle.written():
             if not same(x[name], start[name]):  # what is not by address has been computed apart
@@ -146,9 +146,9 @@ class TritonArrays(Torch):
         mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
         return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
 
-    def moved(self, spec: Any, x: Values, move: bool = True) -> Values:
+    def apply_commit(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
-            return super().moved(spec, x)
+            return super().apply_commit(spec, x)
         return self.map(left, x) if isinstance(x.u, RaggedStack) else x.set(p=dense(x.u))
 
     # what rules ask for -------------------------------------------------------------------------------------------------
@@ -370,8 +370,8 @@ class TritonArrays(Torch):
                     out[k][axis] = mine
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
-    def keyed(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
-        return super().keyed(dense(keys), seed, names)
+    def derive_keys(self, keys: Any, seed: int, names: Any) -> torch.Tensor:
+        return super().derive_keys(dense(keys), seed, names)
 
     def random(self, kind: str, keys: Any, t: Any, shape: Any) -> torch.Tensor:
         """The same words as everywhere, in one launch."""

@@ -30,20 +30,20 @@ class Reducing(Torch):
         self.layouts: list[DTensorLayout] = [bundle.pointers[i] for i in bundle.index]
         return super().run(bundle, move)
 
-    def summed(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
+    def reduce_array(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
         """The sum over what is here, in float64."""
         if how.largest and not array.numel():
             return torch.full_like(array.double().sum(how.axis), -math.inf)
-        return super().summed(array.double(), how)
+        return super().reduce_array(array.double(), how)
 
-    def finished(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[torch.Tensor]]) -> dict[int, Any]:
+    def finish_reductions(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[torch.Tensor]]) -> dict[int, Any]:
         sums = [list(each) for each in raw]
         self._add_up([
             (layout, None if how.axis is None else reduced_axis(step.domain, how), how.largest, each, i)
             for (_, _, how), each in zip(step.reduces, sums, strict=True)
             for i, layout in enumerate(self.layouts)
         ])  # fmt: skip
-        found = super().finished(step, [layout.shape for layout in self.layouts], sums)
+        found = super().finish_reductions(step, [layout.shape for layout in self.layouts], sums)
         return {n: [t.to(self.dtype) for t in value] if isinstance(value, list) else value for n, value in found.items()}
 
     @staticmethod
