@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlx_optim.cli import Problem, load_average, physical_memory
-from rlx_optim.cli.costs import bytes_of, settings_of
+from rlx_optim.cli.costs import count_bytes, settings_of
 from rlx_optim.cli.shapes import Shapes, parameters
 from rlx_optim.registry import spec_class
 from rlx_optim.threads import available, get_threads
@@ -102,7 +102,7 @@ def traffic(name: str, shapes: Shapes, kept: str = "float32", rounding: str | No
     other = None if fallback is None else spec_class(fallback.name)(**fallback.settings, state_dtype=kept)
     total = 0.0
     for shape in shapes.values():
-        each = bytes_of(rule if other is None or rule.takes(shape) is None else other, shape, rounding)
+        each = count_bytes(rule if other is None or rule.takes(shape) is None else other, shape, rounding)
         if each is None:
             return None
         total += each * math.prod(shape)

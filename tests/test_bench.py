@@ -128,7 +128,7 @@ def test_every_optimizer_has_peers_and_bytes():
     }
     for name in rlx_optim.list_optimizers():  # what the rules' own programs say
         spec = spec_class(name)(**results.settings_of(name))
-        assert results.bytes_of(spec, (30, 10)) == (None if name in matrix else known.get(name, 28))
+        assert results.count_bytes(spec, (30, 10)) == (None if name in matrix else known.get(name, 28))
     for name, table in peers.PEERS.items():
         assert len({peer.label for peer in table}) == len(table) > 0, name
         assert {peer.library for peer in table} <= set(peers.LIBRARIES)

@@ -120,17 +120,17 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
     if engine == "torch":
         if how in ("largest", "squared"):
             right = who.reduce_array
-            monkeypatch.setattr(who, "summed", lambda self, a, r: right(self, a, dataclasses.replace(r, **{how: False})))
+            monkeypatch.setattr(who, "reduce_array", lambda self, a, r: right(self, a, dataclasses.replace(r, **{how: False})))
         else:
             right = who.finish_reduction
-            monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+            monkeypatch.setattr(who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
     else:
         from rlx_optim.engines.cpu import engine as cpu
         from rlx_optim.engines.cpu import kernels
 
         if how in ("mean", "root"):
             right = who.finish_reduction
-            monkeypatch.setattr(who, "rooted", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+            monkeypatch.setattr(who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
         else:
             right = kernels.Builder.reduce
             monkeypatch.setattr(

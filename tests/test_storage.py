@@ -61,12 +61,12 @@ def test_a_further_format_is_one_codec(monkeypatch):
     """For engines that are array libraries: the reference steps with it, and knows what it takes."""
 
     def to_linear(codec, E, x, t, first):
-        scale = storage.largest(E, x)
-        code = E.xp.round(codec.top * x * storage.spread(E, 1 / E.floor(scale, storage.TINY), x.shape))
+        scale = storage.block_max(E, x)
+        code = E.xp.round(codec.top * x * storage.repeat_scales(E, 1 / E.floor(scale, storage.TINY), x.shape))
         return {"": E.cast(code, "int8"), "_scale": scale}
 
     def from_linear(codec, E, codes, scale):
-        return storage.spread(E, scale, codes.shape) * E.cast(codes, "float32") / codec.top
+        return storage.repeat_scales(E, scale, codes.shape) * E.cast(codes, "float32") / codec.top
 
     codec = storage.Codec("linear", "linear8", {"": "int8", "_scale": "float32"}, to_linear, from_linear, top=127.0)
     monkeypatch.setitem(storage.CODECS, codec.name, codec)
@@ -188,7 +188,7 @@ def test_what_is_coded(name):
 
 def test_bytes_a_parameter():
     spec = rlx_optim.registry.spec_class("adamw")(state_dtype="int8")
-    assert sum(map(storage.bytes_of, spec.stored_slots((1024, 4096)).values())) / 1024 / 4096 == 2.0625
+    assert sum(map(storage.count_bytes, spec.stored_slots((1024, 4096)).values())) / 1024 / 4096 == 2.0625
     opt = rlx_optim.AdamW(lr=1e-3, state_dtype="int8")
     opt.step("w", np.ones((64, 128), np.float32), np.ones((64, 128), np.float32))
     assert opt.state_bytes() == 2 * 64 * 132

@@ -7,7 +7,7 @@ from test_storage import FORMATS, NEEDED, relative, start
 
 import rlx_optim
 from rlx_optim.optax.foreign import from_optax, to_optax
-from rlx_optim.storage import components_of
+from rlx_optim.storage import flatten_components
 
 STEPS = 3
 
@@ -43,7 +43,7 @@ def test_codes_are_those_of_the_reference(name, wanted, tmp_path):
         fresh.step_all(there, start(100 + i))
     for k, p in there.items():
         assert relative(np.asarray(params[k]) - start()[k], p - start()[k]) < (5e-3 if name in MATRIX else 1e-3), k
-    mine, its = (components_of(each._records["w"].state) for each in (opt, fresh))
+    mine, its = (flatten_components(each._records["w"].state) for each in (opt, fresh))
     assert mine.keys() == its.keys()
     codes = [k for k, v in mine.items() if v.dtype.kind in "iu"]
     assert codes

@@ -32,7 +32,7 @@ def make(name, params, **settings):
         return getattr(ours, name)(params, **{**ALL[name], **settings})
 
 
-def bytes_of(opt):
+def count_bytes(opt):
     return sum(v.nbytes for state in opt.state.values() for v in state.values() if torch.is_tensor(v) and v.ndim)
 
 
@@ -82,7 +82,7 @@ def test_a_frozen_base_costs_no_bytes():
     model(train_on).sum().backward()
     opt.step()
     reference.step()
-    assert bytes_of(opt) == bytes_of(reference) == 2 * 4 * sum(p.numel() for p in adapter.parameters())
+    assert count_bytes(opt) == count_bytes(reference) == 2 * 4 * sum(p.numel() for p in adapter.parameters())
     assert len(opt.state_dict()["state"]) == len(reference.state_dict()["state"]) == 2
 
 

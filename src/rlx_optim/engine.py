@@ -265,14 +265,14 @@ class ArrayEngine(Arrays):
                 raise decomposition_error(bundle, problem) from problem
             raise
         x = x.set(p=p) if bundle.without_p else x
-        told = stats.of_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
+        told = stats.measure_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
         return self.apply_commit(spec, x, move).set(**told)
 
     def apply_commit(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""
         if not move:
             return x.set(p=x.u)
-        whole = mover(spec, x)
+        whole = trace_commit(spec, x)
         return self.map(subtract, spec.commit(self, x)) if whole is None else self.map(whole, x)
 
     def stack_size(self, shape: Shape) -> int:
@@ -483,7 +483,7 @@ def count_reduced(shape: Shape, domain: Drop, how: Reduction) -> int:
     return shape[reduced_axis(domain, how)]
 
 
-def mover(spec: Spec, x: Mapping[str, Any]) -> Rule | None:
+def trace_commit(spec: Spec, x: Mapping[str, Any]) -> Rule | None:
     """The commit of a matrix rule as one rule of p, u and numbers; None where it measures in between."""
     steps = trace(spec, {}, "move", {name: x.get(name) for name in (*spec.committed, "rate")}).steps
     return steps[0].rule if len(steps) == 1 and isinstance(steps[0], Pass) else None

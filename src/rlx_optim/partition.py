@@ -15,7 +15,7 @@ from .program import has_reduction, trace
 from .reading import reads_p
 from .rounding import EXACT
 from .spec import Shape, Spec
-from .storage import bytes_of
+from .storage import count_bytes
 
 FLAGS = 4  # that go before those of the parameters in the ranks' agreement
 STAGES, STAGE = 4, 1 << 20  # how many there are at most, and how many elements a rank should have in each
@@ -97,7 +97,7 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
             if reads_p(spec, shape):
                 given += wide if spec.rounding == EXACT else itemsize
             updates = sum(part * wide + tail for rank, part in enumerate(parts) if rank != owner)
-            out.state[owner] += sum(bytes_of(slot, wide) for slot in spec.stored_slots(shape).values())
+            out.state[owner] += sum(count_bytes(slot, wide) for slot in spec.stored_slots(shape).values())
             out.sent[owner] += updates
             out.hidden[owner] += updates if place < turns[owner][-1] else 0
             for rank, part in enumerate(parts):

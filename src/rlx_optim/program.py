@@ -109,7 +109,7 @@ class Program:
         found = []
         for step in self.passes:
             if step.reduces:
-                found.append(sum(_added(shape, step.domain, how, dim) for _, _, how in step.reduces))
+                found.append(sum(_count_added(shape, step.domain, how, dim) for _, _, how in step.reduces))
         return found
 
 
@@ -128,7 +128,7 @@ def commit_has_reduction(spec: Spec) -> bool:
     return trace(spec, {}, "move", dict.fromkeys((*spec.committed, "rate"), 0.0)).has_reduction
 
 
-def _added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
+def _count_added(shape: Shape, domain: Drop, how: Reduction, dim: int) -> int:
     if how.axis is None:
         return 1
     axis = reduced_axis(domain, how)
@@ -168,7 +168,7 @@ class Unsent(Opaque):
     """Stands for p where it was not sent to: it has the shape and the type of g, and its values are refused."""
 
     __slots__ = ("gradient", "title")
-    told = frozenset(("shape", "ndim", "dtype", "device", "size", "numel", "dim"))
+    readable = frozenset(("shape", "ndim", "dtype", "device", "size", "numel", "dim"))
 
     def __init__(self, title: str, gradient: Any):
         self.title, self.gradient = title, gradient
@@ -177,7 +177,7 @@ class Unsent(Opaque):
         raise NotSent(f"{self.title}.update reads p, which was not sent here")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.gradient, name) if name in self.told else self._refuse()
+        return getattr(self.gradient, name) if name in self.readable else self._refuse()
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -367,8 +367,8 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     E.current = {name: value.number for name, value in inputs.items() if name not in ("g", "u")}
     numbers = {name: None if value is None else E.symbol(name, None) for name, value in given.items()}
     x = inputs.set(**numbers)
-    spec, before = _shared(spec), E.current["p"]
-    x = stats.before(E, x) if what == "stats" else x.set(u=x.g) if what == "commit" else x
+    spec, before = _hide_varying(spec), E.current["p"]
+    x = stats.measure_gradient(E, x) if what == "stats" else x.set(u=x.g) if what == "commit" else x
     for part in {"observe": ("observe",), "move": ("commit",), "commit": ("commit",)}.get(what, ("update", "mask", "commit")):
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
@@ -379,16 +379,16 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
             raise LanguageError(f"{E.title}.{part} must return the values that its last E.map or E.each gave, not {x!r:.80}")
         if E.current["p"] != before:
             raise LanguageError(f"{E.title}.{part} writes p; rules give the direction u, and the commit what is taken from p")
-    x = stats.after(E, x) if what == "stats" else x
+    x = stats.measure_change(E, x) if what == "stats" else x
     if what in ("step", "move", "commit", "stats"):
         x = E.map(subtract, x)
     for name, number in E.current.items():
         if x[name].number != number:
             raise LanguageError(f"{E.title}.update loses what a map gave for {name!r}; return the values that the last map gave")
-    wanted = {name: x[name].number for name in {"change": ["change"], "stats": stats.asked(x)}.get(what, [])}
+    wanted = {name: x[name].number for name in {"change": ["change"], "stats": stats.list_wanted(x)}.get(what, [])}
     names = {number: value.name for number, value in E.symbols.items()}
-    steps = _fused(E.steps, set(wanted.values()), names)
-    steps = _computed_again(steps, {name for name, slot in slots.items() if slot.storage}, set(wanted.values()), names)
+    steps = _fuse_passes(E.steps, set(wanted.values()), names)
+    steps = _recompute_quantized(steps, {name for name, slot in slots.items() if slot.storage}, set(wanted.values()), names)
     buffers = {name: number for name, number in E.current.items() if number != inputs[name].number}
     known = {name: value.number for name, value in {**inputs, **{k: v for k, v in numbers.items() if v is not None}}.items()}
     drops = {number: value.drop for number, value in E.symbols.items() if value.drop is not None}
@@ -413,7 +413,7 @@ class Unread(Opaque):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _shared(spec: Spec) -> Spec:
+def _hide_varying(spec: Spec) -> Spec:
     """A spec as all tensors of a pass have it."""
     shared = object.__new__(type(spec))
     for name, value in spec.values().items():
@@ -428,11 +428,11 @@ def subtract(p, change):  # type: ignore[no-untyped-def]
 
 
 # ---- passes that can be one ----------------------------------------------------------------------------------------------------
-def _fused(steps: Iterable[Pass | Each], wanted: set[int], names: Mapping[int, str]) -> list[Pass | Each]:
+def _fuse_passes(steps: Iterable[Pass | Each], wanted: set[int], names: Mapping[int, str]) -> list[Pass | Each]:
     """Neighbours over the same coordinates become one pass, and what nobody reads from memory afterwards is not stored."""
     groups: list[list[Any]] = []
     for step in steps:
-        if isinstance(step, Pass) and groups and all(isinstance(each, Pass) and _may_join(each, step) for each in groups[-1]):
+        if isinstance(step, Pass) and groups and all(isinstance(each, Pass) and _can_join(each, step) for each in groups[-1]):
             groups[-1].append(step)
         else:
             groups.append([step])
@@ -440,16 +440,16 @@ def _fused(steps: Iterable[Pass | Each], wanted: set[int], names: Mapping[int, s
     out: list[Pass | Each] = []
     for i, group in enumerate(groups):
         later = set().union(*read[i + 1 :]) | wanted
-        out.append(_joined(group, later, names) if isinstance(group[0], Pass) else group[0])
+        out.append(_join_passes(group, later, names) if isinstance(group[0], Pass) else group[0])
     return out
 
 
-def _may_join(first: Pass, second: Pass) -> bool:
+def _can_join(first: Pass, second: Pass) -> bool:
     reduced = {result for result, _, _ in first.reduces}
     return first.domain == second.domain and not reduced & {*second.arrays, *second.numbers}
 
 
-def _joined(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pass:
+def _join_passes(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pass:
     """later: what is read from memory afterwards."""
     made = {n for step in steps for n in step.gives}
     arrays = tuple(dict.fromkeys(n for step in steps for n in step.arrays if n not in made))
@@ -460,11 +460,11 @@ def _joined(steps: list[Pass], later: set[int], names: Mapping[int, str]) -> Pas
     takes, gives = (*arrays, *numbers), (*(n for n, _ in stores), *(n for _, n, _ in reduces))
     if len(steps) == 1 and (takes, gives) == (steps[0].takes, steps[0].gives):
         return dataclasses.replace(steps[0], stores=stores)
-    rule = _chained([(step.rule, step.takes, step.gives) for step in steps], takes, gives, names)
+    rule = _chain_rules([(step.rule, step.takes, step.gives) for step in steps], takes, gives, names)
     return Pass(rule, takes, gives, steps[0].domain, arrays, numbers, stores, reduces)
 
 
-def _computed_again(
+def _recompute_quantized(
     steps: list[Pass | Each], coded: set[str], wanted: set[int], names: Mapping[int, str]
 ) -> list[Pass | Each]:  # fmt: skip
     """Of state in fewer bits, which does not say exactly what it was made of: a pass that would read what one before has written
@@ -479,24 +479,24 @@ def _computed_again(
             if touched or not any(place in coded and n in second.arrays for n, place in written.items()):
                 continue
             later = {n for step in steps[j + 1 :] if isinstance(step, Pass) for n in step.arrays} | wanted
-            steps[j] = _joined([dataclasses.replace(first, reduces=()), second], later, names)
-            steps[i] = _joined([dataclasses.replace(first, stores=())], set(), names)
-            return _computed_again(steps, coded, wanted, names)
+            steps[j] = _join_passes([dataclasses.replace(first, reduces=()), second], later, names)
+            steps[i] = _join_passes([dataclasses.replace(first, stores=())], set(), names)
+            return _recompute_quantized(steps, coded, wanted, names)
     return steps
 
 
-def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: Mapping[int, str]) -> Rule:
+def _chain_rules(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: Mapping[int, str]) -> Rule:
     """Rules one after the other as one, with a text of its own: compilers start from that. Every value gets a name of its own."""
     known: dict[int, str] = {}
     taken: set[str] = set(ops.SCALARS)
 
-    def fresh(name: str) -> str:
+    def make_name(name: str) -> str:
         found = next(each for each in itertools.chain([name], (f"{name}{k}" for k in itertools.count(2))) if each not in taken)
         taken.add(found)
         return found
 
     for n in takes:
-        known[n] = fresh(names[n])
+        known[n] = make_name(names[n])
     lines = []
     for rule, into, out in calls:
         read = checked(rule)
@@ -505,17 +505,17 @@ def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: 
             if isinstance(statement, ast.Assign):
                 value = ast.unparse(_Renamed(local).visit(copy.deepcopy(statement.value)))
                 (target,) = statement.targets
-                local[target.id] = fresh(target.id)  # type: ignore[attr-defined]
+                local[target.id] = make_name(target.id)  # type: ignore[attr-defined]
                 lines.append(f"    {local[target.id]} = {value}")  # type: ignore[attr-defined]
         known |= {n: local[name] for name, n in zip(read.gives, out, strict=True)}
     results = []
     last = {names[n]: n for n in gives}  # a result keeps its own name, if it is the last to have it
     for n in gives:
-        name = names[n] if last[names[n]] == n else fresh(names[n]) if known[n] in results else known[n]
+        name = names[n] if last[names[n]] == n else make_name(names[n]) if known[n] in results else known[n]
         if name != known[n]:
             lines.append(f"    {name} = {known[n]}")
         results.append(name)
-    title = fresh("_then_".join(rule.__name__ for rule, _, _ in calls))
+    title = make_name("_then_".join(rule.__name__ for rule, _, _ in calls))
     text = f"def {title}({', '.join(known[n] for n in takes)}):\n" + "\n".join(lines) + f"\n    return {', '.join(results)}\n"
     file = f"<rlx_optim {title} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -526,12 +526,12 @@ def _chained(calls: Any, takes: tuple[int, ...], gives: tuple[int, ...], names: 
 
 
 @functools.cache
-def reordered(rule: Rule, first: tuple[str, ...]) -> Rule:
+def reorder_arguments(rule: Rule, first: tuple[str, ...]) -> Rule:
     """A rule that takes these arguments before the others."""
     takes, gives = signature(rule)
     names = dict(enumerate((*takes, *gives)))
     into, out = tuple(range(len(takes))), tuple(range(len(takes), len(names)))
-    return _chained([(rule, into, out)], tuple(sorted(into, key=lambda n: names[n] not in first)), out, names)
+    return _chain_rules([(rule, into, out)], tuple(sorted(into, key=lambda n: names[n] not in first)), out, names)
 
 
 class _Renamed(ast.NodeTransformer):

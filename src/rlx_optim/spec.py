@@ -164,7 +164,7 @@ MODIFIERS: dict[str, Field] = {
     "state_dtype": Field(
         "float32",
         f"one of {QUOTED}, or a mapping from slots to these",
-        storage.checked,
+        storage.check_format,
         f"Literal[{QUOTED}] | Mapping[str, str]",
         structural=True,
         fixed=True,
@@ -347,7 +347,7 @@ class Spec(abc.ABC):
         for name, slot in slots.items():
             if problem := slot_error(name, slot, shape, slots, self.counters()):
                 raise self.refuse(f"slots({shape}): {problem}")
-        return storage.assigned(slots, self.state_dtype)
+        return storage.assign_storage(slots, self.state_dtype)
 
     def counters(self) -> dict[str, float]:
         """Numbers of state kept beside the slots, with their first value; `scalars`, `decisions` or the `update` of a matrix rule

@@ -28,23 +28,23 @@ def share(kept_count: Any, lost_count: Any) -> Any:
     return masked
 
 
-def before(E: Any, x: Any) -> Any:
+def measure_gradient(E: Any, x: Any) -> Any:
     """Where a program first reads g."""
     return E.map(arriving, x, grad_norm="norm")
 
 
-def after(E: Any, x: Any) -> Any:
+def measure_change(E: Any, x: Any) -> Any:
     """Where it has the change of p."""
     x = E.map(leaving, x, param_norm="norm", update_norm="norm")
     return E.each(share, x) if "kept_count" in x else x
 
 
-def asked(x: Mapping[str, Any]) -> list[str]:
+def list_wanted(x: Mapping[str, Any]) -> list[str]:
     return [name for name in (*NORMS, "masked") if name in x]
 
 
 # ---- of a stack, which is there as a whole ------------------------------------------------------------------------------------
-def of_stack(E: Any, start: Any, x: Any, change: Any) -> dict[str, Any]:
+def measure_stack(E: Any, start: Any, x: Any, change: Any) -> dict[str, Any]:
     """The same of matrix rules; and how far the direction is from orthogonal, ‖XXᵀ − 1‖/√rows for rows ≤ columns."""
     found = {name: E.norm(X).reshape(-1) for name, X in zip(NORMS, (start.g, start.p, change), strict=True)}
     if "kept_count" in x:
@@ -74,7 +74,7 @@ class Stats:
 Row = tuple[str, int, dict[str, Any]]  # a parameter, how many coordinates, its numbers
 
 
-def rows_of(found: Mapping[str, Any], names: Sequence[str], sizes: Sequence[int]) -> list[Row]:
+def make_rows(found: Mapping[str, Any], names: Sequence[str], sizes: Sequence[int]) -> list[Row]:
     """The numbers of a bundle, tensor by tensor."""
     each = enumerate(zip(names, sizes, strict=True))
     return [(name, size, {kind: values[i] for kind, values in found.items()}) for i, (name, size) in each]

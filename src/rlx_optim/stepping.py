@@ -18,7 +18,7 @@ from .program import Program, trace
 from .recent import Recent
 from .rounding import ParamRounding
 from .spec import Shape, Slot, Spec
-from .stats import KINDS, Row, rows_of
+from .stats import KINDS, Row, make_rows
 from .storage import Quantized
 
 
@@ -66,7 +66,7 @@ class TensorState:
         self.state |= made
         self.counters = {**spec.counters(), **self.counters}
 
-    def cohort(self) -> tuple[Any, ...]:
+    def scalar_key(self) -> tuple[Any, ...]:
         """Records that share this share every number of a step."""
         return (self.group, self.t, *self.counters.values()) if self.counters else (self.group, self.t)
 
@@ -90,7 +90,7 @@ class Part:
         self.report: Mapping[str, Any] = {}  # what its last step did, where that was asked
         self.counted = False  # whether its last step moved a counter
 
-    def tell(self, found: Mapping[str, Any]) -> None:
+    def keep_report(self, found: Mapping[str, Any]) -> None:
         """Keep what a step did, of what it gave, where that was asked."""
         if self.bundle.with_stats:
             self.report = {kind: found[kind] for kind in KINDS if kind in found}
@@ -139,11 +139,11 @@ class Grouping:
         """What a plan is known by. Stacks of a matrix rule share their numbers, so it says who has stepped equally often."""
         seen: dict[Any, int] = {}
         matrix = not self.commits and any(spec.matrix for spec in specs)
-        counts = tuple(seen.setdefault(self.records[i].cohort(), len(seen)) for i in chosen) if matrix else ()
+        counts = tuple(seen.setdefault(self.records[i].scalar_key(), len(seen)) for i in chosen) if matrix else ()
         return chosen, fusion_keys, with_stats, counts
 
     def _plan(self, chosen: Sequence[int], specs: Sequence[Spec], fusion_keys: Any, with_stats: bool) -> list[StepPart]:
-        alike = group_alike(((i, self.records[i]) for i in chosen), specs, self.engine, with_stats, self.commits)
+        alike = group_records(((i, self.records[i]) for i in chosen), specs, self.engine, with_stats, self.commits)
         found = []
         for key, places in alike.items():
             spec = specs[self.records[places[0]].group]
@@ -164,7 +164,7 @@ class Grouping:
         swept = self.commits or not specs[self.records[places[0]].group].matrix
         if isinstance(self.engine, TakingRows) and swept and self.pointers is not None:
             known = key, fusion_keys, with_stats
-            part = self.parts.find(known, lambda: make(self._everyone(key, specs, with_stats)), len(self.records))
+            part = self.parts.find(known, lambda: make(self._find_shared(key, specs, with_stats)), len(self.records))
             if self.engine.takes_rows(part.bundle):
                 everyone: list[int] = part.bundle.index
                 places = tuple(sorted(places))  # as chunks are, and what is reduced over each tensor
@@ -173,12 +173,12 @@ class Grouping:
         part = self.parts.find((places, fusion_keys, with_stats), lambda: make(places), len(places))
         return StepPart(part, None, places)
 
-    def _everyone(self, key: Any, specs: Sequence[Spec], with_stats: bool) -> list[int]:
+    def _find_shared(self, key: Any, specs: Sequence[Spec], with_stats: bool) -> list[int]:
         """The places of all records that step together with those of a key."""
-        return group_alike(enumerate(self.records), specs, self.engine, with_stats, self.commits)[key]
+        return group_records(enumerate(self.records), specs, self.engine, with_stats, self.commits)[key]
 
 
-def group_alike(
+def group_records(
     records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, with_stats: bool, commits: bool = False
 ) -> dict[Any, list[int]]:
     """The places of records that may be in one bundle: an elementwise rule takes all that share a structure, a matrix rule stacks
@@ -188,23 +188,31 @@ def group_alike(
         if record.size:
             spec = specs[record.group]
             if commits:
-                alike.setdefault((type(spec), spec.fusion_key(), record.kind), []).append(place)
-                continue
-            mixed = spec.mixed_shapes() and not with_stats and isinstance(engine, Mixing) and engine.mixes(record.shape)
-            mixed = mixed and spec.state_dtype == "float32"
-            key: Any = ("mixed" if mixed else record.shape, *record.cohort()) if spec.matrix else (type(spec), spec.fusion_key())
-            alike.setdefault((_slots(spec, record), key), []).append(place)
+                key: Any = (type(spec), spec.fusion_key(), record.kind)
+            else:
+                key = (_slots(spec, record), _stack_key(spec, record, engine, with_stats))
+            alike.setdefault(key, []).append(place)
     return alike
 
 
-def bundle_up(
+def _stack_key(spec: Spec, record: TensorState, engine: Engine, with_stats: bool) -> Any:
+    """What tensors of one bundle share: the structure of their rule; of a matrix rule the numbers, and the shape unless both take
+    many."""
+    if not spec.matrix:
+        return type(spec), spec.fusion_key()
+    mixed = spec.mixed_shapes() and not with_stats and spec.state_dtype == "float32"
+    mixed = mixed and isinstance(engine, Mixing) and engine.mixes(record.shape)
+    return "mixed" if mixed else record.shape, *record.scalar_key()
+
+
+def make_parts(
     records: Iterable[tuple[int, TensorState]], specs: Sequence[Spec], engine: Engine, pointers: Any = None,
     with_stats: bool = False,
 ) -> list[Part]:  # fmt: skip
     """Bundle (place in the call, record) pairs, for one step or a few. with_stats: steps report (`Part.report`)."""
     pairs = dict(records)
     parts = []
-    for places in group_alike(pairs.items(), specs, engine, with_stats).values():
+    for places in group_records(pairs.items(), specs, engine, with_stats).values():
         first = pairs[places[0]]
         spec = specs[first.group]
         check_axes([pairs[i] for i in places], spec)
@@ -260,9 +268,9 @@ def make_part(
     return Part(bundle, records, commits)
 
 
-def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def find_scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a record's next step, from `numbers` if a record of its cohort has them already."""
-    key = record.cohort()
+    key = record.scalar_key()
     found = numbers.get(key)
     if found is None:
         found = spec.numbers(record.t + 1, record.counters)
@@ -273,9 +281,9 @@ def scalars(record: TensorState, spec: Spec, numbers: dict[Any, dict[str, Any]])
 STEPPED = operator.attrgetter("group", "t")
 
 
-def find_cohorts(records: Sequence[TensorState]) -> list[list[int]]:
+def group_by_scalars(records: Sequence[TensorState]) -> list[list[int]]:
     """The places of records that share every number of a step."""
-    keys = list(map(TensorState.cohort if records[0].counters else STEPPED, records))
+    keys = list(map(TensorState.scalar_key if records[0].counters else STEPPED, records))
     if keys.count(keys[0]) == len(keys):  # nearly always
         return [list(range(len(keys)))]
     found: dict[Any, list[int]] = {}
@@ -292,23 +300,23 @@ def run_part(
     leaves a matrix rule's direction where p would be."""
     bundle = part.bundle
     records = part.records if rows is None else [part.records[row] for row in rows]
-    cohorts = find_cohorts(records)
-    firsts = [records[places[0]] for places in cohorts]
+    scalar_groups = group_by_scalars(records)
+    firsts = [records[places[0]] for places in scalar_groups]
     bundle.spec, bundle.rows = specs[firsts[0].group], rows
-    each = [first.counters if part.commits else scalars(first, specs[first.group], numbers) for first in firsts]
+    each = [first.counters if part.commits else find_scalars(first, specs[first.group], numbers) for first in firsts]
     if bundle.roundings:
         each = [{**given, "_rng_step": first.t + 1} for given, first in zip(each, firsts, strict=True)]
     bundle.t = firsts[0].t + 1
-    given = each[0] if len(each) == 1 else _columns(cohorts, each, len(records))
+    given = each[0] if len(each) == 1 else _merge_scalars(scalar_groups, each, len(records))
     found: Mapping[str, Any]
     if bundle.runner is not None and bundle.pointers is not None:  # which knows where the arrays are
         found = bundle.runner(given, scale)
     else:
         found = run_bundle(bundle, engine, given, scale, move, p=params, g=grads)
-    part.tell(found)
+    part.keep_report(found)
     moved = [
-        count([records[i] for i in places] if len(cohorts) > 1 else records, found if bundle.program is None else own)
-        for places, own in zip(cohorts, each, strict=True)
+        count_step([records[i] for i in places] if len(scalar_groups) > 1 else records, found if bundle.program is None else own)
+        for places, own in zip(scalar_groups, each, strict=True)
     ]
     part.counted = any(moved)
     return found
@@ -337,16 +345,16 @@ def observe(record: TensorState, spec: Spec, engine: Engine, estimate: Any) -> N
     record.counters["estimates"] += 1
 
 
-def rows(parts: Iterable[StepPart], names: Mapping[TensorState, str]) -> list[Row]:
+def list_stats(parts: Iterable[StepPart], names: Mapping[TensorState, str]) -> list[Row]:
     """What the last step of these parts did, tensor by tensor."""
     found = []
     for step in parts:
         records = step.records
-        found += rows_of(step.part.report, [names[r] for r in records], [r.size for r in records])
+        found += make_rows(step.part.report, [names[r] for r in records], [r.size for r in records])
     return found
 
 
-def count(records: Sequence[TensorState], given: Mapping[str, Any]) -> bool:
+def count_step(records: Sequence[TensorState], given: Mapping[str, Any]) -> bool:
     """Count a step of a cohort, records that share its numbers; whether a counter of theirs moved."""
     mine = records[0].counters
     changed = {name: given[name] for name, value in mine.items() if name in given and given[name] != value} if mine else {}
@@ -358,7 +366,7 @@ def count(records: Sequence[TensorState], given: Mapping[str, Any]) -> bool:
     return bool(changed)
 
 
-def _columns(cohorts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
+def _merge_scalars(scalar_groups: Sequence[Sequence[int]], each: Sequence[dict[str, Any]], n: int) -> dict[str, Any]:
     """One number for each of n tensors, where cohorts differ."""
     columns = {}
     for key, value in each[0].items():
@@ -366,6 +374,6 @@ def _columns(cohorts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]], n
             columns[key] = value
         else:
             column = columns[key] = np.empty(n)
-            for places, numbers in zip(cohorts, each, strict=True):
+            for places, numbers in zip(scalar_groups, each, strict=True):
                 column[places] = numbers[key]
     return columns

@@ -69,7 +69,7 @@ class Formats(dict[str, str]):
         return hash(tuple(sorted(self.items())))
 
 
-def checked(value: Any) -> Any:
+def check_format(value: Any) -> Any:
     """A `state_dtype`: one format, or formats by slot."""
     if isinstance(value, Mapping):
         if all(isinstance(name, str) and each in FORMATS for name, each in value.items()):
@@ -93,7 +93,7 @@ def storage_of(slot: Any, wanted: str) -> str:
     return next(codec.name for codec in CODECS.values() if codec.format == wanted and codec.signed in (None, signed))
 
 
-def assigned(slots: dict[str, Any], wanted: Any) -> dict[str, Any]:
+def assign_storage(slots: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """Slots with what they are kept in."""
     if wanted == "float32":
         return slots
@@ -119,7 +119,7 @@ def components(slot: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     return {end: (scales if end else shape, dtype) for end, dtype in COMPONENTS[slot.storage].items()}
 
 
-def bytes_of(slot: Any, own: int = 4) -> int:
+def count_bytes(slot: Any, own: int = 4) -> int:
     """How many bytes a slot takes; own: those of a number in the arithmetic's own type."""
     size = {"": own, "bfloat16": 2, "int8": 1, "uint8": 1, "float32": 4}
     return sum(math.prod(shape) * size[dtype] for shape, dtype in components(slot).values())
@@ -148,7 +148,7 @@ class Quantized:
         return sum(part.nbytes for part in self.components.values())
 
 
-def components_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_components(state: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays by name, of slots by name."""
     return {
         name + end: part
@@ -157,14 +157,14 @@ def components_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def kept(E: Any, slot: Any, value: Any) -> Any:
+def make_buffer(E: Any, slot: Any, value: Any) -> Any:
     """A buffer of an engine's making, with this value in it."""
     buffer = E.allocate(slot)
-    filled(E, buffer, value)
+    fill_buffer(E, buffer, value)
     return buffer
 
 
-def filled(E: Any, buffer: Any, value: Any) -> None:
+def fill_buffer(E: Any, buffer: Any, value: Any) -> None:
     """Leave a value in a buffer of an engine's making."""
     if isinstance(buffer, Quantized):
         E.store_encoded(buffer, value, 0)
@@ -221,7 +221,7 @@ def decode(E: Any, coded: Quantized) -> Any:
 
 
 def to_half(codec: Codec, E: Any, x: Any, t: Any, first: int) -> dict[str, Any]:
-    return {"": E.to_half(rounded(E, x, t, first))}
+    return {"": E.to_half(round_half(E, x, t, first))}
 
 
 def from_half(codec: Codec, E: Any, codes: Any) -> Any:
@@ -230,8 +230,8 @@ def from_half(codec: Codec, E: Any, codes: Any) -> Any:
 
 def to_codes(codec: Codec, E: Any, x: Any, t: Any, first: int) -> dict[str, Any]:
     x = x if codec.signed else E.xp.sqrt(x)
-    scale = largest(E, x)
-    code = E.xp.round(codec.top * E.xp.sqrt(abs(x) * spread(E, 1.0 / E.floor(scale, TINY), x.shape)))
+    scale = block_max(E, x)
+    code = E.xp.round(codec.top * E.xp.sqrt(abs(x) * repeat_scales(E, 1.0 / E.floor(scale, TINY), x.shape)))
     code = E.xp.where(x < 0, -code, code) if codec.signed else E.floor(code, 1.0)
     code = E.xp.where(code == code, code, 0.0)  # of what is not finite, as the scale says
     return {"": E.cast(code, codec.components[""]), "_scale": scale}
@@ -239,11 +239,11 @@ def to_codes(codec: Codec, E: Any, x: Any, t: Any, first: int) -> dict[str, Any]
 
 def from_codes(codec: Codec, E: Any, codes: Any, scale: Any) -> Any:
     code = E.cast(codes, "float32")
-    x = spread(E, scale, codes.shape) * (code * abs(code) * codec.top**-2)
+    x = repeat_scales(E, scale, codes.shape) * (code * abs(code) * codec.top**-2)
     return x if codec.signed else x * x
 
 
-def largest(E: Any, x: Any) -> Any:
+def block_max(E: Any, x: Any) -> Any:
     """The largest magnitude of each block."""
     whole = x.shape[-1] // BLOCK * BLOCK
     blocks = [abs(x[..., :whole]).reshape(*x.shape[:-1], whole // BLOCK, BLOCK)] if whole else []
@@ -252,13 +252,13 @@ def largest(E: Any, x: Any) -> Any:
     return found[0] if len(found) == 1 else E.xp.concatenate(found, -1)
 
 
-def spread(E: Any, scale: Any, shape: Any) -> Any:
+def repeat_scales(E: Any, scale: Any, shape: Any) -> Any:
     """A number for each coordinate, of one for each block."""
     wide = E.xp.broadcast_to(scale[..., None], (*scale.shape, BLOCK))
     return wide.reshape(*scale.shape[:-1], scale.shape[-1] * BLOCK)[..., : shape[-1]]
 
 
-def rounded(E: Any, x: Any, t: Any, first: int) -> Any:
+def round_half(E: Any, x: Any, t: Any, first: int) -> Any:
     """Float32 numbers that are bfloat16: the next above or below, the nearer the likelier."""
     bits = x.reshape(-1).view(E.xp.int32)
     there = ((bits + E.cast(hash_bits(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)

@@ -16,7 +16,7 @@ import numpy as np
 from ..engine import Engine
 from ..engines import get_engine, no_compiler
 from ..spec import Spec
-from ..stepping import TensorState, bundle_up, run_part
+from ..stepping import TensorState, make_parts, run_part
 
 Arrays = dict[str, list[np.ndarray]]
 
@@ -128,7 +128,7 @@ class Walk:
     def step(self, gradients: Sequence[np.ndarray], scale: float = 1.0) -> None:
         grads = [self.who.given(g) for g in gradients]
         numbers: dict[Any, dict[str, Any]] = {}
-        for part in bundle_up(enumerate(self.records), self.specs, self.who.engine):
+        for part in make_parts(enumerate(self.records), self.specs, self.who.engine):
             params, mine = [self.params[i] for i in part.bundle.index], [grads[i] for i in part.bundle.index]
             run_part(part, self.who.engine, self.specs, numbers, params, mine, scale)
 

@@ -15,7 +15,7 @@ from ..registry import registered, spec_class
 from ..routing import OTHERWISE
 from ..spec import TRAINED, Spec
 from ..stepping import TensorState
-from ..storage import components_of, filled
+from ..storage import fill_buffer, flatten_components
 from .format import CheckpointError, Tensor, tensor
 from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot
 
@@ -51,7 +51,7 @@ def parameters_of(opt: NamedOptimizer) -> Iterator[tuple[NamedOptimizer, Spec, s
 def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
     missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
-    return {name: tensor(np.asarray(part)) for name, part in components_of({**record.state, **fresh}).items()}
+    return {name: tensor(np.asarray(part)) for name, part in flatten_components({**record.state, **fresh}).items()}
 
 
 def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
@@ -217,8 +217,8 @@ def fill(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> 
     for name, (slot,) in p.used(spec).items():
         buffer = record.state[name] = opt._engine.allocate(slot)
         if p.storage_of(name) != slot.storage:
-            filled(opt._engine, buffer, p.values(name))
+            fill_buffer(opt._engine, buffer, p.values(name))
             continue
-        for key, each in components_of({name: buffer}).items():
+        for key, each in flatten_components({name: buffer}).items():
             np.copyto(each, p.tensors[key].read())
     record.init_state(spec, opt._engine.allocate)

@@ -23,7 +23,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return {**required(spec_class(name)), **OURS.get(name, {})}
 
 
-def bytes_of(spec: Spec, shape: Shape, rounding: str | None = None) -> float | None:
+def count_bytes(spec: Spec, shape: Shape, rounding: str | None = None) -> float | None:
     """Bytes that a step reads and writes for each parameter, by its program; matrix rules are bound by something else. rounding:
     of weights in bfloat16."""
     if spec.matrix:
@@ -31,7 +31,7 @@ def bytes_of(spec: Spec, shape: Shape, rounding: str | None = None) -> float | N
     slots = spec.stored_slots(shape)
     program, size = trace(spec, slots), max(math.prod(shape), 1)
     less = {
-        name: 4 - storage.bytes_of(slot) / size for name, slot in slots.items() if slot.storage
+        name: 4 - storage.count_bytes(slot) / size for name, slot in slots.items() if slot.storage
     }  # than float32 has, each time
     less |= {} if rounding is None else {"g": 2.0, "p": 0.0 if rounding == EXACT else 2.0}  # with its low half p is as long
     moved = [program.place(n) for step in program.passes for n in step.arrays]

@@ -15,7 +15,7 @@ from ..numpy.classes import create
 from ..program import has_reduction
 from ..registry import documentation, known, spec_class
 from . import digits, say, show_table, write_json
-from .costs import bytes_of, settings_of
+from .costs import count_bytes, settings_of
 from .memory import slots_of
 
 MATRIX = (1024, 1024)  # what bytes of state are counted for
@@ -37,7 +37,7 @@ def entry(name: str) -> dict[str, Any]:
         "summary": kind.summary or documentation(kind).partition("\n")[0],
         "kind": kind_of(name),
         "state_bytes_per_parameter": bytes_ / math.prod(MATRIX),
-        "traffic_bytes_per_parameter": bytes_of(kind(**settings_of(name)), MATRIX),
+        "traffic_bytes_per_parameter": count_bytes(kind(**settings_of(name)), MATRIX),
         "aliases": list(kind.aliases),
     }
 

@@ -29,7 +29,7 @@ from ..numpy.optimizer import NamedOptimizer
 from ..program import has_reduction, reduces_over_all
 from ..registry import aliases
 from ..rounding import EXACT, LOW
-from ..storage import bytes_of
+from ..storage import count_bytes
 from . import NAMES, Problem, choose, one, say, show_table, size, write_json
 from .costs import settings_of
 from .shapes import KNOWN, Shapes, parameters, shapes_of
@@ -58,7 +58,7 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
         for slot, buffer in member._specs()[record.group].stored_slots(shape).items():
             row = found.setdefault((rule, slot), SlotBytes(rule, slot))
             row.tensors += 1
-            row.bytes += bytes_of(buffer, ITEM)
+            row.bytes += count_bytes(buffer, ITEM)
         if member._specs()[record.group].rounding == EXACT:  # of bfloat16 parameters
             row = found.setdefault((rule, LOW), SlotBytes(rule, LOW))
             row.tensors, row.bytes = row.tensors + 1, row.bytes + 2 * math.prod(shape)
@@ -77,7 +77,7 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
     for name, shape in shapes.items():
         member, record, _ = optimizer._lookup(name, shape)
         spec, rows = member._specs()[record.group], (shape or (1,))[0]
-        kept = [bytes_of(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
+        kept = [count_bytes(buffer, ITEM) for buffer in spec.stored_slots(shape).values()]
         above = buckets.on_the_device(spec.matrix, engine)
         row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)

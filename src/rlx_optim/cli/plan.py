@@ -18,7 +18,7 @@ from ..partition import extent, traffic
 from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..spec import Shape, Spec
-from ..storage import FORMATS, bytes_of
+from ..storage import FORMATS, count_bytes
 from . import NAMES, Problem, choose, one, say, show_table, size, write_json
 from .shapes import KNOWN, shapes_of
 
@@ -86,7 +86,7 @@ def kept(shape: Shape, spec: Spec, ranks: int, wide: int) -> int:
     cut = {name: (slot, whole[name]) for name, slot in spec.slots((extent(shape[0], ranks, 0)[1], *shape[1:])).items()}
     lacks = {name for name, slot in whole.items() if slot.drop is None or -len(shape) in slot.drop}
     here = [its if name in lacks else dataclasses.replace(part, storage=its.storage) for name, (part, its) in cut.items()]
-    return sum(bytes_of(slot, wide) for slot in here)
+    return sum(count_bytes(slot, wide) for slot in here)
 
 
 def cells(row: Row) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec import Shape
 from ..stepping import TensorState, observe
-from ..storage import kept
+from ..storage import make_buffer
 from . import validation
 from .optimizer import NamedOptimizer
 
@@ -43,7 +43,9 @@ class CurvatureOptimizer(NamedOptimizer):
         record = TensorState(name, shape, known.group)
         record.counters = known.counters
         slots = self._specs()[record.group].stored_slots(shape)
-        record.state = {name: kept(self._engine, slots[name], buffer.reshape(shape)) for name, buffer in known.state.items()}
+        record.state = {
+            name: make_buffer(self._engine, slots[name], buffer.reshape(shape)) for name, buffer in known.state.items()
+        }
         return self, record, self._why[name]
 
 

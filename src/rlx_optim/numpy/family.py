@@ -25,8 +25,7 @@ from ..program import reduces_over_all
 from ..routing import Choice, decide, quote
 from ..spec import Shape, Spec
 from ..stats import Row
-from ..stepping import Grouping, Part, StepPart, TensorState, check_axes, make_part, run_part
-from ..stepping import rows as describe_steps
+from ..stepping import Grouping, Part, StepPart, TensorState, check_axes, list_stats, make_part, run_part
 from . import validation
 from .settings import Settings
 
@@ -241,7 +240,7 @@ class Member:
             how = f"{self._engine.name} in {len(parts)} parts"
             log.debug("%s: %d of %d tensors by %s", self._owner, len(records), len(grouping.records), how)
         if self._asked:
-            self._rows += describe_steps(parts, {record: record.name for record in records})
+            self._rows += list_stats(parts, {record: record.name for record in records})
 
     def _step_alone(self, record: TensorState, param: np.ndarray, grad: np.ndarray, at: int, grad_at: int, scale: float) -> None:
         """Step one record, whose rule does not reduce over all tensors."""
@@ -250,7 +249,7 @@ class Member:
         run_part(alone.part, self._engine, self._specs(), self._numbers, (param,), (grad,), scale)
         record.stepped = self._iteration
         if self._asked:
-            self._rows += describe_steps([StepPart(alone.part, None, (0,))], {record: record.name})
+            self._rows += list_stats([StepPart(alone.part, None, (0,))], {record: record.name})
 
     def _alone(self, record: TensorState, param: np.ndarray) -> SingleStep:
         """The part of one tensor."""

@@ -28,7 +28,7 @@ from ..routing import OTHERWISE, OWN, quote, report
 from ..spec import Spec
 from ..stats import Stats, summarize_stats
 from ..stepping import TensorState
-from ..storage import components_of
+from ..storage import flatten_components
 from . import validation
 from .family import Item, Member
 from .settings import GroupOverrides, Settings
@@ -186,7 +186,7 @@ class NamedOptimizer(Member):
         """Read-only views of a parameter's state by slot name; counters as 0-D arrays. A slot in 8 bits is its codes and, under
         its name and "_scale", their scales; bfloat16 is in a uint16."""
         _, record = self._find(name)
-        views = {name: array.view() for name, array in components_of(record.state).items()}
+        views = {name: array.view() for name, array in flatten_components(record.state).items()}
         views |= {counter: np.array(value) for counter, value in record.counters.items()}
         for view in views.values():
             view.flags.writeable = False

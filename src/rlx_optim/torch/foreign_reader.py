@@ -36,9 +36,9 @@ def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any],
     refuse_strangers(owner, group, states)
     if group.get("step") is not None:
         number_in(owner, "step", "a group", group["step"])
-    fits = [row for row in rows_of(kind) if row.has(group, states)]
+    fits = [row for row in make_rows(kind) if row.has(group, states)]
     if not fits:
-        writers = ", ".join(row.writer for row in rows_of(kind) if not row.refusal)
+        writers = ", ".join(row.writer for row in make_rows(kind) if not row.refusal)
         words = [sorted(map(str, group.keys() - {*SHARED})), *(sorted(map(str, state)) for state in states[:1])]
         raise ValueError(
             f"{owner}: the checkpoint is of another optimizer: its groups and states have {' and '.join(map(quote, words))}, as "
@@ -71,7 +71,7 @@ def refuse_strangers(owner: str, group: Group, states: Sequence[Mapping[Any, Any
             raise ValueError(f"{owner}: {STRANGERS[word]}")
 
 
-def rows_of(kind: type[Spec]) -> list[Origin]:
+def make_rows(kind: type[Spec]) -> list[Origin]:
     """The classes whose state a rule may take over: others', torch.optim's, and whoever names every setting that it has."""
     rows = [row for row in LAYOUTS if row.rule == kind.name]
     make = getattr(torch.optim, kind.torch.like, None) if kind.torch.like else None

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..spec import Spec
-from ..stepping import StepPart
-from ..stepping import rows as describe_parts
+from ..stepping import StepPart, list_stats
 from .aliasing import Work, rounds
 from .collect import collect
 from .placements.host import whole
@@ -77,4 +76,4 @@ def run(opt: Stepper, work: Work, specs: list[Spec], factor: Any, asked: bool) -
         opt._break_off()
         raise
     if asked:
-        opt._asked, opt._rows = False, describe_parts(done, opt._record_names())
+        opt._asked, opt._rows = False, list_stats(done, opt._record_names())

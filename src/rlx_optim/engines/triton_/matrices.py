@@ -19,7 +19,7 @@ import torch
 from ... import basis, linalg
 from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
-from ...program import Values, reordered
+from ...program import Values, reorder_arguments
 from ...spec import KEY
 from ..torch_ import Torch
 from . import ahead, noise, panels, precise, products, replay
@@ -229,7 +229,7 @@ class TritonArrays(Torch):
     @staticmethod
     def _arrays_first(rule: Rule, arrays: list[str]) -> Rule:
         takes, _ = signature(rule)
-        return rule if list(takes[: len(arrays)]) == arrays else reordered(rule, tuple(arrays))
+        return rule if list(takes[: len(arrays)]) == arrays else reorder_arguments(rule, tuple(arrays))
 
     def by_shape(self, function: Any, X: Any) -> Any:
         """On the device, where shapes differ: so may be what it is multiplied with."""

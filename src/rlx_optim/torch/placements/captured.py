@@ -16,7 +16,7 @@ import torch
 
 from ...engines.torch_ import uncollected
 from ...spec import Spec
-from ...stepping import Part, TensorState, count, run_bundle
+from ...stepping import Part, TensorState, count_step, run_bundle
 from .local import Batch, LocalTriton, ParamEntry, Selection, written
 
 #: what of state in fewer bits can be captured
@@ -126,7 +126,7 @@ class Captured(LocalTriton):
         if self.flag is not None and self.phase()[1] and bool(self.flag):
             return
         for part in self.deciding():
-            count(part.records, decided(part))
+            count_step(part.records, decided(part))
         self.write_counters()
 
     def launch(
@@ -149,7 +149,7 @@ class Captured(LocalTriton):
             if bundle.spec.matrix:
                 bundle.t = (self.counts[place[part.records[0]]] + 1).long()
             arrays = {name: [side[i] for i in places] for name, side in zip("pg", sides, strict=True)}
-            part.tell(run_bundle(bundle, self.engine, numbers, scale, p=arrays["p"], g=arrays["g"]))
+            part.keep_report(run_bundle(bundle, self.engine, numbers, scale, p=arrays["p"], g=arrays["g"]))
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())
                 new = self.column(new, len(index))

@@ -57,7 +57,7 @@ class Room:
         ]
 
 
-def bytes_of(like: Sequence[torch.Tensor]) -> int:
+def count_bytes(like: Sequence[torch.Tensor]) -> int:
     return sum(aligned(t.numel() * t.element_size()) for t in like)
 
 
@@ -220,7 +220,7 @@ class Hosted(Placement):
         super().share_counts()
         chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.chunks(entry)]
         moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
-        sizes, most = list(map(bytes_of, moved)), buckets.most(self.above, self.matrix)
+        sizes, most = list(map(count_bytes, moved)), buckets.most(self.above, self.matrix)
         self.buckets = []
         for places in buckets.dealt(sizes, most, self.together):
             self.buckets.append(self.bucket([chunks[place] for place in places]))
@@ -344,7 +344,7 @@ class Turn:
         else:
             wholes = [chunk.like for chunk in self.chunks]
             sources, bucket = [*wholes, *self.grads], self.bucket
-            self.placement.link.enlarge(self.room, bytes_of(sources))
+            self.placement.link.enlarge(self.room, count_bytes(sources))
             shape = self.room.memory.data_ptr(), self.members, [t.dtype for t in sources]
             if shape != bucket.shape:
                 bucket.staged, bucket.shape = self.room.views(sources), shape

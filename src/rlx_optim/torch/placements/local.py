@@ -28,7 +28,7 @@ from ...recent import Recent
 from ...rounding import ParamRounding
 from ...spec import Spec
 from ...splits import WHOLE, Split
-from ...stepping import Grouping, Part, StepPart, TensorState, observe, run_part, scalars
+from ...stepping import Grouping, Part, StepPart, TensorState, find_scalars, observe, run_part
 from .. import bf16
 from ..memory import (
     DEVICE,
@@ -409,7 +409,7 @@ class Placement(abc.ABC):
     def count_empty(self, selection: Selection, specs: Sequence[Spec]) -> None:
         """Move the counters of empty shards on as those of the others."""
         for record in (record for entry in selection.entries for record in entry.records if not record.size):
-            current = scalars(record, specs[record.group], self.numbers)
+            current = find_scalars(record, specs[record.group], self.numbers)
             record.counters |= {name: current[name] for name in record.counters if name in current}
 
     def describe(self, stepped: int) -> str:

@@ -24,7 +24,7 @@ from ...reading import reads_p
 from ...recent import Recent
 from ...spec import Shape, Spec
 from ...splits import WHOLE
-from ...stepping import Grouping, Part, TensorState, bundle_up, run_part
+from ...stepping import Grouping, Part, TensorState, make_parts, run_part
 from .. import bf16
 from ..memory import is_dtensor, local_part
 from .comm import DTensorLayout, RemoteError
@@ -149,7 +149,7 @@ class Owner(Placement):
             computed = [i for i in members if not isinstance(home := step.homes[i], Owned) or home.is_owner]
             records = [record for i in computed for record in step.entries[i].records]
             pointers = PointerTable(len(records))
-            found.append(Stage(members, pointers, bundle_up(enumerate(records), step.specs, self.engine, pointers)))
+            found.append(Stage(members, pointers, make_parts(enumerate(records), step.specs, self.engine, pointers)))
         return found
 
     def _find_readers(self, chosen: list[int], specs: Sequence[Spec]) -> set[int]:
