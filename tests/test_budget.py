@@ -12,13 +12,13 @@ ROOT = Path(rlx_optim.__file__).parent
 LINES = {
     "": 5_000,
     "check": 3_510,
-    "checkpoint": 1_710,
-    "cli": 1_550,
+    "checkpoint": 1_700,
+    "cli": 1_540,
     "data": 20,
     "engines": 6_310,
     "numpy": 1_170,
     "optax": 1_510,
-    "race": 530,
+    "race": 520,
     "rules": 3_000,
     "torch": 7_290,
 }

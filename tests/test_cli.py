@@ -548,6 +548,17 @@ def test_convert_to_where_torch_cannot_write(tmp_path, capsys, monkeypatch):
     assert "b.pt: cannot be written: Parent directory does not exist." in said
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize(
+    "argv", [("inspect", "{}"), ("inspect", "{}", "{}"), ("convert", "{}", "b.pt"), ("convert", "{}.pt", "b.safetensors")]
+)
+def test_what_is_no_file_is_not_read(argv, tmp_path, capsys):
+    """A pipe has no end, and neither has /dev/zero."""
+    for name in ("a.safetensors", "a.safetensors.pt"):
+        os.mkfifo(tmp_path / name)
+    assert "a.safetensors" in refused(capsys, *(word.replace("{}", str(tmp_path / "a.safetensors")) for word in argv))
+
+
 def test_check_of_what_cannot_be_read_or_has_no_such_setting(tmp_path, capsys, monkeypatch):
     (tmp_path / "broken_rule.py").write_text("class Bad(:\n")
     monkeypatch.syspath_prepend(tmp_path)

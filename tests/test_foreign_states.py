@@ -564,3 +564,38 @@ def test_no_state_at_all():
             warnings.simplefilter("error")
             opt.load_state_dict(saved)
         assert all(float(state["step"]) == 0 for state in opt.state.values())
+
+
+@pytest.mark.parametrize("change", [str, lambda place: -1 - place, lambda place: "wb"[place]], ids=["texts", "other", "names"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_state_by_keys_that_no_group_lists_is_refused(kind, change):
+    """As JSON leaves it: torch keeps such entries beside its parameters, which all begin anew."""
+    params = {"w": torch.nn.Parameter(torch.ones(3, 2)), "b": torch.nn.Parameter(torch.ones(3))}
+    opt = getattr(ours, kind)(list(params.items()), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    kept = str(saved)
+    bad = saved | {"state": {change(place): state for place, state in saved["state"].items()}}
+    with pytest.raises(ValueError, match=rf"{kind}: 'state' of the state dict is by .*, expected the places that 'params'"):
+        opt.load_state_dict(bad)
+    assert str(opt.state_dict()) == kept
+    with pytest.raises(rlx_error(), match="expected the places that 'params'"):
+        from_state_dict(bad, kind.lower(), list(params))
+    opt.load_state_dict(
+        saved | {"state": saved["state"] | {"note": {"step": 3}, 77: {"step": 1}}}
+    )  # what a user keeps beside ours
+    assert str(saved["state"][0]) in str(opt.state_dict())
+
+
+@pytest.mark.parametrize("batch", ["x", 1.5, [2, "x"], torch.ones(2)], ids=str)
+def test_a_split_that_is_none_is_refused_by_name_in_a_file(batch):
+    p = torch.nn.Parameter(torch.ones(4, 2))
+    opt = ours.AdamW([("w", p)])
+    p.grad = torch.ones_like(p)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["batch"] = batch
+    with pytest.raises(rlx_error(), match="convert: state 'batch' of 'w' is "):
+        from_state_dict(saved, "adamw", ["w"])

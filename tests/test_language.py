@@ -795,6 +795,24 @@ def test_a_rule_that_looks_across_tensors():
     assert str(report).count("a NaN in one tensor's gradient reaches another") == 1
 
 
+def signed(g, m, beta):
+    m = beta * m + g
+    u = sign(m)
+    return u, m
+
+
+class Signed(Momentum):
+    """Steps of one size, after which a scalar may be where it began."""
+
+    def update(self, E, x):
+        return E.map(signed, x)
+
+
+def test_a_rule_whose_scalars_come_back_is_right():
+    report = rlx_optim.check_rule(Signed, engines=["cpu"], only=["engine", "groups"])
+    assert report.ok, str(report)
+
+
 def test_check_rule_takes_specs():
     with pytest.raises(TypeError, match="takes a Spec class, got 'adamw'"):
         rlx_optim.check_rule("adamw")

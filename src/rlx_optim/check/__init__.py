@@ -23,10 +23,7 @@ from .table import CHECKS, KINDS, Check, Report, Result, chosen, run_checks
 __all__ = ["CHECKS", "Check", "Report", "Result", "check_optimizer", "checks_of", "found", "missing", "subject_of"]
 
 #: by kind: the files that enter checks into the table
-FILES = {
-    "torch": ("torch_steps", "torch_course", "torch_state", "torch_devices"),
-    "optax": ("optax_checks",),
-}
+FILES = {"torch": ("torch_steps", "torch_course", "torch_state", "torch_devices"), "optax": ("optax_checks",)}
 SHARED = ("both", "identity")
 NEEDS = {"torch": ("torch",), "optax": ("jax", "optax")}
 

@@ -40,11 +40,7 @@ DECAYS = {
     "none": "no decay",
 }
 #: what may differ in a form that is not known: without it both are the same
-REST = {
-    "the decay": {"weight_decay": 0.0},
-    "eps": {"eps": 1e-10},
-    "the decay and eps": {"weight_decay": 0.0, "eps": 1e-10},
-}
+REST = {"the decay": {"weight_decay": 0.0}, "eps": {"eps": 1e-10}, "the decay and eps": {"weight_decay": 0.0, "eps": 1e-10}}
 EPS = {
     "outside": "eps outside the root",
     "inside": "eps inside the root",

@@ -291,10 +291,14 @@ class RuleSubject(Subject):
         units in the last place of the input move the reference itself: no float32 arithmetic is better than that."""
 
         def gaps(found: Sequence[np.ndarray]) -> list[float]:
-            return [distance(f, w, s) for f, w, s in zip(found, want, start, strict=True)]
+            return [distance(f, *each) for f, *each in zip(found, want, start, zip(*path, strict=True), strict=True)]
 
         who = speaker("reference")
-        want = self.walked(specs, who, start, gradients, apart)["p"]
+        walk, path = Walk(specs, who, start, apart), list[list[np.ndarray]]()
+        for g in gradients:
+            walk.step(g)
+            path.append(list(map(np.copy, walk.found()["p"])))
+        want = path[-1]
         found = gaps(got)
         if max(found) <= self.bar:
             return max(found)

@@ -52,12 +52,17 @@ def replayed(shapes: Mapping[str, tuple[int, ...]], scale: float = 1.0) -> Gradi
     return gradient
 
 
-def distance(got: np.ndarray, want: np.ndarray, start: np.ndarray) -> float:
-    """Return the largest difference of a tensor over the distance it travelled; one unit in the last place is free."""
+def distance(got: np.ndarray, want: np.ndarray, start: np.ndarray, path: Sequence[np.ndarray] = ()) -> float:
+    """Return the largest difference of a tensor over the distance it travelled; one unit in the last place is free.
+
+    path: where `want` was on its way, for tensors of few numbers, which may come back to where they began.
+    """
     if not want.size:
         return 0.0
-    apart = (np.abs(got.astype(np.float64) - want) - np.spacing(np.abs(want).astype(np.float32)).astype(np.float64)).max()
-    moved = np.abs(want.astype(np.float64) - start).max()
+    places = [np.asarray(place, np.float64) for place in (want, *path)]
+    free = np.spacing(np.max(np.abs(places), axis=0).astype(np.float32)).astype(np.float64)
+    apart = (np.abs(got.astype(np.float64) - want) - free).max()
+    moved = max(np.abs(place - start).max() for place in places)
     return float(max(apart, 0.0) / max(moved, 1e-30)) if np.isfinite(apart) else math.inf
 
 

@@ -23,12 +23,7 @@ from .optimizers import optimizer_from
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    engine: Any = "auto",
-    precision: str = "float32",
-    allow_nan: bool = False,
-    **callables: Any,
+    path: str | os.PathLike[str], *, engine: Any = "auto", precision: str = "float32", allow_nan: bool = False, **callables: Any
 ) -> NamedOptimizer:
     """The optimizer that was saved to a file by any front end, ready to go on.
 
@@ -40,12 +35,7 @@ def load(
 
 
 def load_latest(
-    where: str | os.PathLike[str],
-    *,
-    engine: Any = "auto",
-    precision: str = "float32",
-    allow_nan: bool = False,
-    **callables: Any,
+    where: str | os.PathLike[str], *, engine: Any = "auto", precision: str = "float32", allow_nan: bool = False, **callables: Any
 ) -> NamedOptimizer:
     """`load` of the file written last, of those that verify, in a folder or among those named by a path with {iteration} in it.
 

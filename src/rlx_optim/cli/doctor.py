@@ -129,9 +129,7 @@ def show(found: dict[str, Any]) -> None:
     say(f"{'healthy' if found['healthy'] else 'something is broken'} ({found['seconds']:.1f} s)")
 
 
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say which engines are live and why others are not, and check them."""
     found = examine()
     write_json(found) if as_json else show(found)

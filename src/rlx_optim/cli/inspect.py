@@ -56,7 +56,8 @@ def command(
     try:
         code = show(file, as_json) if other is None else compare(file, other, as_json)
     except CheckpointError as problem:
-        theirs = next((each for each in (file, other) if each and zipfile.is_zipfile(each)), None)
+        # of a device or a pipe zipfile would read without end
+        theirs = next((each for each in (file, other) if each and each.is_file() and zipfile.is_zipfile(each)), None)
         hint = f"{theirs} is a torch.save file; make a checkpoint of it: rlx-optim convert {theirs} FILE.safetensors"
         raise Problem(hint if theirs else str(problem)) from None
     raise typer.Exit(code)

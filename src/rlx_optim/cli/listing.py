@@ -42,9 +42,7 @@ def entry(name: str) -> dict[str, Any]:
     }
 
 
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the optimizers."""
     entries = [entry(name) for name in known()]
     if as_json:

@@ -185,9 +185,6 @@ class Stopwatch:
 
 
 MLP = Digits(
-    "digits-mlp",
-    "a small network on handwritten digits",
-    {"fc1": (64, 64), "fc2": (64, 32), "head": (32, 10)},
-    goal=0.95,
+    "digits-mlp", "a small network on handwritten digits", {"fc1": (64, 64), "fc2": (64, 32), "head": (32, 10)}, goal=0.95
 )
 LOGREG = Digits("logreg", "a logistic regression on handwritten digits", {"head": (64, 10)})

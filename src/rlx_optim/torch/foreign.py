@@ -31,7 +31,16 @@ from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, 
 from .foreign_table import Origin
 from .hyper import in_dtype, plain
 from .state import names_of, outside, shape_in_state, split_in
-from .state_dict import check_outline, read_parameter, refuse_repeated, refuse_state, torch_settings, unreadable, wrapped
+from .state_dict import (
+    check_outline,
+    read_parameter,
+    refuse_repeated,
+    refuse_state,
+    state_error,
+    torch_settings,
+    unreadable,
+    wrapped,
+)
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
 AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}  # what their groups have beside ours
@@ -40,6 +49,8 @@ AUTHORS_SOAP = {"normalize_grads": False, "correct_bias": True}  # what their gr
 # ---- files --------------------------------------------------------------------------------------------------------------
 def read_state_dict(path: str | os.PathLike[str]) -> Any:
     """An optimizer's state dict out of a file of torch.save, or out of the training checkpoint in it. No pickle is executed."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path}: not a file")  # of a device or a pipe zipfile would read without end
     try:
         archive = zipfile.is_zipfile(path)
         if archive:
@@ -208,7 +219,10 @@ def _values(
 
 
 def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
-    split = split_in(state) or WHOLE
+    try:
+        split = split_in(state) or WHOLE
+    except (TypeError, ValueError) as problem:
+        raise state_error("convert", "batch", name, state["batch"], f"how many parts it is split into ({problem})") from None
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
     shape = _shape(spec, state)

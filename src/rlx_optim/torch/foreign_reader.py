@@ -172,15 +172,9 @@ def unwrapped(state: Any) -> Any:
 
 
 def state_of(
-    owner: str,
-    spec: Spec,
-    layout: Origin | None,
-    group: Group,
-    state: Mapping[str, Any],
-    names: Sequence[str],
-    shape: Shape,
+    owner: str, spec: Spec, layout: Origin | None, group: Group, state: Mapping[str, Any], names: Sequence[str], shape: Shape,
     what: str,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The state of a parameter in our words. names: those of its slots; what: the parameter's."""
     if layout is None or not state:
         return dict(state)

@@ -131,13 +131,8 @@ def bounded_eps(group: Group) -> str:
 def averages_of_two(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) -> dict[str, Any]:
     """bitsandbytes' AdEMAMix has both first moments in one tensor."""
     if torch.is_tensor(both := state["state1"]) and both.shape == (2, *shape):
-        fast, slow = both
-        return {
-            **without(state, "state1", "state2"),
-            "exp_avg_fast": fast,
-            "exp_avg_slow": slow,
-            "exp_avg_sq": state.get("state2"),
-        }
+        averages = {"exp_avg_fast": both[0], "exp_avg_slow": both[1], "exp_avg_sq": state.get("state2")}
+        return without(state, "state1", "state2") | averages
     return state
 
 
@@ -169,12 +164,8 @@ def bases(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) -> dict
         raise ValueError("it has no basis yet; take a step before saving it")
     if len(state["Q"]) != len(spec.merged(shape)):  # type: ignore[attr-defined]
         raise ValueError("its dimensions are merged in another way there; with nothing in its state it starts afresh")
-    matrices = {
-        f"{label}{i}": matrix
-        for label, each in (("L", state["GG"]), ("Q", state["Q"]))
-        for i, matrix in enumerate(each, 1)
-        if torch.is_tensor(matrix)
-    }
+    lists = ("L", state["GG"]), ("Q", state["Q"])
+    matrices = {f"{label}{i}": each for label, axes in lists for i, each in enumerate(axes, 1) if torch.is_tensor(each)}
     return {**without(state, "GG", "Q", "precondition_frequency", "shampoo_beta"), **matrices}
 
 
@@ -246,14 +237,8 @@ def newton_schulz(group: Group) -> dict[str, Any]:
 def scion(group: Group) -> dict[str, Any]:
     norm, ball = NORMS[int(group["norm_type"])], flag(group["constraint"])
     decay = 1.0 if ball else group["weight_decay"]
-    return {
-        "norm": norm,
-        "unconstrained": not decay,
-        "weight_decay": decay,
-        "normalized": None,
-        "max_scale": False,
-        "transpose": False,
-    }
+    fixed = {"normalized": None, "max_scale": False, "transpose": False}
+    return {"norm": norm, "unconstrained": not decay, "weight_decay": decay, **fixed}
 
 
 def square_kernels(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) -> dict[str, Any]:

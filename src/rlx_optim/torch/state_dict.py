@@ -109,6 +109,14 @@ def check_outline(owner: str, given: Any) -> None:
         listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
         if names is not None and not (listed and len(names) in (0, len(params))):
             raise refuse(f"'param_names' of {here}", names, f"a list of {len(params)}, a name for each of its 'params'")
+    places = [key for group in groups for key in group["params"] if isinstance(key, (int, str))]
+    strangers = [key for key, value in state.items() if key not in places and isinstance(value, Mapping)]
+    misspelled = [key for key in strangers if "step" in state[key] or str(key) in map(str, places)]
+    if places and misspelled and not any(key in state for key in places):  # torch would begin anew, and say nothing
+        raise ValueError(
+            f"{owner}: 'state' of the state dict is by {described(misspelled[0])}, expected the places that 'params' of its "
+            f"groups list, as {described(places[0])}. JSON makes texts of numbers: give what state_dict() returned"
+        )
 
 
 def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
