@@ -166,6 +166,18 @@ def test_no_check_passes_without_having_seen_something():
     assert (said(failed).status, said(failed).seen, said(failed).ok) == ("failed", 0.5, False)
 
 
+class MuonThatRests(torch.optim.SGD):
+    """Steps of nothing."""
+
+    def step(self, closure=None):
+        pass
+
+
+def test_a_step_of_nothing_is_not_orthogonal():
+    (result,) = check_optimizer(f"{__name__}:MuonThatRests", {"lr": 0.01}, only=["orthogonal"]).results
+    assert result.status == "failed"
+
+
 def test_which_adam_is_this():
     for target, claimed, words in [
         ("wrong:EpsInside", "adamw", "AdamW but for: eps inside the root"),

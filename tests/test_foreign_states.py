@@ -599,3 +599,21 @@ def test_a_split_that_is_none_is_refused_by_name_in_a_file(batch):
     saved["state"][0]["batch"] = batch
     with pytest.raises(rlx_error(), match="convert: state 'batch' of 'w' is "):
         from_state_dict(saved, "adamw", ["w"])
+
+
+def test_a_transposed_moment_outside_of_a_basis_is_refused():
+    """pytorch_optimizer's SOAP: its first moment is reshaped on its way into the basis."""
+    case = found("pytorch_optimizer", "SOAP", "SOAP", precondition_frequency=3)
+    saved = copied(result_of(case).state_dict)
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].T
+    opt = own(case, [torch.nn.Parameter(p.clone()) for p in result_of(case).before])
+    with pytest.raises(ValueError, match=r"'w' of it cannot be taken over: its 'exp_avg' has shape \(4, 6\), expected \(6, 4\)"):
+        opt.load_state_dict(saved)
+
+
+def test_a_key_that_is_no_text_is_refused_by_name_in_a_file():
+    case = found("pytorch_optimizer", "LARS", "LARS")
+    saved = copied(result_of(case).state_dict)
+    saved["state"][1][3] = torch.ones(4)
+    with pytest.raises(rlx_error(), match=r"state of 'wide' has '?3'?, which pytorch_optimizer's LARS does not keep"):
+        from_state_dict(saved, "lars", list(case.shapes))

@@ -123,14 +123,18 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
             monkeypatch.setattr(who, "reduce_array", lambda self, a, r: right(self, a, dataclasses.replace(r, **{how: False})))
         else:
             right = who.finish_reduction
-            monkeypatch.setattr(who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+            monkeypatch.setattr(
+                who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n)
+            )
     else:
         from rlx_optim.engines.cpu import engine as cpu
         from rlx_optim.engines.cpu import kernels
 
         if how in ("mean", "root"):
             right = who.finish_reduction
-            monkeypatch.setattr(who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n))
+            monkeypatch.setattr(
+                who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n)
+            )
         else:
             right = kernels.Builder.reduce
             monkeypatch.setattr(
@@ -684,6 +688,28 @@ class Hoards(Momentum):
         return like(shape, "m", "spare")
 
 
+def forgotten(g, m, beta):
+    m = beta * m + g
+    u = m
+    return u
+
+
+class Forgetful(Momentum):
+    """Its average is computed and not kept."""
+
+    def update(self, E, x):
+        return E.map(forgotten, x)
+
+
+class DecayAlone(Momentum):
+    """The rate is forgotten where it matters."""
+
+    weight_decay = real(0.0)
+
+    def scalars(self, t, counters):
+        return {"step": 0.1, "shrink": self.lr * self.weight_decay, "beta": self.beta}
+
+
 class HoardsMatrices(Hoards):
     matrix, step_dependent = True, True
 
@@ -704,6 +730,8 @@ class HoardsMatrices(Hoards):
         (Undeclared, "declared", "lr is 0.1, ratio is 0.5, and not a hyperparameter; declare it: lr: float = real(1e-3)"),
         (Bare, "declared", "lr is 0.1, and not a hyperparameter"),
         (Hoards, "slots", "nobody reads or writes spare; take it out of `slots`"),
+        (Forgetful, "slots", "nobody writes m, which stays 0; take it out of `slots`, or let `update`"),
+        (DecayAlone, "hyperparameter lr", "lr was changed, alone and beside others, and nothing moved"),
         (HoardsMatrices, "slots", "nobody reads or writes spare in 12 steps; take it out of `slots`"),
         (Idle, "hyperparameter nothing", "does `scalars` give it"),
         (OnTheClass, "resume", "state must be in slots or counters"),

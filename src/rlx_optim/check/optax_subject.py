@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .subject import SHAPES, Arrays, Gradient, OptimizerSubject, drawn, replayed
+from .subject import Arrays, Gradient, OptimizerSubject, drawn, replayed
 from .table import Wrong
 
 Tree = Any
@@ -107,10 +107,6 @@ class OptaxSubject(OptimizerSubject):
 
     def close(self, got: Tree, want: Tree, what: str, bar: float = 0.0) -> float:
         return self.near(arrays(got), arrays(want), arrays(self.start()), what, max(self.bar, bar))
-
-    @property
-    def accepts_any_shape(self) -> bool:
-        return self.shapes is SHAPES
 
 
 def arrays(tree: Tree) -> Arrays:

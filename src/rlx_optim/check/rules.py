@@ -17,7 +17,7 @@ from ..language import LanguageError
 from ..numpy.curvature import CurvatureOptimizer
 from ..numpy.optimizer import NamedOptimizer
 from ..program import Program, commit_has_reduction, trace
-from ..spec import MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
+from ..spec import KEY, MODIFIERS, REQUIRED, Field, Shape, Slot, Spec
 from .engines import Arrays, Speaker, Walk, gap, missing, present, speaker, updated_by_optax
 from .subject import Subject, distance, neighbours
 from .table import Check, RuleReport, Skip, Wrong, chosen, expect, run_checks
@@ -224,15 +224,25 @@ class RuleSubject(Subject):
         return expect(not plain, f"{', '.join(plain)}, and not a hyperparameter")
 
     def touched(self) -> Seen:
-        """Whether every slot is read or written; of matrix rules, whether it changes anything, or is changed."""
-        spec, names, touched = self.rule(**self.settings), set[str](), {self.rule.evaluated}
+        """Whether every slot is read or written, and what begins at 0 is written; of matrix rules, whether it changes anything,
+        or is changed."""
+        spec, slots, read, written = self.rule(**self.settings), dict[str, Slot](), set[str](), {self.rule.evaluated}
         for shape in self.taken[0]:
-            slots = spec.slots(shape)
-            names |= slots.keys()
-            touched |= self.felt(spec, shape) if self.rule.matrix else _traced(spec, slots)
+            slots |= (found := spec.slots(shape))
+            if self.rule.matrix:
+                written |= self.felt(spec, shape)
+                continue
+            for what in ("step", "observe")[: 1 + spec.observes]:
+                program = trace(spec, found, what)
+                taken = {n for step in program.steps for n in step.takes}
+                read |= {name for name, n in program.inputs.items() if n in taken}
+                written |= program.buffers.keys()
         often = f" in {LONG} steps" if self.rule.matrix else ""
-        idle = sorted(names - touched)
-        return expect(not idle, f"nobody reads or writes {', '.join(idle)}{often}")
+        idle = sorted(slots.keys() - read - written)
+        expect(not idle, f"nobody reads or writes {', '.join(idle)}{often}")
+        zeros = {name for name, slot in slots.items() if not (slot.fill or slot.eye or slot.meaning == KEY)}
+        still = sorted(zeros & read - written)
+        return expect(not still, f"nobody writes {', '.join(still)}, which stays 0")
 
     def felt(self, spec: Spec, shape: Shape) -> set[str]:
         """Return the slots of a tensor that some steps change, or that change some steps."""
@@ -406,8 +416,10 @@ class RuleSubject(Subject):
             raise Skip(f"not tried: tensors here are {untried[name]}")
         others: list[dict[str, Any]] = [{}]
         others += [{k: value} for k, each in self.rule.fields.items() if k != name for value in self.alternatives(k, each)]
+        if name == "lr":  # of every rule, by itself; what decay alone reads is no rate
+            others = [{"weight_decay": 0.0} if self.rule(**self.settings).values().get("weight_decay") else {}]
         tried = False
-        falling = itertools.product((False, True) if name != "lr" else (False,), others)
+        falling = itertools.product((False, True)[: 1 + (name != "lr")], others)
         for falls, context in sorted(falling, key=lambda each: len(each[1])):  # what is alone comes first
             want = self.named(context, falls=falls)
             for value in self.alternatives(name, field, context):
@@ -525,13 +537,6 @@ class RuleSubject(Subject):
                 if not np.array_equal(a, b, equal_nan=True):
                     raise Wrong(f"{otherwise}: {name} of shape {a.shape}", float(np.nanmax(np.abs(a - b))))
         return 0.0
-
-
-def _traced(spec: Spec, slots: Mapping[str, Slot]) -> set[str]:
-    """Return the slots that a step or an estimate reads or writes."""
-    programs = [trace(spec, slots, what) for what in ("step", "observe")[: 1 + spec.observes]]
-    read = {n for program in programs for step in program.steps for n in step.takes}
-    return {name for program in programs for name, n in program.inputs.items() if n in read or name in program.buffers}
 
 
 def _moved(got: Arrays, want: Arrays) -> float:

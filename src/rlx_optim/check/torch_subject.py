@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .subject import Arrays, Gradient, OptimizerSubject, drawn, gap
+from .subject import Arrays, Gradient, OptimizerSubject, drawn
 from .table import Skip, Wrong
 
 Params = list[Any]  # nn.Parameter, whose grad is there
@@ -189,6 +189,3 @@ def moved(got: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> float:
         (float((a.detach().double() - b.detach().double()).abs().max()) for a, b in zip(got, start, strict=True) if a.numel()),
         default=0.0,
     )
-
-
-__all__ = ["Params", "TorchSubject", "accepts", "bitwise", "copies", "different", "gap", "moved", "numbers", "seed", "state_of"]

@@ -259,7 +259,7 @@ def _shape_in_their_words(state: Mapping[str, Any]) -> Shape:
     row, column = (state.get(f"exp_avg_sq_{each}") for each in ("row", "col"))
     if torch.is_tensor(row) and torch.is_tensor(column):
         return (*row.shape, column.shape[-1])
-    tensors = {k: v for k, v in state.items() if torch.is_tensor(v) and not k.startswith("qmap")}
+    tensors = {k: v for k, v in state.items() if torch.is_tensor(v) and not str(k).startswith("qmap")}
     largest = tensors.get("state2", max(tensors.values(), key=torch.numel, default=torch.zeros(())))  # state1 may be two averages
     return tuple(largest.shape)
 

@@ -176,6 +176,8 @@ def authors_bases(spec: Spec, state: dict[str, Any], shape: Shape, group: Group)
 def rotated_bases(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) -> dict[str, Any]:
     """pytorch_optimizer's keeps the first moment outside of the basis."""
     state = bases(spec, state, shape, group)
+    if tuple(state["exp_avg"].shape) != shape:  # before it is reshaped
+        raise ValueError(f"its 'exp_avg' has shape {tuple(state['exp_avg'].shape)}, expected {shape}")
     moment = state["exp_avg"].detach().double().reshape(spec.merged(shape))  # type: ignore[attr-defined]
     for axis in range(moment.ndim):
         if (basis := state.get(f"Q{axis + 1}")) is not None:
