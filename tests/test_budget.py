@@ -10,7 +10,7 @@ ROOT = Path(rlx_optim.__file__).parent
 #: lines of each folder, at most ("": the files that are in none); a new feature raises its folder's by what it adds; their sum
 #: is to be 22,500
 LINES = {
-    "": 5_000,
+    "": 4_980,
     "check": 3_510,
     "checkpoint": 1_700,
     "cli": 1_540,

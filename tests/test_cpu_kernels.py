@@ -165,7 +165,7 @@ def test_parameters_with_a_low_half():
 
 def test_threads_that_need_one_kernel_get_one_each_that_works():
     x, ends, layout = np.ones(1000, np.float32), [], Layout(("full", "full"), (0,))
-    kernels.compiled.cache_clear()
+    kernels.compile_kernel.cache_clear()
 
     def work():
         p = x.copy()
@@ -188,7 +188,7 @@ def outside(p, g):
 def test_what_is_outside_the_language_is_refused_with_its_place():
     line = outside.__code__.co_firstlineno + 1
     with pytest.raises(LanguageError, match=rf"test_cpu_kernels\.py:{line}: outside: `g \*\* 2` is outside the language"):
-        kernels.compiled(outside, Layout(("full", "full"), (0,)))
+        kernels.compile_kernel(outside, Layout(("full", "full"), (0,)))
 
 
 def test_compiled_code_that_mixes_kinds_is_refused_while_it_is_made():

@@ -51,14 +51,14 @@ def test_reflections_are_a_qr_that_ends_where_nothing_is_left(n, rank):
     X, rank = np.random.default_rng(n).standard_normal((n, n)), max(1, int(rank * n))
     X[:, rank:] = X[:, :rank] @ np.random.default_rng(1).standard_normal((rank, n - rank))
     X[:, n // 3] *= rank == n  # a zero before the others
-    Q, taken = bases.reflected(X)
+    Q, taken = bases.find_householder_q(X)
     assert apart(Q) < 1e-13
     np.testing.assert_allclose(np.tril(Q.T @ X, -1), 0, atol=1e-10)
     assert taken == min(n, -(-rank // bases.PANEL) * bases.PANEL)
 
 
 def test_reflections_of_nothing():
-    Q, taken = bases.reflected(np.zeros((300, 300)))
+    Q, taken = bases.find_householder_q(np.zeros((300, 300)))
     np.testing.assert_array_equal(Q, np.eye(300))
     assert taken == 0
 
@@ -66,7 +66,7 @@ def test_reflections_of_nothing():
 @pytest.mark.parametrize("rank", [0, 1, 100, 128, 290, 300])
 def test_eigenvectors_within_the_range(rank):
     L, V = low_rank(300, rank)
-    values, Q = bases.eigen(L)
+    values, Q = bases.solve_symmetric(L)
     want = np.zeros(300)
     want[:rank] = np.geomspace(1, 1e-3, rank)
     np.testing.assert_allclose(values, want, atol=1e-13)
@@ -127,7 +127,7 @@ def test_a_column_is_left_out_where_l_leaves_rounding_alone(rank):
     L, V = low_rank(n, rank, least=1e-4)
     L, Q = L.astype(np.float32), V.astype(np.float32).astype(np.float64)
     X, want = np.zeros((n, n)), L.astype(np.float64) @ Q
-    bases.applied(L, Q, X, share)
+    bases.multiply_gram(L, Q, X, share)
     missing = ~X.any(0)
     np.testing.assert_allclose(X[:, ~missing], want[:, ~missing], atol=1e-14)
     sizes = (Q * want).sum(0)
@@ -141,7 +141,7 @@ def test_a_column_that_l_does_not_leave_alone_is_found_behind_those_that_it_does
     L, V = low_rank(n, 200)
     for size in (3 * share, 1e-2):
         X = np.zeros((n, n))
-        bases.applied(L + size * np.outer(V[:, 990], V[:, 990]), V, X, share)
+        bases.multiply_gram(L + size * np.outer(V[:, 990], V[:, 990]), V, X, share)
         np.testing.assert_allclose(X[:, 990], size * V[:, 990], atol=1e-12)
 
 
@@ -151,9 +151,9 @@ def test_products_with_triangular_matrices(n):
     T, X = rng.standard_normal((n, n)), rng.standard_normal((n, 7))
     R = np.triu(rng.standard_normal((n, n)))
     for multiply, A, B, want in (
-        (triangular.multiply, R, X, R @ X),
-        (triangular.multiply_transposed, R, X, R.T @ X),
-        (triangular.multiply_upper, T, R, np.triu(T) @ R),
+        (triangular.matmul_upper, R, X, R @ X),
+        (triangular.matmul_upper_transposed, R, X, R.T @ X),
+        (triangular.matmul_two_upper, T, R, np.triu(T) @ R),
     ):
         out = np.full(B.shape, np.nan)
         multiply(A, B, out)

@@ -14,14 +14,14 @@ from interpreter import in_the_interpreter  # noqa: E402
 from test_triton import DECIDING, give, two_groups  # noqa: E402
 
 import rlx_optim.torch as front  # noqa: E402
-from rlx_optim.engines.torch_ import uncollected  # noqa: E402
+from rlx_optim.engines.torch_ import pause_gc  # noqa: E402
 
 #: phases come and go: a basis refreshed every third step, factors fitted every other
 OFTEN = {"SOAP": {"precondition_frequency": 3}, "KronPSGD": {"preconditioner_update_probability": 0.5}}
 SHAPES = {"w": (33, 7), "b": (40,), "big": (40, 30), "twin": (40, 30)}
 
 
-@uncollected()
+@pause_gc()
 def recorded():
     assert not gc.isenabled()
     raise RuntimeError

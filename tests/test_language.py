@@ -136,11 +136,13 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
                 who, "finish_reduction", lambda self, v, r, n: right(self, v, dataclasses.replace(r, **{how: False}), n)
             )
         else:
-            right = kernels.Builder.reduce
+            right = kernels.Builder.accumulate
             monkeypatch.setattr(
-                kernels.Builder, "reduce", lambda self, k, r, i, v: right(self, k, dataclasses.replace(r, **{how: False}), i, v)
+                kernels.Builder,
+                "accumulate",
+                lambda self, k, r, i, v: right(self, k, dataclasses.replace(r, **{how: False}), i, v),
             )
-            monkeypatch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
+            monkeypatch.setattr(cpu, "compile_kernel", functools.cache(kernels.compile_kernel.__wrapped__))
     assert broken(engine, "sum mean norm rms max of a tensor")
 
 
@@ -163,8 +165,8 @@ def test_a_wrong_kernel_is_noticed(monkeypatch):
     from rlx_optim.engines.cpu import kernels
 
     class Unscaled(kernels.Builder):
-        def operands(self, tensor):
-            super().operands(tensor)
+        def bind_operands(self, tensor):
+            super().bind_operands(tensor)
             self.scale = self.code.constant(self.arithmetic, 1)
 
     class First(kernels.Line):
@@ -178,7 +180,7 @@ def test_a_wrong_kernel_is_noticed(monkeypatch):
     ):
         with monkeypatch.context() as patch:
             (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, other)
-            patch.setattr(cpu, "compiled", functools.cache(kernels.compiled.__wrapped__))
+            patch.setattr(cpu, "compile_kernel", functools.cache(kernels.compile_kernel.__wrapped__))
             assert broken("cpu", construct), name
 
 

@@ -532,9 +532,11 @@ def test_stats_of_masks_and_muon():
 
 def test_stats_take_no_pass_of_their_own():
     for kind in map(spec_class, ("adamw", "lamb", "mars", "sophia", "adafactor")):
-        plain, told = (trace(kind(), kind().slots((4, 3)), what) for what in ("step", "told"))
-        assert told.traffic() == plain.traffic(), kind
-        assert len(told.passes) == len(plain.passes)
+        plain, reporting = (trace(kind(), kind().slots((4, 3)), what) for what in ("step", "stats"))
+        assert reporting.traffic() == plain.traffic(), kind
+        assert len(reporting.passes) == len(plain.passes)
+    with pytest.raises(ValueError, match="unknown program 'told'"):
+        trace(kind(), kind().slots((4, 3)), "told")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])

@@ -13,7 +13,7 @@ from torch import nn
 import rlx_optim
 import rlx_optim.torch as ours
 from rlx_optim import rounding, storage
-from rlx_optim.engines.torch_ import Torch, joined, part
+from rlx_optim.engines.torch_ import Torch, join_halves, split_halves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,9 +120,9 @@ def test_array_libraries_agree_to_the_bit():
 def test_halves_are_those_of_the_bits():
     x = torch.randn(7, 5)
     p, low = torch.empty(7, 5, dtype=torch.bfloat16), torch.empty(7, 5, dtype=torch.int16)
-    part(x, p, low)
+    split_halves(x, p, low)
     assert torch.equal(p.view(torch.int16), (x.view(torch.int32) >> 16).to(torch.int16))
-    assert torch.equal(joined(p, low), x)
+    assert torch.equal(join_halves(p, low), x)
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_exact_is_float32_bit_for_bit(name, engine):
         walk(opt, params, 0, steps)
     for k, p in half.items():
         own, wide = opts[0].state[p], single[k].detach()
-        assert torch.equal(joined(p.detach(), own["low"].view(torch.int16)), wide), k
+        assert torch.equal(join_halves(p.detach(), own["low"].view(torch.int16)), wide), k
         assert torch.equal(p.detach().view(torch.int16), (wide.view(torch.int32) >> 16).to(torch.int16)), k
         assert own["low"].dtype is torch.uint8
         assert own["low"].shape == (*p.shape, 2)
@@ -211,7 +211,7 @@ def interpreted():
             lows = [opt.state[p].get("low") for p in params.values()]
             wide.append(
                 [
-                    p if low is None else joined(p, low.view(torch.int16))
+                    p if low is None else join_halves(p, low.view(torch.int16))
                     for p, low in zip(bits(params).values(), lows, strict=True)
                 ]
             )

@@ -300,7 +300,9 @@ def test_a_step_interrupted_while_it_is_laid_out_is_taken_as_if_nothing_had_been
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlx_optim.stepping.make_part" if engine == "torch" else "rlx_optim.engines.cpu.engine.Chosen", interrupt)
+        patch.setattr(
+            "rlx_optim.stepping.make_part" if engine == "torch" else "rlx_optim.engines.cpu.engine.RowSelection", interrupt
+        )
         with pytest.raises(KeyboardInterrupt):
             opt.step()
     opt.step(), other.step()

@@ -101,11 +101,12 @@ def state(kind: type[Spec]) -> dict[str, str]:
 
 def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
     """What each argument is, and must be, of the hyperparameters and of a front end's own."""
-    said = words(kind.__doc__)
+    explanations = words(kind.__doc__)
     found = {name: text for name, (_, text) in beside.items()}
     for name, field in kind.fields.items():
         found[name] = (
-            f"{said.get(name, field.meaning)} ({field.expected}{'; fixed once there is state' if field.fixed else ''})".lstrip()
+            f"{explanations.get(name, field.meaning)} ({field.expected}"
+            f"{'; fixed once there is state' if field.fixed else ''})".lstrip()
         )
     if "otherwise" in found:
         found["otherwise"] += f"; None: {'this rule takes them all' if kind.accepts_any_shape else 'they are refused'}"
@@ -121,14 +122,14 @@ def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
 
 def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -> str:
     """The documentation of a class or factory: that of the rule, and its arguments with type, default and meaning."""
-    said, lines = meanings(kind, beside), ["Arguments."]
+    explanations, lines = meanings(kind, beside), ["Arguments."]
     for name, parameter in signature.parameters.items():
         if name != "self":
             lines.append(
                 f"    {name}: {parameter.annotation}"
                 + ("" if parameter.default is parameter.empty else f" = {shown(parameter.default)}")
             )
-            lines += textwrap.wrap(said[name], 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(explanations[name], 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join([documentation(kind), "", *lines])
 
 

@@ -99,8 +99,8 @@ class Bundle:
 
     def rng_steps(self) -> list[int]:
         """The step of each tensor, where chance may round."""
-        now: Any = self.numbers.get("_rng_step", 0)
-        return [now] * len(self.shapes) if np.ndim(now) == 0 else now.astype(np.int64).tolist()
+        steps: Any = self.numbers.get("_rng_step", 0)
+        return [steps] * len(self.shapes) if np.ndim(steps) == 0 else steps.astype(np.int64).tolist()
 
     @functools.cached_property
     def firsts(self) -> list[int]:
@@ -265,8 +265,8 @@ class ArrayEngine(Arrays):
                 raise decomposition_error(bundle, problem) from problem
             raise
         x = x.set(p=p) if bundle.without_p else x
-        told = stats.measure_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
-        return self.apply_commit(spec, x, move).set(**told)
+        report = stats.measure_stack(self, start, x, spec.commit(self, x).change) if bundle.with_stats else {}
+        return self.apply_commit(spec, x, move).set(**report)
 
     def apply_commit(self, spec: Spec, x: Values, move: bool = True) -> Values:
         """The values of a matrix rule after its commit; or with u in the place of p."""
@@ -287,15 +287,15 @@ class ArrayEngine(Arrays):
     # programs -----------------------------------------------------------------------------------------------------
     @property
     def words(self) -> dict[str, Any]:
-        ours = ("rsqrt", "abs", "clamp")
-        return {word: getattr(ops if word in ours else self.xp, word) for word in ops.RULE}
+        shared_words = ("rsqrt", "abs", "clamp")
+        return {word: getattr(ops if word in shared_words else self.xp, word) for word in ops.RULE}
 
     def bind_rule(self, rule: Rule) -> Rule:
         """A rule in the words of this engine, made once."""
-        mine = BOUND.setdefault(self, {})
-        if rule not in mine:
-            mine[rule] = bind(rule, self.words)
-        return mine[rule]
+        known = BOUND.setdefault(self, {})
+        if rule not in known:
+            known[rule] = bind(rule, self.words)
+        return known[rule]
 
     def run_program(
         self, program: Program, shapes: Sequence[Shape], arrays: Mapping[str, Sequence[Array]], numbers: Mapping[str, Any]
@@ -464,8 +464,8 @@ class ArrayEngine(Arrays):
 
     def derive_keys(self, keys: Array, seed: int, names: Sequence[str]) -> Array:
         """Keys of noise (B, 4), those of (seed, name) in place of zeros."""
-        there = self.load(np.array([random.split_key(random.key(seed, name)) for name in names]))
-        return self.where((keys == 0).all(-1)[:, None], there, keys)
+        drawn = self.load(np.array([random.split_key(random.key(seed, name)) for name in names]))
+        return self.where((keys == 0).all(-1)[:, None], drawn, keys)
 
     def random(self, kind: str, keys: Array, t: Any, shape: Shape) -> Array:
         """Noise of a stack's shape, drawn by each tensor's key and the step: "normal" or "uniform"."""

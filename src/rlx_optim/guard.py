@@ -54,11 +54,11 @@ def window_error(values: Any) -> str | None:
 class Guard:
     """The windows of one optimizer: of the norm of all gradients, and of the loss where it is given."""
 
-    def __init__(self, xp: Any, **there: Any):
+    def __init__(self, xp: Any, **options: Any):
         self.library: str = xp.__name__  # by name: it is copied and pickled with its optimizer
-        self.places = xp.arange(WINDOW, **there)
+        self.places = xp.arange(WINDOW, **options)
         self.seen = {
-            what: (xp.zeros(WINDOW, dtype=xp.float64, **there), xp.zeros((), dtype=xp.int64, **there))
+            what: (xp.zeros(WINDOW, dtype=xp.float64, **options), xp.zeros((), dtype=xp.int64, **options))
             for what in ("norm", "loss")
         }
 

@@ -122,9 +122,9 @@ class _Reader:
 
     def refused(self, node: Any, why: str) -> LanguageError:
         code, line = self.rule.__code__, self.first + getattr(node, "lineno", 1) - 1
-        said = "" if node is getattr(self, "tree", None) else f"`{ast.unparse(node)}` "
+        quoted = "" if node is getattr(self, "tree", None) else f"`{ast.unparse(node)}` "
         where = f"{code.co_filename}:{line}: {self.rule.__name__}"
-        return LanguageError(f"{where}: {said}is outside the language of rules: {why}; see docs/language.md")
+        return LanguageError(f"{where}: {quoted}is outside the language of rules: {why}; see docs/language.md")
 
     def takes(self) -> tuple[str, ...]:
         a = self.tree.args

@@ -75,9 +75,9 @@ def on_the_ball(p_norm, u_norm, p_dot_u, rate, step):
     length = where(step == 0, 0.0, rate) * u_norm / maximum(u_norm, LEAST)  # a rule that does not step yet (SOAP) stays
     cosine = p_dot_u / maximum(p_norm * u_norm, LEAST * LEAST)
     excess = length * (length - 2 * cosine)
-    now = sqrt(maximum(1 + excess, LEAST))  # ‖q‖/‖p‖
-    shrink = excess / (now * (1 + now))  # 1 − 1/now, without cancellation
-    step = length * p_norm / (now * maximum(u_norm, LEAST))
+    ratio = sqrt(maximum(1 + excess, LEAST))  # ‖q‖/‖p‖
+    shrink = excess / (ratio * (1 + ratio))  # 1 − 1/now, without cancellation
+    step = length * p_norm / (ratio * maximum(u_norm, LEAST))
     return shrink, step
 
 

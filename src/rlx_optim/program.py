@@ -340,6 +340,8 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
     the second update of those that take estimates; "stats", a step that also gives what it did (`stats`). numbers: what `scalars`
     gives, where it is known already.
     """
+    if what not in PARTS:
+        raise ValueError(f"unknown program {what!r}; known are {', '.join(PARTS)}")
     numbers = spec.numbers(1, spec.counters()) if numbers is None else numbers
     key: Any = (type(spec), spec.fusion_key(), tuple((name, slot.drop, slot.storage) for name, slot in slots.items()), what)
     key = (*key, tuple((name, value is None) for name, value in numbers.items()))
@@ -349,6 +351,9 @@ def trace(spec: Spec, slots: Mapping[str, Slot], what: str = "step", numbers: Ma
 
 
 _traced: dict[Any, Program] = {}
+WHOLE = ("update", "mask", "commit")
+#: the methods of a spec that each program consists of
+PARTS = {"step": WHOLE, "change": WHOLE, "stats": WHOLE, "move": ("commit",), "commit": ("commit",), "observe": ("observe",)}
 
 
 def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str, Any]) -> Program:
@@ -369,7 +374,7 @@ def _trace(spec: Spec, slots: Mapping[str, Slot], what: str, given: Mapping[str,
     x = inputs.set(**numbers)
     spec, before = _hide_varying(spec), E.current["p"]
     x = stats.measure_gradient(E, x) if what == "stats" else x.set(u=x.g) if what == "commit" else x
-    for part in {"observe": ("observe",), "move": ("commit",), "commit": ("commit",)}.get(what, ("update", "mask", "commit")):
+    for part in PARTS[what]:
         if part == "commit" and type(spec).commit is Spec.commit:
             for name, whose in (("u", "update"), ("step", "scalars")):
                 if not isinstance(x.get(name), Symbol):

@@ -82,17 +82,17 @@ def register(kind: Kind) -> Kind:
             raise ValueError(f"{kind.title}: a name must be an identifier in lower case, got {word!r}")
     if not kind.title.isidentifier() or kind.title.islower() or kind.title.startswith("_"):
         raise ValueError(f"{kind.title}: a title must be a class's name, with a capital, got {kind.title!r}")
-    mine = dict.fromkeys((kind.name, *kind.aliases, factory, kind.title.lower()))
+    own_names = dict.fromkeys((kind.name, *kind.aliases, factory, kind.title.lower()))
     before = []
     for other in _KINDS.values():
-        if words := mine.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
+        if words := own_names.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
             if other.name in FILES or not again(kind, other):
                 raise ValueError(
                     f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is already {other.__module__}.{other.__qualname__}; "
                     "give the class another name"
                 )
             before.append(other.name)
-    if words := mine.keys() & TAKEN:
+    if words := own_names.keys() & TAKEN:
         raise ValueError(f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is a word of rlx_optim; give it another name")
     for name in before:
         del _KINDS[name]
@@ -174,8 +174,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def titled(title: str, module: str) -> type[Spec]:
     """The spec whose classes have that name, where it is asked of a module."""
     if not title.islower() and not title.startswith("_"):  # modules are in lower case, and no optimizer's title is
-        ours = {kind.title: kind for kind in _KINDS.values()}
-        if found := ours.get(title) or {kind.title: kind for kind in known().values()}.get(title):
+        titles = {kind.title: kind for kind in _KINDS.values()}
+        if found := titles.get(title) or {kind.title: kind for kind in known().values()}.get(title):
             return found
     raise AttributeError(f"module {module!r} has no attribute {title!r}")
 

@@ -180,5 +180,5 @@ def sized(shape: tuple[int, ...]) -> str:
 
 def report(rows: Sequence[tuple[str, Shape, type[Spec], str]]) -> str:
     """A table: parameter, shape, rule, why."""
-    said = [(bare(name), sized(shape), kind.__name__, why) for name, shape, kind, why in rows]
-    return table([("parameter", "shape", "rule", "why"), *said])
+    cells = [(bare(name), sized(shape), kind.__name__, why) for name, shape, kind, why in rows]
+    return table([("parameter", "shape", "rule", "why"), *cells])

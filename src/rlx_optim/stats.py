@@ -85,8 +85,8 @@ def summarize_stats(rows: Iterable[Row]) -> Stats:
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row[0], []).append(row)
-    every = [row for mine in by_name.values() for row in mine]
-    return Stats(_together(every), {name: _together(mine) for name, mine in by_name.items()})
+    every = [row for own_rows in by_name.values() for row in own_rows]
+    return Stats(_together(every), {name: _together(own_rows) for name, own_rows in by_name.items()})
 
 
 def _together(rows: Sequence[Row]) -> dict[str, Any]:

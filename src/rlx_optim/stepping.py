@@ -26,21 +26,9 @@ class TensorState:
     """What is kept for one parameter."""
 
     __slots__ = (
-        "alone",
-        "counters",
-        "estimating",
-        "group",
-        "kind",
-        "name",
-        "rounding",
-        "shape",
-        "size",
-        "slots",
-        "state",
-        "stepped",
-        "t",
+        "alone", "counters", "estimating", "group", "kind", "name", "rounding", "shape", "size", "slots", "state", "stepped", "t",
         "version",
-    )
+    )  # fmt: skip
 
     def __init__(self, name: str, shape: Shape, group: int):
         self.name, self.shape, self.group = name, shape, group
@@ -356,8 +344,10 @@ def list_stats(parts: Iterable[StepPart], names: Mapping[TensorState, str]) -> l
 
 def count_step(records: Sequence[TensorState], given: Mapping[str, Any]) -> bool:
     """Count a step of a cohort, records that share its numbers; whether a counter of theirs moved."""
-    mine = records[0].counters
-    changed = {name: given[name] for name, value in mine.items() if name in given and given[name] != value} if mine else {}
+    counters = records[0].counters
+    changed = (
+        {name: given[name] for name, value in counters.items() if name in given and given[name] != value} if counters else {}
+    )
     for record in records:
         record.t += 1
     if changed:

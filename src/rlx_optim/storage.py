@@ -48,18 +48,11 @@ class Codec:
 
 
 #: whether values may be below zero, by the first words of what a slot means; slots of other meanings stay exact
-MEANINGS = dict.fromkeys(
-    (
-        "first moment",
-        "average of",
-        "sum of steps",
-        "sum of scaled gradients",
-        "last gradient",
-        "minus the last gradient",
-        "curvature",
-    ),
-    True,
-) | {"second moment": False, "largest second moment": False}
+SIGNED_MEANINGS = (
+    "first moment", "average of", "sum of steps", "sum of scaled gradients", "last gradient",
+    "minus the last gradient", "curvature",
+)  # fmt: skip
+MEANINGS = dict.fromkeys(SIGNED_MEANINGS, True) | {"second moment": False, "largest second moment": False}
 
 
 class Formats(dict[str, str]):
@@ -261,8 +254,8 @@ def repeat_scales(E: Any, scale: Any, shape: Any) -> Any:
 def round_half(E: Any, x: Any, t: Any, first: int) -> Any:
     """Float32 numbers that are bfloat16: the next above or below, the nearer the likelier."""
     bits = x.reshape(-1).view(E.xp.int32)
-    there = ((bits + E.cast(hash_bits(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
-    return E.xp.where(x == x, there, x)
+    noisy = ((bits + E.cast(hash_bits(E, t, bits.shape[0], first), "int32")) & -65536).view(E.xp.float32).reshape(x.shape)
+    return E.xp.where(x == x, noisy, x)
 
 
 def hash_bits(E: Any, t: Any, n: int, first: int = 0, key: int = 0, places: Any = None) -> Any:

@@ -561,6 +561,6 @@ def _options(annotation: str) -> list[str]:
 
 def _kernels() -> int:
     """How many kernels the cpu engine has compiled."""
-    from ..engines.cpu.kernels import compiled
+    from ..engines.cpu.kernels import compile_kernel
 
-    return compiled.cache_info().currsize
+    return compile_kernel.cache_info().currsize

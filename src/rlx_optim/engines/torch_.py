@@ -28,7 +28,7 @@ from . import padding
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Nothing is collected meanwhile: what is freed on a device may end the recording of a CUDA graph."""
     collecting = gc.isenabled()
     gc.disable()
@@ -62,22 +62,22 @@ class ForeachTensor:
     def clone(self) -> ForeachTensor:
         return ForeachTensor([t.clone() for t in self.each])
 
-    def _with(self, name: str, other: Any) -> ForeachTensor:
+    def _combine(self, name: str, other: Any) -> ForeachTensor:
         return ForeachTensor(
-            getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, ForeachTensor) else _plain(other))
+            getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, ForeachTensor) else _to_scalars(other))
         )
 
     def __add__(self, other: Any) -> ForeachTensor:
-        return self._with("add", other)
+        return self._combine("add", other)
 
     def __sub__(self, other: Any) -> ForeachTensor:
-        return self._with("sub", other)
+        return self._combine("sub", other)
 
     def __mul__(self, other: Any) -> ForeachTensor:
-        return self._with("mul", other)
+        return self._combine("mul", other)
 
     def __truediv__(self, other: Any) -> ForeachTensor:
-        return self._with("div", other)
+        return self._combine("div", other)
 
     def __rsub__(self, other: Any) -> ForeachTensor:
         return -self + other
@@ -95,11 +95,11 @@ class Numbers(list[float]):
     """One number per tensor, where they differ: what a scalar is to a single tensor."""
 
 
-def _plain(number: Any) -> Any:
+def _to_scalars(number: Any) -> Any:
     return list(number) if isinstance(number, Numbers) else float(number)
 
 
-def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+def _lift(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of floats on `Numbers`, tensor by tensor; where a ForeachTensor is among its arguments, it is for the other."""
 
     def apply(*values: Any) -> Any:
@@ -112,41 +112,41 @@ def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _swap_arguments(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda a, b: function(b, a)
 
 
 for _name in ("add", "sub", "mul", "truediv", "lt", "gt", "le", "ge", "eq", "ne", "neg", "and_", "or_"):
-    setattr(Numbers, f"__{_name.strip('_')}__", _numbers(getattr(operator, _name)))
+    setattr(Numbers, f"__{_name.strip('_')}__", _lift(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Numbers, f"__r{_name}__", _numbers(_turned(getattr(operator, _name))))
+    setattr(Numbers, f"__r{_name}__", _lift(_swap_arguments(getattr(operator, _name))))
 
 
-def _compared(name: str) -> Callable[[ForeachTensor, Any], ForeachTensor]:
+def _make_comparison(name: str) -> Callable[[ForeachTensor, Any], ForeachTensor]:
     def compare(self: ForeachTensor, other: Any) -> ForeachTensor:
-        rows = zip(self.each, _each(other, len(self.each)), strict=True)
+        rows = zip(self.each, _repeat(other, len(self.each)), strict=True)
         return ForeachTensor([getattr(operator, name)(t, value) for t, value in rows], self.dtype)
 
     return compare
 
 
-def _each(value: Any, n: int) -> Sequence[Any]:
+def _repeat(value: Any, n: int) -> Sequence[Any]:
     """One for each tensor."""
     return value.each if isinstance(value, ForeachTensor) else value if isinstance(value, Numbers) else [value] * n
 
 
 for _name in ("lt", "gt", "le", "ge", "eq", "ne", "and_", "or_"):
-    setattr(ForeachTensor, f"__{_name.strip('_')}__", _compared(_name))
-    setattr(ForeachTensor, f"__r{_name.strip('_')}__", _compared(_name))
+    setattr(ForeachTensor, f"__{_name.strip('_')}__", _make_comparison(_name))
+    setattr(ForeachTensor, f"__r{_name.strip('_')}__", _make_comparison(_name))
 
 
-def _number(name: str) -> Callable[[Any], Any]:
+def _make_unary(name: str) -> Callable[[Any], Any]:
     """A word on one value: a list of tensors, or numbers."""
 
     def apply(x: Any) -> Any:
         if isinstance(x, ForeachTensor):
             return ForeachTensor(getattr(torch, f"_foreach_{name}")(x.each))
-        return _numbers(getattr(ops, name))(x) if isinstance(x, Numbers) else getattr(ops, name)(x)
+        return _lift(getattr(ops, name))(x) if isinstance(x, Numbers) else getattr(ops, name)(x)
 
     return apply
 
@@ -156,16 +156,16 @@ def _rsqrt(x: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    return ForeachTensor([_signs(t) for t in x.each]) if isinstance(x, ForeachTensor) else _number("sign")(x)
+    return ForeachTensor([_sign_of(t) for t in x.each]) if isinstance(x, ForeachTensor) else _make_unary("sign")(x)
 
 
-def _bound(name: str) -> Callable[[Any, Any], Any]:
+def _make_bound(name: str) -> Callable[[Any, Any], Any]:
     def bound(a: Any, b: Any) -> Any:
         many, other = (a, b) if isinstance(a, ForeachTensor) else (b, a)
         if isinstance(many, ForeachTensor):
-            return many._with("clamp_max" if name == "minimum" else "clamp_min", other)
+            return many._combine("clamp_max" if name == "minimum" else "clamp_min", other)
         function = getattr(ops, name)
-        return _numbers(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
+        return _lift(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
 
     return bound
 
@@ -174,14 +174,14 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     lists = [value for value in (condition, yes, no) if isinstance(value, ForeachTensor)]
     if not lists:
         sides = (condition, yes, no)
-        return _numbers(ops.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
+        return _lift(ops.where)(*sides) if any(isinstance(v, Numbers) for v in sides) else (yes if condition else no)
     n = len(lists[0].each)
-    rows = zip(*(_each(value, n) for value in (condition, yes, no)), strict=True)
+    rows = zip(*(_repeat(value, n) for value in (condition, yes, no)), strict=True)
     like = next(value for value in (yes, no, condition) if isinstance(value, ForeachTensor))
-    return ForeachTensor([_either_of(flag, y, z, like.dtype) for flag, y, z in rows])
+    return ForeachTensor([_select_tensor(flag, y, z, like.dtype) for flag, y, z in rows])
 
 
-def _either_of(flag: Any, yes: Any, no: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def _select_tensor(flag: Any, yes: Any, no: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if torch.is_tensor(flag):
         if not torch.is_tensor(yes) and not torch.is_tensor(no):  # which torch would make of its default type
             yes = torch.full((), yes, dtype=dtype, device=flag.device)
@@ -197,17 +197,17 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 
 LISTS: dict[str, Callable[..., Any]] = {
-    **{name: _number(name) for name in ("sqrt", "exp", "log", "abs")},
+    **{name: _make_unary(name) for name in ("sqrt", "exp", "log", "abs")},
     "rsqrt": _rsqrt,
     "sign": _sign,
     "where": _where,
-    "minimum": _bound("minimum"),
-    "maximum": _bound("maximum"),
+    "minimum": _make_bound("minimum"),
+    "maximum": _make_bound("maximum"),
     "clamp": _clamp,
 }
 
 
-def _extreme(name: str) -> Callable[[Any, Any], Any]:
+def _make_extreme(name: str) -> Callable[[Any, Any], Any]:
     def extreme(a: Any, b: Any) -> Any:
         tensor, other = (a, b) if torch.is_tensor(a) else (b, a)
         if not torch.is_tensor(tensor):
@@ -219,7 +219,7 @@ def _extreme(name: str) -> Callable[[Any, Any], Any]:
     return extreme
 
 
-def _either(name: str) -> Callable[[Any], Any]:
+def _make_function(name: str) -> Callable[[Any], Any]:
     """A function of tensors and of numbers."""
 
     def function(x: Any) -> Any:
@@ -228,11 +228,11 @@ def _either(name: str) -> Callable[[Any], Any]:
     return function
 
 
-def _signs(x: Any) -> Any:
+def _sign_of(x: Any) -> Any:
     return torch.where(x.isnan(), x, x.sign()) if torch.is_tensor(x) else ops.sign(x)
 
 
-def _choose(dtype: torch.dtype | None, condition: Any, yes: Any, no: Any) -> Any:
+def _select(dtype: torch.dtype | None, condition: Any, yes: Any, no: Any) -> Any:
     """Choose by a condition. Numbers are made where it is (nothing may be copied there while a graph is captured), and of this
     dtype: torch's default one may be bfloat16."""
     if not torch.is_tensor(condition):
@@ -242,12 +242,12 @@ def _choose(dtype: torch.dtype | None, condition: Any, yes: Any, no: Any) -> Any
 
 
 STACKS: dict[str, Callable[..., Any]] = {
-    **{name: _either(name) for name in ("sqrt", "rsqrt", "exp", "log", "abs")},
-    "sign": _signs,
-    "where": functools.partial(_choose, None),
-    "minimum": _extreme("min"),
-    "maximum": _extreme("max"),
-    "clamp": lambda x, low, high: _extreme("min")(_extreme("max")(x, low), high),
+    **{name: _make_function(name) for name in ("sqrt", "rsqrt", "exp", "log", "abs")},
+    "sign": _sign_of,
+    "where": functools.partial(_select, None),
+    "minimum": _make_extreme("min"),
+    "maximum": _make_extreme("max"),
+    "clamp": lambda x, low, high: _make_extreme("min")(_make_extreme("max")(x, low), high),
 }
 
 
@@ -258,35 +258,35 @@ def _one_minus_power(beta: Any, t: Any) -> Any:
 
 
 #: the words of `Spec.scalars` where the step count, or a hyperparameter, is on the device
-NUMBERS: dict[str, Any] = {**STACKS, "where": functools.partial(_choose, torch.float64), "one_minus_power": _one_minus_power}
+NUMBERS: dict[str, Any] = {**STACKS, "where": functools.partial(_select, torch.float64), "one_minus_power": _one_minus_power}
 ops.LIBRARIES["torch"] = NUMBERS
 
 
 @functools.cache
-def _of_numbers(function: Rule) -> Rule:
+def _bind_numbers(function: Rule) -> Rule:
     return bind(function, NUMBERS)
 
 
 # ---- parameters of 16 bits ----------------------------------------------------------------------------------------------------
-def joined(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def join_halves(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """A float32 parameter of its halves: p is the upper one."""
-    whole = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
-    lower, upper = whole.view(torch.int16).view(-1, 2).unbind(1)
+    wide = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+    lower, upper = wide.view(torch.int16).view(-1, 2).unbind(1)
     lower.copy_(low.reshape(-1))
     upper.copy_(p.reshape(-1).view(torch.int16))
-    return whole.view(p.shape)
+    return wide.view(p.shape)
 
 
-def part(whole: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
+def split_halves(wide: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
     """Leave a float32 parameter in its halves."""
-    lower, upper = whole.reshape(-1).view(torch.int16).view(-1, 2).unbind(1)
+    lower, upper = wide.reshape(-1).view(torch.int16).view(-1, 2).unbind(1)
     low.copy_(lower.view(p.shape))
     p.copy_(upper.contiguous().view(torch.bfloat16).view(p.shape))
 
 
-def whole(p: torch.Tensor, rounding: ParamRounding | None) -> torch.Tensor:
+def with_low_half(p: torch.Tensor, rounding: ParamRounding | None) -> torch.Tensor:
     """A parameter, with its low half if it has one."""
-    return joined(p, rounding.low) if rounding is not None and rounding.low is not None and p.dtype is torch.bfloat16 else p
+    return join_halves(p, rounding.low) if rounding is not None and rounding.low is not None and p.dtype is torch.bfloat16 else p
 
 
 class Torch(ArrayEngine):
@@ -346,7 +346,7 @@ class Torch(ArrayEngine):
     # programs --------------------------------------------------------------------------------------------------------
     @property
     def words(self) -> dict[str, Any]:
-        return {**STACKS, "where": functools.partial(_choose, self.dtype)}
+        return {**STACKS, "where": functools.partial(_select, self.dtype)}
 
     def bind_lists(self, rule: Rule) -> Rule:
         """A rule in the words of lists, made once."""
@@ -356,13 +356,13 @@ class Torch(ArrayEngine):
 
     def apply(self, program: Program, step: Pass, shapes: Sequence[Shape], found: dict[int, Any]) -> None:
         local = {n: ForeachTensor([self.align_axes(a, program.drops[n], step.domain) for a in found[n]]) for n in step.arrays}
-        local |= {n: self._number(found[n]) for n in step.numbers}
+        local |= {n: self._as_operand(found[n]) for n in step.numbers}
         arguments = [local[n] for n in step.takes]
         results = as_tuple(self.bind_lists(step.rule)(*arguments), step.gives)
         results = tuple([self.copy_if_given(value, arguments) for value in results])
         over = [without(shape, step.domain) for shape in shapes]
         given = {
-            n: [self.broadcast_to(t, shape) for t, shape in zip(_each(value, len(over)), over, strict=True)]
+            n: [self.broadcast_to(t, shape) for t, shape in zip(_repeat(value, len(over)), over, strict=True)]
             for n, value in zip(step.gives, results, strict=True)
         }
         found |= {n: given[n] for n, _ in step.stores}
@@ -370,24 +370,24 @@ class Torch(ArrayEngine):
             step, shapes, [[self.reduce_array(t, how) for t in given[n]] for _, n, how in step.reduces]
         )
 
-    def _number(self, value: Any) -> Any:
+    def _as_operand(self, value: Any) -> Any:
         if torch.is_tensor(value):  # a reduction, on the device: no waiting for it
             return ForeachTensor(list(value.to(self.dtype))) if value.ndim else value.to(self.dtype)
         return float(value) if np.ndim(value) == 0 else Numbers(value.tolist())
 
     def broadcast_to(self, value: Any, shape: Shape) -> torch.Tensor:
-        value = self.sent(value, self.dtype)
+        value = self.send(value, self.dtype)
         return value if tuple(value.shape) == shape else value.broadcast_to(shape)
 
     def run_function(self, step: Each, found: dict[int, Any]) -> None:
         """On the device, in float64, where nothing waits for them."""
-        given = [self._there(found[n]) for n in step.takes]
-        self.keep_numbers(step, as_tuple(_of_numbers(step.function)(*given), step.gives), found)
+        given = [self._to_float64(found[n]) for n in step.takes]
+        self.keep_numbers(step, as_tuple(_bind_numbers(step.function)(*given), step.gives), found)
 
-    def _there(self, value: Any) -> Any:
-        return self.sent(value, torch.float64)
+    def _to_float64(self, value: Any) -> Any:
+        return self.send(value, torch.float64)
 
-    def sent(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    def send(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor or numbers of the host, on the device; the host does not wait for it."""
         if torch.is_tensor(value) or self.device.type != "cuda":
             return torch.as_tensor(value, dtype=dtype, device=self.device)
@@ -403,14 +403,14 @@ class Torch(ArrayEngine):
         return array.amax(how.axis) if how.largest else array.sum(how.axis)
 
     def column_of(self, values: Sequence[float]) -> Any:
-        return self.sent(values, torch.float64)
+        return self.send(values, torch.float64)
 
     # matrix updates ----------------------------------------------------------------------------------------------------
     def map(self, rule: Rule, x: Values, **reduce: str) -> Values:
         takes, gives = signature(rule)
         if not any(isinstance(x[name], ForeachTensor) for name in takes):
             return super().map(rule, x, **reduce)
-        given = [x[name] if isinstance(x[name], ForeachTensor) else self._number(x[name]) for name in takes]
+        given = [x[name] if isinstance(x[name], ForeachTensor) else self._as_operand(x[name]) for name in takes]
         results = as_tuple(self.bind_lists(rule)(*given), gives)
         return x.set(**{name: self.copy_if_given(value, given) for name, value in zip(gives, results, strict=True)})
 
@@ -423,9 +423,9 @@ class Torch(ArrayEngine):
         out = list(X.each)
         for (_, sides), chosen in padding.stacks([tuple(t.shape) for t in X]).items():
             stack = torch.zeros((len(chosen), *sides), dtype=self.dtype, device=self.device)
-            torch._foreach_copy_(_inside(stack, X.each, chosen), [X.each[i] for i in chosen])
+            torch._foreach_copy_(_view_members(stack, X.each, chosen), [X.each[i] for i in chosen])
             done = super().orthogonalize(stack, steps, coefficients, eps)
-            for i, matrix in zip(chosen, _inside(done, X.each, chosen), strict=True):
+            for i, matrix in zip(chosen, _view_members(done, X.each, chosen), strict=True):
                 out[i] = matrix
         return ForeachTensor(out)
 
@@ -504,7 +504,7 @@ class Torch(ArrayEngine):
         return torch.cat(arrays, -1)
 
 
-def _inside(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
+def _view_members(stack: torch.Tensor, each: Sequence[torch.Tensor], chosen: Sequence[int]) -> list[torch.Tensor]:
     """Where the chosen matrices are in a stack of larger ones."""
     sides = [(each[i].shape[0] > each[i].shape[1], sorted(each[i].shape)) for i in chosen]
     views = [matrix[:small, :large] for matrix, (_, (small, large)) in zip(stack, sides, strict=True)]

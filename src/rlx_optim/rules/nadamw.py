@@ -84,9 +84,9 @@ class NAdamW(Spec):
             "eps": self.eps,
         }
         if self.convention == "torch":
-            now, after = (beta1 * (1 - 0.5 * 0.96 ** (n * self.momentum_decay)) for n in (t, t + 1))
-            product = counters["mu_product"] * now
-            from_m, from_g = after / (1 - product * after), (1 - now) / (1 - product)
+            beta_t, after = (beta1 * (1 - 0.5 * 0.96 ** (n * self.momentum_decay)) for n in (t, t + 1))
+            product = counters["mu_product"] * beta_t
+            from_m, from_g = after / (1 - product * after), (1 - beta_t) / (1 - product)
             numbers["mu_product"] = product
         else:
             from_m = beta1 / one_minus_power(beta1, t + (self.convention == "dozat"))

@@ -126,8 +126,8 @@ class NorMuon(Spec):
         v = x.beta2 * (x.v[:, None, :] if flat else x.v[:, :, None]) + x.alpha2 * squares / count
         gain = 1 / (E.sqrt(E.floor(v, x.least)) + x.joins)
         sums = (each.reshape(each.shape[0], -1).sum(-1) for each in (squares, squares * gain * gain))
-        length, now = (E.sqrt(each).reshape(-1, 1, 1) for each in sums)  # of X and of what it becomes
-        gain = gain * (length / (E.floor(now, x.least_length) + x.joins_length))
+        length, new_length = (E.sqrt(each).reshape(-1, 1, 1) for each in sums)  # of X and of what it becomes
+        gain = gain * (length / (E.floor(new_length, x.least_length) + x.joins_length))
         scale = math.sqrt(rows / columns if self.convention == "dion" else max(1.0, rows / columns))
         shrink = x.shrink * scale if self.convention == "speedrun" else x.shrink
         u = E.scale(X, gain).reshape(x.p.shape)

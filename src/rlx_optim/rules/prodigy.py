@@ -68,8 +68,8 @@ def estimate(d, d_max, gained, gain, mass, delta, beta3_all, d0, d_coef, growth,
     known = mass > 0
     estimated = where(known, d_coef * gained / where(known, mass, 1.0), 0.0)
     d_max = maximum(d_max, estimated)
-    now = minimum(d_max, growth * where(d <= d0 * 1.000001, maximum(d, estimated), d))
-    d = where(known, now, d)
+    raised = minimum(d_max, growth * where(d <= d0 * 1.000001, maximum(d, estimated), d))
+    d = where(known, raised, d)
     step = where(known, delta, 0.0)
     shrink = step * decay_rate
     floor = d * eps

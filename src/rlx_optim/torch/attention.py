@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..engines.torch_ import joined, part
+from ..engines.torch_ import join_halves, split_halves
 from ..rounding import LOW
 from .bf16 import extent
 from .memory import is_dtensor, local_part
@@ -94,6 +94,6 @@ def _scale(weight: torch.Tensor, rows: torch.Tensor, low: torch.Tensor | None) -
     if low is None:
         weights.mul_(rows)
     else:
-        part(joined(weights, low) * rows, weights, low)
+        split_halves(join_halves(weights, low) * rows, weights, low)
     if weights is not weight:
         torch.autograd.graph.increment_version(weight)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engines.torch_ import Torch, part, whole
+from ..engines.torch_ import Torch, split_halves, with_low_half
 from ..rounding import EXACT, LOW, NEAREST, ParamRounding, key_of, rounded
 from ..spec import Spec
 from .memory import is_dtensor, local_part
@@ -108,14 +108,14 @@ def places(param: Any) -> torch.Tensor:
 
 def held(entry: Any) -> torch.Tensor:
     """What this rank has of an entry's parameter, with its low half if it has one."""
-    return whole(local_part(entry.param).detach().resolve_neg(), entry.rounding)
+    return with_low_half(local_part(entry.param).detach().resolve_neg(), entry.rounding)
 
 
 def opened(entry: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of an entry's parameter in the arithmetic's type."""
     p = local_part(entry.param).detach().resolve_neg()
-    joined = whole(p, entry.rounding)
-    return joined if joined is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    wide = with_low_half(p, entry.rounding)
+    return wide if wide is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
@@ -124,7 +124,7 @@ def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     if half is None:
         p.copy_(value.to(p.dtype))  # torch's copy between types loses the sign that a float16 tensor leaves for later
     elif half.low is not None:
-        part(value, p, half.low)
+        split_halves(value, p, half.low)
     else:
         places = entry.places() if half.first is None else None
         near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places)

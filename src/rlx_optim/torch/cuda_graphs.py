@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..engines.torch_ import uncollected
+from ..engines.torch_ import pause_gc
 from .optimizer import RuleOptimizer
 
 WARM = 2  # how often what a graph is to hold is done without one
@@ -66,7 +66,7 @@ class Graphed:
         current.wait_stream(self.stream)
         return result
 
-    @uncollected()
+    @pause_gc()
     def _captured(self, placements: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool

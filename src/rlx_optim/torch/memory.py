@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..engines.cpu import finite
-
 GRAD, SHAPE, DTYPE, DEVICE, LAYOUT = map(operator.attrgetter, ("grad", "shape", "dtype", "device", "layout"))
 REQUIRES_GRAD, IS_CPU = map(operator.attrgetter, ("requires_grad", "is_cpu"))
 POINTER, OFFSET, IS_NEG = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.is_neg
@@ -163,6 +161,8 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
 def are_finite_at(places: np.ndarray, sizes: np.ndarray, dtypes: list[torch.dtype]) -> bool:
     """Whether the contiguous tensors of these sizes and types at these addresses, on the host, are finite."""
+    from ..engines.cpu import finite  # its compiler, which no device needs
+
     if not dtypes:
         return True
     if dtypes.count(dtypes[0]) == len(dtypes):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...pointers import address
-from . import rooms
+from . import workspace
 from .codegen import Code
 from .triangular import solve_transposed
 
@@ -22,39 +22,39 @@ STRIP = 256  # rows or columns that are taken at once
 QUARTERS = 4  # parts of a basis that are looked at one by one
 
 
-def reflected(X: np.ndarray) -> tuple[np.ndarray, int]:
+def find_householder_q(X: np.ndarray) -> tuple[np.ndarray, int]:
     """The Q of X = QR by Householder's reflections, and how many columns they took: fewer than all where those span the rest."""
-    A, n = rooms.copy(X), len(X)
-    nothing = NOTHING * np.finfo(A.dtype).eps * largest(A)
+    A, n = workspace.copy(X), len(X)
+    nothing = NOTHING * np.finfo(A.dtype).eps * max_abs(A)
     blocks = []
     for k in range(0, n, PANEL):
         panel = A[k:, k : k + PANEL]
-        if not largest(panel) > nothing and not largest(A[k:, k:]) > nothing:
+        if not max_abs(panel) > nothing and not max_abs(A[k:, k:]) > nothing:
             break
         h, tau = np.linalg.qr(panel, mode="raw")
         V = np.where(tau != 0, np.tril(h.T, -1) + np.eye(*panel.shape, dtype=A.dtype), 0)
         T = np.linalg.inv(np.triu(V.T @ V, 1) + np.diag(1 / np.where(tau != 0, tau, 1)))  # their product is I − V T V^T
         rest = A[k:, k + PANEL :]
-        less(rest, V, T.T @ (V.T @ rest))
+        subtract_product(rest, V, T.T @ (V.T @ rest))
         blocks.append((k, V, T))
     Q = A  # not needed any more
     Q[...] = 0
     np.fill_diagonal(Q, 1)
     for k, V, T in reversed(blocks):
         corner = Q[k:, k:]
-        less(corner, V, T @ (V.T @ corner))
+        subtract_product(corner, V, T @ (V.T @ corner))
     return Q, min(n, PANEL * len(blocks))
 
 
-def largest(X: np.ndarray) -> float:
+def max_abs(X: np.ndarray) -> float:
     """The largest size of an entry; NaN where one is."""
     return float(max(X.max(initial=0), -X.min(initial=0)))
 
 
-def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def solve_symmetric(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eigenvalues of symmetric L, descending, and eigenvectors: within its range, where a part of its columns spans it. Those of
     eigenvalue 0 are any then, and come last."""
-    Q, rank = reflected(L)
+    Q, rank = find_householder_q(L)
     if 2 * rank > len(L):
         values, Q = np.linalg.eigh(L)
         return values[::-1], Q[:, ::-1]
@@ -65,19 +65,19 @@ def eigen(L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[order], Q[:, order]
 
 
-def skewed(Q: np.ndarray) -> float:
+def probe_orthogonality(Q: np.ndarray) -> float:
     """How far a vector that knows nothing of Q is turned by Q'Q: little where its columns are orthonormal."""
     probe = np.random.default_rng(0).standard_normal(Q.shape[1])
-    return largest(Q.T @ (Q @ probe) - probe)
+    return max_abs(Q.T @ (Q @ probe) - probe)
 
 
-def less(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
+def subtract_product(X: np.ndarray, A: np.ndarray, B: np.ndarray) -> None:
     """X <- X − A·B, strip by strip, which takes no new memory of its size."""
     for i in range(0, len(X), STRIP):
         X[i : i + STRIP] -= A[i : i + STRIP] @ B
 
 
-def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
+def multiply_gram(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
     """X <- L·Q, L symmetric and nowhere negative, Q orthonormal but for rounding. A column becomes 0 where q'Lq is surely at most
     a share of the largest: all that are left, once they are found to have no more together."""
     n, trace, sizes = len(L), L.trace(dtype=Q.dtype), np.zeros(len(L))
@@ -90,19 +90,23 @@ def applied(L: np.ndarray, Q: np.ndarray, X: np.ndarray, share: float) -> None:
             np.matmul(wide, Q[:, k:end], out=X[i : i + STRIP, k:end])
         sizes[k:end] = np.einsum("ij,ij->j", Q[:, k:end], X[:, k:end])
         low, left = share * sizes.max(), trace - sizes.sum()
-        if 4 * end <= 3 * n and abs(left) <= low + 2.0**-22 * trace and abs(left + overlap(Q[:, :end], X[:, :end])) < low / 2:
+        if (
+            4 * end <= 3 * n
+            and abs(left) <= low + 2.0**-22 * trace
+            and abs(left + excess_trace(Q[:, :end], X[:, :end])) < low / 2
+        ):
             X[:, end:] = 0
             break
 
 
-def overlap(Q: np.ndarray, X: np.ndarray) -> float:
+def excess_trace(Q: np.ndarray, X: np.ndarray) -> float:
     """By how much tr(Q'X) exceeds that of X's part in what Q spans, (Q'Q)^-1 Q'X, Q being nearly orthonormal."""
     D = Q.T @ Q
     D[np.diag_indices_from(D)] -= 1
     return float(np.vdot(D, Q.astype(np.float32).T @ X.astype(np.float32)))  # which weighs what is next to nothing
 
 
-def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
+def find_inv_r_norms(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
     """The lengths of the columns of R^-1, X = QR."""
     inverse = np.eye(Q.shape[1], dtype=X.dtype)
     solve_transposed(np.triu(Q.T @ X), inverse)
@@ -111,7 +115,7 @@ def reach(Q: np.ndarray, X: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _reordering() -> Callable[[int, int, int, int, int], None]:
+def _compile_reorder() -> Callable[[int, int, int, int, int], None]:
     """X <- its columns in another order, row by row through a row of memory beside it."""
     code = Code("reorder", ["int64"] * 5)
     at, order, beside, rows, n = code.arguments
@@ -121,11 +125,11 @@ def _reordering() -> Callable[[int, int, int, int, int], None]:
             row[c] = X[r * n + places[c]]
         with code.loop(0, n) as c:
             X[r * n + c] = row[c]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(code.compiled())
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(code.compile())
 
 
-def reorder(X: np.ndarray, order: np.ndarray) -> None:
+def reorder_columns(X: np.ndarray, order: np.ndarray) -> None:
     """X <- its columns in another order, without memory of its size."""
     if (order != np.arange(len(order))).any():
         order, row = np.ascontiguousarray(order, np.int64), np.empty(len(order))
-        _reordering()(address(X), address(order), address(row), *X.shape)
+        _compile_reorder()(address(X), address(order), address(row), *X.shape)

@@ -106,17 +106,17 @@ def lower_half(x: Value) -> Value:
     return x.bits().to("uint16")
 
 
-def of_halves(upper: Value, low: Value) -> Value:
+def join_halves(upper: Value, low: Value) -> Value:
     return (upper.to("int32") << 16 | low.to("int32")).real()
 
 
 # ---- chance ---------------------------------------------------------------------------------------------------------------
-def spun(count: Value, factor: int) -> Value:
-    """A product modulo 2^32: what `chance` is given, of the place and of the step."""
+def scramble(count: Value, factor: int) -> Value:
+    """A product modulo 2^32: what `hash_bits` is given, of the place and of the step."""
     return count.to("int32") * factor
 
 
-def chance(place: Value, tick: Value) -> Value:
+def hash_bits(place: Value, tick: Value) -> Value:
     """16 random bits: `storage.hash_bits`."""
     z = place ^ tick
     return (z ^ (z >> 15)) * 0x2C1B3C6D >> 16

@@ -130,7 +130,7 @@ class Code:
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.arguments = [Value(self, kind, each) for kind, each in zip(kinds, self.function.args, strict=True)]
 
-    def compiled(self) -> int:
+    def compile(self) -> int:
         self.b.ret_void()
         return compile_module(str(self.module), self.function.name)
 
@@ -147,11 +147,11 @@ class Code:
 
     def variable(self, value: Value) -> Array:
         """A number that changes, at place 0."""
-        made = self.room(value.kind, 1)
+        made = self.stack_array(value.kind, 1)
         made[0] = value
         return made
 
-    def room(self, kind: str, size: int) -> Array:
+    def stack_array(self, kind: str, size: int) -> Array:
         """Memory on the stack."""
         with self.b.goto_entry_block():
             return Array(self, kind, self.b.alloca(TYPES[kind], size))

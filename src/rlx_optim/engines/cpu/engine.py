@@ -17,9 +17,9 @@ from ...program import Drop, Each, Pass, Values
 from ...recent import Recent
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
-from . import rooms
+from . import workspace
 from .finite import are_finite
-from .kernels import CHUNK, Layout, compiled
+from .kernels import CHUNK, Layout, compile_kernel
 from .matrices import CpuArrays
 from .runtime import WORTHWHILE, Call
 
@@ -33,15 +33,14 @@ class Kernel:
     def __init__(self, rule: Rule, layout: Layout, shapes: Sequence[Shape], own: Sequence[Any] = (), grain: int = GRAIN):
         """own: the last numbers of each tensor, which never change. grain: elements of a chunk."""
         self.layout = layout
-        self.kernel = compiled(rule, layout)
+        self.kernel = compile_kernel(rule, layout)
         rows, _ = chunk_table(shapes, layout, grain)
         self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
         stored = [how for how in layout.gives if not isinstance(how, Reduction)]
         self.moved = len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored)  # arrays
         columns = len(layout.over_columns)
-        width = len(layout.takes) - layout.takes.count("number") + len(layout.placed) + len(layout.scaled) + layout.lows
-        self.addresses = np.zeros((len(shapes), width), np.int64)
-        self.numbers = np.ones((len(shapes), layout.takes.count("number") + layout.beside))
+        self.addresses = np.zeros((len(shapes), layout.width), np.int64)
+        self.numbers = np.ones((len(shapes), layout.takes.count("number") + layout.extra_numbers))
         self.given = self.numbers.shape[1] - len(own)  # how many of them a step gives
         for j, value in enumerate(own, self.given):
             self.numbers[:, j] = value
@@ -119,7 +118,7 @@ def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> 
     return table, starts
 
 
-class Prepared:
+class CompiledPass:
     """A pass of a bundle's program: its kernel, and where the kernel's addresses and numbers come from."""
 
     def __init__(self, plan: CompiledProgram, step: Pass, engine: Cpu):
@@ -148,25 +147,25 @@ class Prepared:
             tuple(map(kind, step.takes)), tuple(gives), engine.stored.name, engine.precision, coded if any(coded) else (),
             plan.half, step.takes.index(p) if plan.half and p in step.takes else -1, plan.rounding if plan.half else NEAREST,
         )  # fmt: skip
-        self.ticks = layout.beside > 1
+        self.ticks = layout.extra_numbers > 1
         own: list[Any] = []  # numbers that never change: the first place of a tensor's state; key and first of its parameter
         if self.ticks:
-            halves = [half for half in plan.bundle.roundings if half is not None] if layout.by_chance else []
+            halves = [half for half in plan.bundle.roundings if half is not None] if layout.stochastic else []
             first = plan.bundle.firsts if storage.HALF in layout.coded else 0.0
             own = [first, *zip(*((half.key, half.first) for half in halves), strict=True)]
         self.kernel = Kernel(step.rule, layout, [without(shape, step.domain) for shape in plan.shapes], own)
         self.sources = [plan.addresses[plan.buffer.get(n, n)] for n in step.takes if n in program.drops]
         self.columns: list[list[np.ndarray]] = []
-        for k in layout.placed:
+        for k in layout.own_arrays:
             n = step.gives[k]
             place: Any = reduced[n][0] if n in reduced else places[n]
             if place not in plan.addresses:
-                plan.make_room(place, program.drops[place], engine.stored)
+                plan.allocate_scratch(place, program.drops[place], engine.stored)
             self.sources.append(plan.addresses[place])
             if n in reduced and reduced[n][1].axis == -2:
                 self.columns.append(plan.scratch[place])
         self.sources += [plan.addresses[f"{plan.buffer[step.takes[j]]}_scale"] for j in layout.scaled]
-        if layout.lows:
+        if layout.has_low_half:
             self.sources.append(plan.addresses["p low"])
         self.numbers = [n for n in step.takes if n not in program.drops]
         self.over_tensors = []  # (result, how, over how many coordinates of each tensor)
@@ -179,7 +178,7 @@ class Prepared:
         for slot, addresses in enumerate(self.sources):
             self.kernel.addresses[:, slot] = addresses
 
-    def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu, chosen: Chosen | None) -> None:
+    def run(self, found: dict[int, Any], scale: float, tick: Any, engine: Cpu, chosen: RowSelection | None) -> None:
         rows, kernel = (None, self.kernel) if chosen is None else (chosen.rows, self.kernel)
         chunks = kernel.every if chosen is None else chosen.chunks(kernel)
         kernel.set_numbers([*[found[n] for n in self.numbers], scale, *([tick] if self.ticks else [])], rows)
@@ -195,7 +194,7 @@ class Prepared:
                     found[result] = engine.finish_reduction(sums, how, counts)
 
 
-class Chosen:
+class RowSelection:
     """Some tensors of a plan, and their chunks in each of its kernels."""
 
     def __init__(self, rows: np.ndarray):
@@ -220,34 +219,36 @@ class CompiledProgram:
         program = self.program = bundle.program
         self.bundle, self.engine, self.shapes = bundle, engine, bundle.shapes
         first = bundle.roundings[0] if bundle.roundings else None
-        self.half, self.rounding = half_of(bundle), NEAREST if first is None else first.rounding
+        self.half, self.rounding = half_dtype(bundle), NEAREST if first is None else first.rounding
         self.scratch: dict[int, list[np.ndarray]] = {}
         self.addresses: dict[str | int, np.ndarray] = {}  # by buffer, or by the number of a value that is scratch
         self.storages = {name: kind for name, (kind,) in bundle.storages.items()}
         for name, arrays in bundle.buffers.items():
-            own = {name: arrays} if name not in self.storages else {name + end: part for end, part in coded_parts(arrays).items()}
-            for part, each in own.items():
-                self.addresses[part] = np.array([address(a) for a in each] if name in bundle.slots else [0] * len(self.shapes))
+            parts = list_components(arrays) if name in self.storages else {"": arrays}
+            for end, each in parts.items():
+                self.addresses[name + end] = np.array(
+                    [address(a) for a in each] if name in bundle.slots else [0] * len(self.shapes)
+                )
         if self.half and self.rounding == EXACT:
             self.addresses["p low"] = np.array([address(half.low) for half in bundle.roundings if half is not None])
         self.buffer: dict[int, str] = {n: name for name, n in program.inputs.items() if n in program.drops}
         self.buffer |= {n: place for step in program.passes for n, place in step.stores if isinstance(place, str)}
         self.version = -1  # of the pointers whose addresses these are
-        self.steps: list[Prepared | Each] = []
+        self.steps: list[CompiledPass | Each] = []
         for step in program.steps:
-            self.steps.append(Prepared(self, step, engine) if isinstance(step, Pass) else step)
+            self.steps.append(CompiledPass(self, step, engine) if isinstance(step, Pass) else step)
         self.inputs = [(name, n) for name, n in program.inputs.items() if n not in program.drops and name not in bundle.slots]
         self.kept = [
             (n, bundle.buffers[name]) for name, n in program.inputs.items() if n not in program.drops and name in bundle.slots
         ]
         self.renewed = [(n, bundle.buffers[name]) for name, n in program.buffers.items() if n not in program.drops]
         only = self.steps[0] if len(self.steps) == 1 else None
-        self.only = only if isinstance(only, Prepared) and not (only.over_tensors or only.columns or self.kept) else None
+        self.only = only if isinstance(only, CompiledPass) and not (only.over_tensors or only.columns or self.kept) else None
         by_number = {n: name for name, n in self.inputs}
         self.names = [] if self.only is None else [by_number[n] for n in self.only.numbers]
         self.chosen = Recent(CHOICES)
 
-    def make_room(self, number: int, drop: Drop, stored: np.dtype) -> None:
+    def allocate_scratch(self, number: int, drop: Drop, stored: np.dtype) -> None:
         """Scratch for a value, one array per tensor."""
         arrays = self.scratch[number] = [np.empty(without(shape, drop), stored) for shape in self.shapes]
         self.addresses[number] = np.array([address(a) for a in arrays], np.int64)
@@ -263,17 +264,17 @@ class CompiledProgram:
                     found = pointers.params if name == "p" else pointers.grads
                     self.addresses[name][:] = found if len(bundle.index) == pointers.n else found[bundle.index]
         for step in self.steps:
-            if isinstance(step, Prepared):
+            if isinstance(step, CompiledPass):
                 step.refresh()
         self.version = -1 if pointers is None else pointers.version
 
     def run(self, numbers: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
         bundle, rows = self.bundle, self.bundle.rows
-        if self.half != half_of(bundle):  # this one is compiled for others
+        if self.half != half_dtype(bundle):  # this one is compiled for others
             return self.engine.compile_bundle(bundle).run(numbers, scale)
         if bundle.pointers is None or bundle.pointers.version != self.version:
             self.refresh()
-        chosen = None if rows is None else self.chosen.find(rows.tobytes(), lambda: Chosen(rows))
+        chosen = None if rows is None else self.chosen.find(rows.tobytes(), lambda: RowSelection(rows))
         if self.only is not None:  # one pass, and no number but those that are given
             values = [numbers[name] for name in self.names]
             values.append(scale)
@@ -290,7 +291,7 @@ class CompiledProgram:
         kept = self.kept if chosen is None else [(n, chosen.of(each)) for n, each in self.kept]
         found |= {n: np.array(each, np.float64) for n, each in kept}
         for step in self.steps:
-            if isinstance(step, Prepared):
+            if isinstance(step, CompiledPass):
                 step.run(found, scale, numbers.get("_rng_step"), self.engine, chosen)
             else:
                 with np.errstate(all="ignore"):
@@ -302,7 +303,7 @@ class CompiledProgram:
         return {name: found[n] for name, n in self.program.given.items()}
 
 
-def half_of(bundle: Bundle) -> str:
+def half_dtype(bundle: Bundle) -> str:
     """The type of 16 bits that a bundle's parameters and gradients have, all of them; "" where they are as they are stored."""
     if bundle.pointers is None:
         return ""
@@ -310,7 +311,7 @@ def half_of(bundle: Bundle) -> str:
     return found
 
 
-def coded_parts(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
+def list_components(buffers: Sequence[Any]) -> dict[str, list[np.ndarray]]:
     """The parts of slots in fewer bits, by what is added to their name: one array per tensor."""
     return {end: [each.components[end] for each in buffers] for end in buffers[0].components}
 
@@ -349,12 +350,12 @@ class Cpu(CpuArrays):
             few = len(bundle.shapes)  # what is asked of a step is one number a tensor
             numbers = {name: value for name, value in x.items() if not isinstance(value, np.ndarray) or value.size <= few}
             del x
-            rooms.leave()
+            workspace.release_unused()
             return numbers
         if bundle.plan is None:
             self.compile_bundle(bundle)
-        told: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
-        return told
+        report: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
+        return report
 
     def compile_bundle(self, bundle: Bundle) -> CompiledProgram:
         plan = bundle.plan = CompiledProgram(bundle, self)
@@ -380,7 +381,7 @@ class Cpu(CpuArrays):
         if (made := kept.get(key)) is None:
             layout = Layout(kinds, ("store",) * len(gives), self.precision, self.precision)
             made = kept[key] = Kernel(rule, layout, [shape])
-        out = [rooms.room(shape, self.dtype) for _ in gives]
+        out = [workspace.empty(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
         made.every.call.run(made.every.elements, 0)  # on one thread

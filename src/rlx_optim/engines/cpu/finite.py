@@ -31,7 +31,7 @@ def _compile_scan(kind: str) -> int:
         with code.loop(0, sizes[row]) as i:
             bad[0] = bad[0] | ((numbers[i] & exponent) == exponent).to(integer)
         found[row] = bad[0].to("int64")
-    return code.compiled()
+    return code.compile()
 
 
 def are_finite(addresses: np.ndarray, sizes: np.ndarray, kind: str) -> bool:

@@ -17,7 +17,7 @@ TILE = 64  # rows and columns that are mirrored at once: through a copy, since r
 
 
 @functools.cache
-def _blending(given: str, kept: str) -> Callable[..., None]:
+def _compile_blend(given: str, kept: str) -> Callable[..., None]:
     """out <- beta·L + alpha·G where the rows of G belong, from `row` on, and at the mirrored places; `nothing` becomes 0
     where all of it is finite. L and out have n columns, G has those it needs."""
     code = Code(f"blend_{given}_{kept}", [*["int64"] * 7, "float64", "float64"])
@@ -32,7 +32,7 @@ def _blending(given: str, kept: str) -> Callable[..., None]:
         value = blend((row + r) * n + c, G[r * end + c])
         total[0] = loose_add(total[0], value * 0)  # which may be taken in any order
         out[(row + r) * n + c] = value
-    tile = code.room("float64", TILE * TILE)
+    tile = code.stack_array("float64", TILE * TILE)
     with code.loop(0, (rows + (TILE - 1)) // TILE) as tall:
         above = tall * TILE
         height, top = smaller(rows - above, TILE), row + above
@@ -48,13 +48,13 @@ def _blending(given: str, kept: str) -> Callable[..., None]:
             at = (top + c) * n + top + r
             out[at] = blend(at, G[(above + r) * end + top + c])
     nothing[0] = total[0]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_double, ctypes.c_double)(code.compiled())
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_double, ctypes.c_double)(code.compile())
 
 
-def average(L: np.ndarray, U: np.ndarray, beta: float, alpha: float, out: np.ndarray) -> None:
+def average_gram(L: np.ndarray, U: np.ndarray, beta: float, alpha: float, out: np.ndarray) -> None:
     """out <- beta·L + alpha·U·U^T, U in float64; L where that is not finite."""
     height = len(U) if len(U) <= WHOLE else STRIP
-    blend, buffer, nothing = _blending(L.dtype.name, out.dtype.name), np.empty(height * len(U)), np.zeros(1, out.dtype)
+    blend, buffer, nothing = _compile_blend(L.dtype.name, out.dtype.name), np.empty(height * len(U)), np.zeros(1, out.dtype)
     sound = True
     for k in range(0, len(U), height):
         strip = U[k : k + height]

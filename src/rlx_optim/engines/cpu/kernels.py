@@ -61,19 +61,25 @@ class Layout:
         return [j for j, storage in enumerate(self.coded) if len(COMPONENTS[storage]) > 1]
 
     @property
-    def beside(self) -> int:
+    def extra_numbers(self) -> int:
         """How many numbers stand behind the rule's own: the scale of gradients; where chance rounds, the step and the first place
         of the state; where it rounds the parameter, its key and its first place."""
-        return 5 if self.by_chance else 3 if HALF in self.coded else 1
+        return 5 if self.stochastic else 3 if HALF in self.coded else 1
 
     @property
-    def by_chance(self) -> bool:
+    def stochastic(self) -> bool:
         return bool(self.half) and self.parameter in self.gives and self.rounding == STOCHASTIC
 
     @property
-    def lows(self) -> bool:
+    def has_low_half(self) -> bool:
         """Whether the parameter has a low half."""
         return bool(self.half) and self.parameter >= 0 and self.rounding == EXACT
+
+    @property
+    def width(self) -> int:
+        """How many addresses a tensor has: of its arguments, of results, of scales, of a low half."""
+        arrays = len(self.takes) - self.takes.count("number")
+        return arrays + len(self.own_arrays) + len(self.scaled) + self.has_low_half
 
     @property
     def reductions(self) -> list[tuple[int, Reduction]]:
@@ -89,7 +95,7 @@ class Layout:
         return [(k, how) for k, how in self.reductions if how.axis == -2]
 
     @property
-    def placed(self) -> list[int]:
+    def own_arrays(self) -> list[int]:
         """Results that have an array of their own: stored ones, rows and columns."""
         return [k for k, how in enumerate(self.gives) if how == "store" or (isinstance(how, Reduction) and how.axis is not None)]
 
@@ -173,7 +179,7 @@ class ScaledBlocks(Operand):
         self.storage, self.scales, self.written = storage, kernel.code.array("float32", scales), written
         self.decode = codecs.from_signed if storage == SIGNED else codecs.from_positive
         self.encode = codecs.to_signed if storage == SIGNED else codecs.to_positive
-        self.waiting, self.most = kernel.code.room("float32", BLOCK), kernel.code.room("int32", 1)
+        self.waiting, self.most = kernel.code.stack_array("float32", BLOCK), kernel.code.stack_array("int32", 1)
 
     def fetch(self, start: Value, n: Value) -> None:
         super().fetch(start, n)
@@ -207,7 +213,7 @@ class HalfState(Operand):
         return codecs.from_bfloat16(self.at[i]).to(self.kernel.arithmetic)
 
     def write(self, i: Value, value: Value) -> None:
-        self.at[i] = codecs.to_half(value.to("float32"), codecs.chance(self.kernel.places["state"][0], self.kernel.tick))
+        self.at[i] = codecs.to_half(value.to("float32"), codecs.hash_bits(self.kernel.places["state"][0], self.kernel.tick))
 
 
 class HalfParameter(Operand):
@@ -218,8 +224,8 @@ class HalfParameter(Operand):
 
     def write(self, i: Value, value: Value) -> None:
         kernel, value = self.kernel, value.to("float32")
-        if kernel.layout.by_chance:
-            noise = codecs.chance(kernel.places["parameter"][0], kernel.word)
+        if kernel.layout.stochastic:
+            noise = codecs.hash_bits(kernel.places["parameter"][0], kernel.word)
             self.at[i] = codecs.BY_CHANCE[kernel.layout.half](value, noise)
         else:
             self.at[i] = codecs.NEAREST_OF[kernel.layout.half](value)
@@ -237,7 +243,7 @@ class TwoHalves(Operand):
         self.low.fetch(start, n)
 
     def read(self, i: Value) -> Value:
-        return codecs.of_halves(self.at[i], self.low.at[i]).to(self.kernel.arithmetic)
+        return codecs.join_halves(self.at[i], self.low.at[i]).to(self.kernel.arithmetic)
 
     def write(self, i: Value, value: Value) -> None:
         value = value.to("float32")
@@ -262,35 +268,34 @@ class Builder:
         self.scratch = call[CALL.index("scratch")]
         step, count = call[CALL.index("step")], call[CALL.index("count")]
         with code.while_taken(call, CALL.index("taken"), step, count) as (first, last), code.loop(first, last) as c:
-            self.chunk(c)
+            self.build_chunk(c)
 
-    def chunk(self, c: Value) -> None:
+    def build_chunk(self, c: Value) -> None:
         layout, code = self.layout, self.code
         tensor, first, last, rows, columns, scratch = (self.table[c * len(CHUNK) + k] for k in range(len(CHUNK)))
-        row_of_numbers = tensor * (layout.takes.count("number") + layout.beside)
-        self.own = [self.numbers[row_of_numbers + k] for k in range(layout.takes.count("number") + layout.beside)]
-        self.operands(tensor)
-        self.places = {name: code.room("int32", 1) for name in self.begins}
-        self.sums = [code.variable(self.start(how)) for _, how in layout.over_tensors]
+        row_of_numbers = tensor * (layout.takes.count("number") + layout.extra_numbers)
+        self.own = [self.numbers[row_of_numbers + k] for k in range(layout.takes.count("number") + layout.extra_numbers)]
+        self.bind_operands(tensor)
+        self.places = {name: code.stack_array("int32", 1) for name in self.begins}
+        self.sums = [code.variable(self.initial_value(how)) for _, how in layout.over_tensors]
         self.columns = {}
         for i, (k, how) in enumerate(layout.over_columns):
             at = self.columns[k] = code.array("float64", self.scratch + (scratch + columns * i) * 8)
             with code.loop(0, columns) as place:
-                at[place] = self.start(how)
+                at[place] = self.initial_value(how)
         if not layout.by_row:
-            self.innermost(first, last - first)
+            self.build_loop(first, last - first)
         else:
             with code.loop(first, last) as r:
-                self.row(r, rows, columns)
+                self.build_row(r, rows, columns)
         for i, total in enumerate(self.sums):
             self.partial[c * len(self.sums) + i] = total[0]
 
-    def operands(self, tensor: Value) -> None:
+    def bind_operands(self, tensor: Value) -> None:
         """Settle where each argument and each stored result of this tensor is, and how it is read and written."""
         layout = self.layout
         arrays = [j for j, kind in enumerate(layout.takes) if kind != "number"]
-        width = len(arrays) + len(layout.placed) + len(layout.scaled) + layout.lows
-        address = [self.addresses[tensor * width + slot] for slot in range(width)]
+        address = [self.addresses[tensor * layout.width + slot] for slot in range(layout.width)]
         numbers = iter(self.own)
         self.arguments: dict[int, Operand] = {}
         self.given = {j: next(numbers).to(self.arithmetic) for j, kind in enumerate(layout.takes) if kind == "number"}
@@ -300,44 +305,44 @@ class Builder:
             if storage == HALF:
                 self.arguments[j] = HalfState(self, address[slot], "uint16")
             elif storage:
-                scales = address[len(arrays) + len(layout.placed) + layout.scaled.index(j)]
+                scales = address[len(arrays) + len(layout.own_arrays) + layout.scaled.index(j)]
                 self.arguments[j] = ScaledBlocks(self, address[slot], storage, scales, j in layout.gives)
-            elif layout.half and j == layout.parameter and layout.lows:
+            elif layout.half and j == layout.parameter and layout.has_low_half:
                 self.arguments[j] = TwoHalves(self, address[slot], address[-1])
             elif layout.half and (kind == "scaled" or j == layout.parameter):
                 self.arguments[j] = HalfParameter(self, address[slot], "uint16")
             else:
                 self.arguments[j] = (Line if kind in ("row", "matrix") else Operand)(self, address[slot], layout.element)
-        self.results = {k: Operand(self, address[slot], layout.element) for slot, k in enumerate(layout.placed, len(arrays))}
+        self.results = {k: Operand(self, address[slot], layout.element) for slot, k in enumerate(layout.own_arrays, len(arrays))}
         self.begins: dict[str, Value] = {}  # of the places that chance goes by, of state and of the parameter
-        if layout.beside > 1:
-            self.tick = codecs.spun(next(numbers).to("int64"), 0x85EBCA77)
+        if layout.extra_numbers > 1:
+            self.tick = codecs.scramble(next(numbers).to("int64"), 0x85EBCA77)
             first = next(numbers).to("int64")
             if HALF in layout.coded:
                 self.begins["state"] = first
-        if layout.by_chance:
+        if layout.stochastic:
             self.word = self.tick ^ next(numbers).to("int64").to("int32")
             self.begins["parameter"] = next(numbers).to("int64")
 
-    def row(self, r: Value, rows: Value, columns: Value) -> None:
+    def build_row(self, r: Value, rows: Value, columns: Value) -> None:
         layout, code = self.layout, self.code
         of = {"row": r, "matrix": r // rows, "column": r // rows * columns}  # where a row of the domain finds its own
-        totals = {k: code.variable(self.start(how)) for k, how in layout.reductions if how.axis == -1}
+        totals = {k: code.variable(self.initial_value(how)) for k, how in layout.reductions if how.axis == -1}
         self.rows_sums = totals
         if not layout.scaled:
-            self.innermost(r * columns, columns, of)
+            self.build_loop(r * columns, columns, of)
         else:
             blocks = (columns + (BLOCK - 1)) // BLOCK
             with code.loop(0, blocks) as q:
                 self.block = r * blocks + q
-                self.innermost(r * columns + q * BLOCK, smaller(columns - q * BLOCK, BLOCK), of)
+                self.build_loop(r * columns + q * BLOCK, smaller(columns - q * BLOCK, BLOCK), of)
         for k, total in totals.items():
             how = self.layout.gives[k]
             done = total[0] / columns.to("float64") if how.mean else total[0]  # type: ignore[union-attr]
             self.results[k].fetch(r, columns)
             self.results[k].write(code.constant("int64", 0), sqrt(done) if how.root else done)  # type: ignore[union-attr]
 
-    def innermost(self, start: Value, n: Value, of: dict[str, Value] | None = None) -> None:
+    def build_loop(self, start: Value, n: Value, of: dict[str, Value] | None = None) -> None:
         """The loop over n coordinates from `start` on."""
         layout, code = self.layout, self.code
         stored = {k: result for k, result in self.results.items() if not isinstance(layout.gives[k], Reduction)}
@@ -346,14 +351,14 @@ class Builder:
         for result in stored.values():
             result.fetch(start, n)
         for name, begin in self.begins.items():
-            self.places[name][0] = codecs.spun(begin + start, 0x9E3779B1)
+            self.places[name][0] = codecs.scramble(begin + start, 0x9E3779B1)
         with code.loop(0, n) as i:
             values = [self.given[j] if j in self.given else self.arguments[j].read(i) for j in range(len(layout.takes))]
             values = [v * self.scale if kind == "scaled" else v for v, kind in zip(values, layout.takes, strict=True)]
             found = evaluate(self.rule, code, self.arithmetic, values)
             for k, how in enumerate(layout.gives):
                 if isinstance(how, Reduction):
-                    self.reduce(k, how, i, found[k].to("float64"))
+                    self.accumulate(k, how, i, found[k].to("float64"))
                 else:
                     (stored[k] if how == "store" else self.arguments[how]).write(i, found[k])  # type: ignore[index]
             for place in self.places.values():  # a sum, so that the loop's own counter is one of 32 bits
@@ -361,7 +366,7 @@ class Builder:
         for operand in self.arguments.values():
             operand.finish()
 
-    def reduce(self, k: int, how: Reduction, i: Value, value: Value) -> None:
+    def accumulate(self, k: int, how: Reduction, i: Value, value: Value) -> None:
         """Take a value into a running reduction."""
         value = value * value if how.squared else value
         if how.axis is None:
@@ -372,7 +377,7 @@ class Builder:
             into, i = self.rows_sums[k], self.code.constant("int64", 0)
         into[i] = (maximum if how.largest else loose_add)(into[i], value)
 
-    def start(self, how: Reduction) -> Value:
+    def initial_value(self, how: Reduction) -> Value:
         return self.code.constant("float64", -math.inf if how.largest else 0.0)
 
 
@@ -380,6 +385,6 @@ _count = itertools.count()  # compiled functions are found by name
 
 
 @functools.cache
-def compiled(rule: Rule, layout: Layout) -> int:
+def compile_kernel(rule: Rule, layout: Layout) -> int:
     """The address of a rule's kernel, made once."""
-    return Builder(rule, layout, f"rlx_kernel_{next(_count)}").code.compiled()
+    return Builder(rule, layout, f"rlx_kernel_{next(_count)}").code.compile()

@@ -12,10 +12,10 @@ from ...engine import ArrayEngine
 from ...linalg import Coefficients
 from ...pointers import address
 from ...spec import Shape
-from . import bases, noise, rooms
-from .grams import average
+from . import bases, noise, workspace
+from .grams import average_gram
 from .orthogonal import WIDE, orthogonalize_wide
-from .triangular import multiply, multiply_transposed, multiply_upper, solve_transposed
+from .triangular import matmul_two_upper, matmul_upper, matmul_upper_transposed, solve_transposed
 
 STACKED = 1 << 18  # entries of tensors of one shape, or of their factors, taken at once: Python takes longer than BLAS for these
 LARGE = 256  # rows from which matrix products are faster than LAPACK's reflections
@@ -35,11 +35,11 @@ class CpuArrays(ArrayEngine):
         return max(1, STACKED // max(1, math.prod(shape), max(shape, default=1) ** 2))
 
     def to_float64(self, X: Any) -> np.ndarray:
-        found: np.ndarray = X() if callable(X) else rooms.copy(X, np.float64)
+        found: np.ndarray = X() if callable(X) else workspace.copy(X, np.float64)
         return found
 
     def to_storage_dtype(self, X: np.ndarray) -> np.ndarray:
-        return rooms.copy(X, self.stored).astype(self.dtype, copy=False)
+        return workspace.copy(X, self.stored).astype(self.dtype, copy=False)
 
     def store(self, buffer: np.ndarray, value: np.ndarray) -> None:
         """But what was not changed, and is in its place."""
@@ -50,9 +50,9 @@ class CpuArrays(ArrayEngine):
     def average_gram(self, L: np.ndarray, X: np.ndarray, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """The first step alone asks for what was not rounded, and finds it then."""
         U = self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1).astype(np.float64)  # in X's order
-        out = rooms.room(L.shape, self.stored)
+        out = workspace.empty(L.shape, self.stored)
         for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
-            average(one, u, beta, alpha, new)
+            average_gram(one, u, beta, alpha, new)
         return out.astype(self.dtype, copy=False), lambda: linalg.average_gram.default(self, L, X, axis, beta, alpha)[1]
 
     def norm(self, X: np.ndarray, order: float = 2) -> np.ndarray:
@@ -80,7 +80,7 @@ class CpuArrays(ArrayEngine):
     def eigh(self, L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if L.shape[-1] < LARGE:
             return super().eigh(L)
-        values, Q = zip(*map(bases.eigen, L), strict=True)
+        values, Q = zip(*map(bases.solve_symmetric, L), strict=True)
         return np.stack(values), np.stack(Q)
 
     def column_dots(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
@@ -99,28 +99,28 @@ class CpuArrays(ArrayEngine):
     def gram_matmul(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return basis.gram_matmul.default(self, L, Q)  # type: ignore[no-any-return]
-        out = rooms.room(Q.shape, Q.dtype)
+        out = workspace.empty(Q.shape, Q.dtype)
         for one, q, x in zip(L, Q, out, strict=True):
-            bases.applied(one, q, x, basis.ROUNDING[q.dtype.itemsize])
+            bases.multiply_gram(one, q, x, basis.ROUNDING[q.dtype.itemsize])
         return out
 
     def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
-        Q = rooms.copy(X)
+        Q = workspace.copy(X)
         for i, x in enumerate(X):
             if surely or not self._by_products(Q[i : i + 1], len(x)):
-                Q[i] = bases.reflected(x)[0]
+                Q[i] = bases.find_householder_q(x)[0]
         return Q
 
     def extend_basis(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return self.qr(self.where(free[:, None, :], near, X))
-        Q = rooms.copy(X)
+        Q = workspace.copy(X)
         np.copyto(Q, near, where=free[:, None, :])
         for i, open_ in enumerate(free):
             if not self._by_products(Q[i : i + 1], int((~open_).sum())):
-                Q[i] = bases.reflected(np.where(open_, near[i], X[i]))[0]
+                Q[i] = bases.find_householder_q(np.where(open_, near[i], X[i]))[0]
         return Q
 
     def orthonormalize(self, X: np.ndarray, near: np.ndarray, order: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -146,11 +146,11 @@ class CpuArrays(ArrayEngine):
         """two <- what of it is orthogonal to orthonormal `one`, and orthonormal, where it nearly is both. Else False: it may have
         changed, but not what its leading columns span beside `one`. What it lacks itself is left where that is `loose`."""
         shares = one.T @ two
-        if not bases.largest(shares) < STRAIGHT:
+        if not bases.max_abs(shares) < STRAIGHT:
             return False
-        bases.less(two, one.astype(np.float32), shares.astype(np.float32))
+        bases.subtract_product(two, one.astype(np.float32), shares.astype(np.float32))
         two /= np.sqrt(self.sum_squares(two[None], -2)[0])
-        skewed = bases.skewed(two)
+        skewed = bases.probe_orthogonality(two)
         if loose <= skewed < STRAIGHT:
             two[...] = basis.reorthogonalize(self, two[None])[0]
         return skewed < STRAIGHT
@@ -160,17 +160,17 @@ class CpuArrays(ArrayEngine):
             basis.project_out.default(self, rest, first, after, before)
             return
         for x, q in zip(rest, first, strict=True):
-            bases.less(x, q, q.T @ x)
+            bases.subtract_product(x, q, q.T @ x)
 
     def permute_columns(self, X: np.ndarray, order: np.ndarray) -> np.ndarray:
         for x, places in zip(X, order, strict=True):
-            bases.reorder(x, places)
+            bases.reorder_columns(x, places)
         return X
 
     def inv_r_norms(self, Q: np.ndarray, X: np.ndarray, free: np.ndarray) -> np.ndarray:
         out = np.ones(free.shape)
         for q, x, bound, lengths in zip(Q, X, ~free, out, strict=True):
-            lengths[bound] = bases.reach(q[:, bound], x[:, bound])
+            lengths[bound] = bases.find_inv_r_norms(q[:, bound], x[:, bound])
         return out
 
     def cholesky(self, G: np.ndarray) -> np.ndarray:
@@ -180,10 +180,10 @@ class CpuArrays(ArrayEngine):
             return np.full_like(G, np.nan)
 
     def matmul(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-        return np.matmul(A, B, out=rooms.room((*A.shape[:-1], B.shape[-1]), A.dtype))
+        return np.matmul(A, B, out=workspace.empty((*A.shape[:-1], B.shape[-1]), A.dtype))
 
     def syrk(self, X: np.ndarray, bound: float | None = None) -> np.ndarray:
-        return np.matmul(X, X.mT, out=rooms.room((*X.shape[:2], X.shape[1]), X.dtype))
+        return np.matmul(X, X.mT, out=workspace.empty((*X.shape[:2], X.shape[1]), X.dtype))
 
     def solve_triangular(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
@@ -194,19 +194,19 @@ class CpuArrays(ArrayEngine):
     def triangular_matmul(self, R: np.ndarray, X: np.ndarray, rounds: bool = False) -> np.ndarray:
         out = np.empty_like(X, self.dtype)  # in the order of X
         for r, x, y in zip(R, X, out, strict=True):
-            multiply(r, x, y)
+            matmul_upper(r, x, y)
         return out
 
     def triangular_matmul_transposed(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.empty_like(X, self.dtype)
         for r, x, y in zip(R, X, out, strict=True):
-            multiply_transposed(r, x, y)
+            matmul_upper_transposed(r, x, y)
         return out
 
     def triangular_product(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
-        out = rooms.room(R.shape, self.dtype)
+        out = workspace.empty(R.shape, self.dtype)
         for t, r, y in zip(T, R, out, strict=True):
-            multiply_upper(t, r, y)
+            matmul_two_upper(t, r, y)
         return out
 
     def threefry(self, key0: np.ndarray, key1: np.ndarray, n: int, x1: int) -> tuple[np.ndarray, np.ndarray]:

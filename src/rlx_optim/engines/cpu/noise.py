@@ -16,7 +16,7 @@ PARITY = 0x1BD11BDA
 
 
 @functools.cache
-def _drawing() -> Callable[[int, int, int, int, int, int], None]:
+def _compile_threefry() -> Callable[[int, int, int, int, int, int], None]:
     """Two words for each of n counters 0, 1, … and x1, of a key, into two arrays."""
     code = Code("threefry", ["int64"] * 6)
     *words, n, first, second = code.arguments
@@ -31,12 +31,12 @@ def _drawing() -> Callable[[int, int, int, int, int, int], None]:
             a = a + keys[(block + 1) % 3]
             b = b + keys[(block + 2) % 3] + (block + 1)
         one[i], two[i] = a, b
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(code.compiled())
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(code.compile())
 
 
 def threefry(key0: np.ndarray, key1: np.ndarray, n: int, x1: int) -> tuple[np.ndarray, np.ndarray]:
     """`random.threefry` for keys (B, 1), n counters and a number."""
     first, second = (np.empty((len(key0), n), np.uint32) for _ in range(2))
     for a, b, one, two in zip(key0[:, 0], key1[:, 0], first, second, strict=True):
-        _drawing()(int(a), int(b), x1 & MASK, n, address(one), address(two))
+        _compile_threefry()(int(a), int(b), x1 & MASK, n, address(one), address(two))
     return first, second

@@ -131,7 +131,7 @@ class Pool:
     def run(self, call: Call, threads: int) -> None:
         task, interrupt = Task(call), None
         if self.helpers < threads - 1:
-            self.start(threads - 1)
+            self.start_helpers(threads - 1)
         for _ in range(threads - 1):
             self.tasks.put(task)
         call.function(call.where)
@@ -147,16 +147,16 @@ class Pool:
         if interrupt is not None:
             raise interrupt
 
-    def start(self, wanted: int) -> None:
+    def start_helpers(self, wanted: int) -> None:
         with self.lock:
             while self.helpers < wanted:
                 try:
-                    threading.Thread(target=self.help, daemon=True, name=f"rlx_optim-{self.helpers}").start()
+                    threading.Thread(target=self.work, daemon=True, name=f"rlx_optim-{self.helpers}").start()
                 except RuntimeError:  # no more threads here, or the interpreter is ending: the caller does the work
                     return
                 self.helpers += 1
 
-    def help(self) -> None:
+    def work(self) -> None:
         while True:
             task = self.tasks.get()
             with self.lock:
@@ -175,7 +175,7 @@ class Pool:
 _pool = Pool()
 
 
-def _forked() -> None:
+def _renew_pool() -> None:
     """In a child, which has none of its parent's threads: a pool of its own."""
     global _pool
     _pool = Pool()
@@ -183,4 +183,4 @@ def _forked() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_forked)
+    os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_renew_pool)

@@ -20,7 +20,7 @@ STRIP = 192  # rows of a product that are taken at once
 
 
 @functools.cache
-def _substitution(kind: str) -> Callable[[int, int, int, int], None]:
+def _compile_substitution(kind: str) -> Callable[[int, int, int, int], None]:
     """X <- R^-T X in place, for the address of R, its rows, the address of X and its columns; both are contiguous."""
     code = Code(f"substitute_{kind}", ["int64"] * 4)
     at, n, into, columns = code.arguments
@@ -33,7 +33,7 @@ def _substitution(kind: str) -> Callable[[int, int, int, int], None]:
             factor = R[j * n + i]
             with code.loop(0, columns) as c:
                 X[i * columns + c] = X[i * columns + c] - factor * X[j * columns + c]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(code.compiled())
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(code.compile())
 
 
 def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
@@ -41,7 +41,7 @@ def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
     n = len(R)
     if n <= SMALL:
         R = np.ascontiguousarray(R)
-        _substitution(X.dtype.name)(address(R), n, address(X), X.shape[1])
+        _compile_substitution(X.dtype.name)(address(R), n, address(X), X.shape[1])
         return
     k = n // 2
     solve_transposed(R[:k, :k], X[:k])
@@ -49,20 +49,20 @@ def solve_transposed(R: np.ndarray, X: np.ndarray) -> None:
     solve_transposed(R[k:, k:], X[k:])
 
 
-def multiply(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
+def matmul_upper(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
     """out <- R X."""
     for k in range(0, len(R), STRIP):
         np.matmul(R[k : k + STRIP, k:], X[k:], out=out[k : k + STRIP])
 
 
-def multiply_transposed(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
+def matmul_upper_transposed(R: np.ndarray, X: np.ndarray, out: np.ndarray) -> None:
     """out <- R^T X."""
     for k in range(0, len(R), STRIP):
         end = k + STRIP
         np.matmul(R[:end, k:end].T, X[:end], out=out[k:end])
 
 
-def multiply_upper(T: np.ndarray, R: np.ndarray, out: np.ndarray) -> None:
+def matmul_two_upper(T: np.ndarray, R: np.ndarray, out: np.ndarray) -> None:
     """out <- triu(T) R, a third of a full product's work."""
     for k in range(0, len(R), STRIP):
         rows, end = T[k : k + STRIP, k:].copy(), k + STRIP

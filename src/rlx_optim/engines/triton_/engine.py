@@ -110,7 +110,7 @@ class Triton(TritonArrays):
         elif plan.version != pointers.version:
             plan.version = pointers.version
             for name in ("p", "g"):
-                arrays[name].address, arrays[name].dtypes = plan.mine(name, pointers, bundle.index)
+                arrays[name].address, arrays[name].dtypes = plan.find_own(name, pointers, bundle.index)
         if bundle.roundings and "p" in arrays:
             plan.round(arrays["p"])
         return arrays
@@ -190,7 +190,7 @@ class Triton(TritonArrays):
         if short and self._standing_still(bundle) and not any(map(torch.is_tensor, numbers.values())):
             replayed = plan.cached("replay", lambda: replay.Passes(self.device, len(bundle.shapes), bundle.pointers))
             return replayed(
-                plan.version, numbers, lambda now: self._late(bundle, late, {**found, **now}, now[SCALE]),
+                plan.version, numbers, lambda current: self._late(bundle, late, {**found, **current}, current[SCALE]),
                 lambda: self._tables(plan, late),
             )  # fmt: skip
         return self._late(bundle, late, found, bundle.scale)
@@ -218,9 +218,9 @@ class Triton(TritonArrays):
                 self.run_function(step, found)
         for name, n in program.buffers.items():
             if n not in program.drops:
-                now, before = super()._there(found[n]).expand(len(bundle.shapes)), found[program.inputs[name]]
-                now = now if flag is None else torch.where(flag.reshape(()) == 0, now, before)
-                torch._foreach_copy_(list(bundle.buffers[name]), list(now.to(self.dtype)))
+                current, before = super()._to_float64(found[n]).expand(len(bundle.shapes)), found[program.inputs[name]]
+                current = current if flag is None else torch.where(flag.reshape(()) == 0, current, before)
+                torch._foreach_copy_(list(bundle.buffers[name]), list(current.to(self.dtype)))
         return {name: found[n] for name, n in program.given.items()}
 
     def _apply(
@@ -279,11 +279,11 @@ class Triton(TritonArrays):
         even = not any(base % 16 for base in bases)
         made = torch.empty((len(sums), n), dtype=torch.float64, device=self.device) if sums else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
-            mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
+            pointers_in = address if table is None else table if indices is None else table[self._index(plan, indices)]
             blocks = plan.strips(indices) if args.codes else plan.blocks(drop, indices)
             partial = torch.empty((blocks.n, len(sums)), dtype=self.dtype, device=self.device) if sums else address
             keys = plan.keys(self.sender, indices) if half[1] == 1 else address
-            behind = (mine, shared, keys, partial, address if flag is None else flag, address.shape[1], bound(rule))
+            behind = (pointers_in, shared, keys, partial, address if flag is None else flag, address.shape[1], bound(rule))
             types, rest = (
                 tuple([TYPES[t] for t in kind]),
                 (len(numbers), gradient, half, args.reads, args.stores, sums, results == 1),
@@ -327,9 +327,9 @@ class Triton(TritonArrays):
         }
         made = torch.empty((len(whole), n), dtype=torch.float64, device=self.device) if whole else None
         for (kind, indices), (address, aligned) in zip(this.groups, this.addresses(arrays, self.sender), strict=True):
-            told = address if flag is None else flag
+            flag_at = address if flag is None else flag
             grid = plan.grid(indices)
-            mine = address if table is None else table if indices is None else table[self._index(plan, indices)]
+            pointers_in = address if table is None else table if indices is None else table[self._index(plan, indices)]
             partial = torch.empty((grid.n, len(whole)), dtype=self.dtype, device=self.device) if whole else address
             lines = {
                 result: torch.empty(grid.lengths[0 if how.axis == -1 else 1], dtype=self.dtype, device=self.device)
@@ -338,7 +338,7 @@ class Triton(TritonArrays):
             keys = plan.keys(self.sender, indices) if args.half[1] == 1 else address
             kernels.tiles[(grid.n,)](
                 address, bases, grid.height, grid.width, grid.tensor, grid.down, grid.across, grid.row_first, grid.column_first,
-                mine, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), told,
+                pointers_in, shared, keys, partial, tuple([lines.get(result, address) for result, _, _ in step.reduces]), flag_at,
                 address.shape[1], bound(step.rule), tuple([TYPES[t] for t in kind]), layout, len(numbers), gradient, args.half,
                 args.reads, args.stores, sums, len(whole), len(step.gives) == 1, aligned and even, flag is not None,
                 table is None, TYPES[self.dtype], HIGH, WIDE, DEEP, num_warps=4, enable_fp_fusion=FUSED,
@@ -390,10 +390,10 @@ class Triton(TritonArrays):
     def _numbers(self, plan: LaunchPlan, key: Any, values: list[Any], n: int) -> tuple[torch.Tensor | None, tuple[float, ...]]:
         """A table on the device with a row per tensor; or, where all tensors share every number, just the numbers, which go with
         the launch (as float32: enough only for float32 arithmetic). Reductions are on the device already and stay there."""
-        there = any(map(torch.is_tensor, values))
-        if there and all(map(torch.is_tensor, values)):
+        on_device = any(map(torch.is_tensor, values))
+        if on_device and all(map(torch.is_tensor, values)):
             return torch.stack([value.double().expand(n) for value in values], 1), (0.0,)
-        if not there and self.dtype is torch.float32 and not any(isinstance(value, np.ndarray) for value in values):
+        if not on_device and self.dtype is torch.float32 and not any(isinstance(value, np.ndarray) for value in values):
             return None, tuple(map(float, values))
         host = np.zeros((n, len(values)))
         for j, value in enumerate(values):
@@ -405,12 +405,12 @@ class Triton(TritonArrays):
             if not self.sender.capturing():
                 plan.numbers[key] = known
         table = known[1]
-        if there:
+        if on_device:
             table = table.clone()
             for j, value in enumerate(values):
                 if torch.is_tensor(value):
                     table[:, j] = value
         return table, (0.0,)
 
-    def _there(self, value: Any) -> Any:
+    def _to_float64(self, value: Any) -> Any:
         return value if torch.is_tensor(value) or not np.ndim(value) else self.sender.send(np.asarray(value, np.float64))

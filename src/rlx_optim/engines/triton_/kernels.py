@@ -237,14 +237,14 @@ def halved(x, place, word, kind: tl.constexpr, MODE: tl.constexpr):
         else:
             size, noise = bits & 0x7FFFFFFF, chance(place, word)
             if kind == tl.bfloat16:  # what is above the largest number, infinite or none, keeps its upper half
-                there = tl.where(size < 0x7F7F0000, bits + noise, bits) >> 16
+                half_bits = tl.where(size < 0x7F7F0000, bits + noise, bits) >> 16
             else:
                 small = (tl.where(size < 0x38800000, tl.abs(x), 0.0) * 1099511627776.0).to(tl.int32).to(tl.uint32) + noise
-                there = tl.where(size < 0x38800000, small >> 16, ((size + (noise >> 3)) >> 13) - 0x1C000)
-                there = tl.minimum(there, 0x7BFF)
-                there = tl.where(size < 0x7F800000, there, tl.where(size == 0x7F800000, 0x7C00, 0x7E00))
-                there = there | ((bits >> 16) & 0x8000)
-            return there.to(tl.uint16).to(kind, bitcast=True)
+                half_bits = tl.where(size < 0x38800000, small >> 16, ((size + (noise >> 3)) >> 13) - 0x1C000)
+                half_bits = tl.minimum(half_bits, 0x7BFF)
+                half_bits = tl.where(size < 0x7F800000, half_bits, tl.where(size == 0x7F800000, 0x7C00, 0x7E00))
+                half_bits = half_bits | ((bits >> 16) & 0x8000)
+            return half_bits.to(tl.uint16).to(kind, bitcast=True)
 
 
 @triton.jit
@@ -339,9 +339,9 @@ def some_strips(
             live = some[:, None] & (at >= 0)[None, :]
         else:
             start = (block // across).to(tl.int64) * columns
-            mine = block % across + row
-            column = (mine % across * WIDE)[:, None] + at[None, :]
-            flat = (mine // across * columns)[:, None] + column
+            tile = block % across + row
+            column = (tile % across * WIDE)[:, None] + at[None, :]
+            flat = (tile // across * columns)[:, None] + column
             live = some[:, None] & (column < columns)
         where = ()
         scales = ()

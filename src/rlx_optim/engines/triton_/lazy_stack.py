@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_ import whole
+from ..torch_ import with_low_half
 from .replay import recording
 
 
@@ -49,7 +49,7 @@ class LazyStack:
                 raise RuntimeError("a stack of parameters or gradients cannot be replayed")
             each = [tensor.detach() for tensor in self.each]
             if self.roundings:
-                each = [whole(tensor, half).to(self.dtype) for tensor, half in zip(each, self.roundings, strict=True)]
+                each = [with_low_half(tensor, half).to(self.dtype) for tensor, half in zip(each, self.roundings, strict=True)]
             stack = each[0][None] if len(each) == 1 else torch.stack(each)
             stack = stack.to(self.dtype).reshape(self.shape)
             self._stack = stack if isinstance(self.scale, float) and self.scale == 1.0 else stack * self.scale

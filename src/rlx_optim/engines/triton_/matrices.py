@@ -35,9 +35,9 @@ def left(u):
     return p
 
 
-def copied(there):
-    here = there
-    return here
+def copied(source):
+    target = source
+    return target
 
 
 def decided_in(numbers: Mapping[str, Any]) -> dict[str, bool]:
@@ -61,7 +61,7 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
 class TritonArrays(Torch):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
-    now: Any = None  # what the update that runs began with
+    started: Any = None  # what the update that runs began with
     phase: tuple[bool, ...] = ()  # what it decided: each phase has tables of its own, as a graph has
 
     def _replayed(self, bundle: Any, numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,11 +87,11 @@ class TritonArrays(Torch):
 
     def _matrices(self, bundle: Any, numbers: Mapping[str, Any], move: bool = True) -> Values:
         """A step of a matrix rule."""
-        self.now = start = self.values(bundle, numbers)
+        self.started = start = self.values(bundle, numbers)
         self.phase = tuple(decided_in(numbers).values())
         x, flag = self.run_update(bundle, start, move), start["_flag"]
-        self.now = None  # its stacks go
-        for name in bundle.written():
+        self.started = None  # its stacks go
+        for name in bundle.outputs():
             if not same(x[name], start[name]):  # what is not by address has been computed apart
                 if (where := bundle.plan.where[name]).storage:
                     made = dense(x[name]).to(self.dtype).contiguous()
@@ -143,8 +143,8 @@ class TritonArrays(Torch):
 
     def _maps(self, plan: LaunchPlan, phase: tuple[bool, ...]) -> list[tuple[Table, list[Pointers]]]:
         """`_tables` of the maps of a matrix rule."""
-        mine = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
-        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in mine.items()]
+        own = {key: arrays for key, arrays in plan.mapped.items() if key[-1] == phase}
+        return [(self._pass(plan, key, arrays, len(plan.shapes)), arrays) for key, arrays in own.items()]
 
     def apply_commit(self, spec: Any, x: Values, move: bool = True) -> Values:
         if move:
@@ -299,11 +299,11 @@ class TritonArrays(Torch):
 
     def average_gram(self, L: Any, X: Any, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """Where the matrices are."""
-        n, flag = L.shape[-1], self.now["_flag"]
+        n, flag = L.shape[-1], self.started["_flag"]
         alike = X.ndim == 3 and precise.pays(L) and n % precise.SIDE == 0 and set(L.pointers.dtypes) == {torch.float32}
         if not alike:
             return linalg.average_gram.default(self, L, X, axis, beta, alpha)
-        table = self._pass(self.now["_plan"], ("gram", axis), [L.pointers], L.shape[0])
+        table = self._pass(self.started["_plan"], ("gram", axis), [L.pointers], L.shape[0])
         ((address, _),) = table.addresses([L.pointers], self.sender)
         precise.average_gram(address, dense(X), axis == 2, beta, alpha, None if flag is None else flag.reshape(()) == 0)
         L.written()
@@ -357,7 +357,7 @@ class TritonArrays(Torch):
         for k, stack in enumerate(stacks):
             for axis, Q in stack[0].items():
                 sizes.setdefault(Q.shape[1:], []).append((k, axis))
-        plan, aside = self.now["_plan"], []
+        plan, aside = self.started["_plan"], []
         for n, _ in sizes if replay.recording() else ():
             made = functools.partial(torch.cuda.Stream, self.device, priority=replay.urgency(n))
             aside.append(plan.cached(("aside", n), made))
@@ -366,8 +366,8 @@ class TritonArrays(Torch):
                 with branch():
                     parts = [tuple(of[axis] for of in stacks[k]) for k, axis in chosen]
                     found = function(*stacked(parts))
-                for (k, axis), mine in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
-                    out[k][axis] = mine
+                for (k, axis), own in zip(chosen, unstacked(found, [part[0].shape[0] for part in parts]), strict=True):
+                    out[k][axis] = own
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
     def derive_keys(self, keys: Any, seed: int, names: Any) -> torch.Tensor:

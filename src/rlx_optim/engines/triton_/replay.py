@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ...linalg import Coefficients
-from ..torch_ import uncollected
+from ..torch_ import pause_gc
 from . import products
 
 SHARE = 256  # bytes of the device's memory for an entry of what is recorded: its scratch, some ten bytes each, stays
@@ -121,8 +121,8 @@ class Track:
 def branches(device: torch.device, streams: list[Any]) -> Iterator[Callable[[], Any]]:
     """What is done in each block that this gives does not wait for the others: each goes to the next of these streams, or stays
     where it is when there are none. What comes after waits for all."""
-    here = torch.cuda.current_stream(device) if streams else None
-    start = here.record_event() if streams else None
+    current = torch.cuda.current_stream(device) if streams else None
+    start = current.record_event() if streams else None
     left = list(streams)
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ def branches(device: torch.device, streams: list[Any]) -> Iterator[Callable[[], 
 
     yield branch
     for stream in streams:
-        here.wait_stream(stream)
+        current.wait_stream(stream)
 
 
 class Passes:
@@ -158,7 +158,7 @@ class Passes:
         self.form, self.calls = form, 0
         self._retire()
         self.version: Any = None
-        self.told: Any = None  # what the recorded launches depend on, beside the words
+        self.depends_on: Any = None  # what the recorded launches depend on, beside the words
         self.tables: list[Any] = []
         self._lay_out([])
 
@@ -189,15 +189,15 @@ class Passes:
         if self.recorded > PATIENCE:
             return run(numbers)
         given = [value for value in numbers.values() if value is not None]
-        now = np.hstack(given) if any(column for _, column in form) else np.array(given, np.float64)
+        values = np.hstack(given) if any(column for _, column in form) else np.array(given, np.float64)
         if self.calls > 1 and (self.graph is None or version != self.version):
-            self._place(tables(), now)
-            told = [*[table.aligned for table in self.tables], other]
-            if (self.graph is None or told != self.told) and not self._record(run):
+            self._place(tables(), values)
+            depends_on = [*[table.aligned for table in self.tables], other]
+            if (self.graph is None or depends_on != self.depends_on) and not self._record(run):
                 return run(numbers)
-            self.version, self.told = version, told
-        elif self.calls == 1 or not np.array_equal(now, self.numbers):
-            self.numbers[:] = now
+            self.version, self.depends_on = version, depends_on
+        elif self.calls == 1 or not np.array_equal(values, self.numbers):
+            self.numbers[:] = values
             self._send(self.words[: self.few])
         if self.calls == 1:
             return run(self.views)
@@ -216,8 +216,8 @@ class Passes:
         self.numbers[:] = numbers
         start = self.few
         for table, arrays in pairs:
-            here = slice(start, start := start + table.size)
-            table.fill(arrays, self.words[here], self.room[here] if fresh else None)
+            current = slice(start, start := start + table.size)
+            table.fill(arrays, self.words[current], self.room[current] if fresh else None)
         self._send(self.words)
 
     def _send(self, words: np.ndarray) -> None:
@@ -236,7 +236,7 @@ class Passes:
             self.pointers.pool = torch.cuda.graph_pool_handle()
         return self.pointers.pool
 
-    @uncollected()
+    @pause_gc()
     def _record(self, run: Callable[[Any], Any]) -> bool:
         """Other threads may go on: only what this one does is recorded. Where it fails, nothing has been computed, and it is not
         tried again."""

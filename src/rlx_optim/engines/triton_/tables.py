@@ -215,15 +215,15 @@ class LaunchPlan:
         self.mapped: dict[Any, list[Pointers]] = {}  # the arrays of a matrix rule's maps
         self.recorded = getattr(bundle.pointers, "recorded", True)  # whether graphs may be kept
 
-    def mine(self, name: str, pointers: Any, index: list[int]) -> tuple[np.ndarray, Any]:
+    def find_own(self, name: str, pointers: Any, index: list[int]) -> tuple[np.ndarray, Any]:
         """The bundle's share of a call's arrays: the same objects as long as nothing has moved."""
-        version, dtypes, address, mine = self.shares.get(name, (None, None, None, None))
+        version, dtypes, address, own = self.shares.get(name, (None, None, None, None))
         if version != pointers.version:
             side, types = (pointers.params, pointers.param_types) if name == "p" else (pointers.grads, pointers.grad_types)
-            mine = mine if types is dtypes else tuple([types[i] for i in index])
+            own = own if types is dtypes else tuple([types[i] for i in index])
             address = side[index]
-            self.shares[name] = (pointers.version, types, address, mine)
-        return address, mine
+            self.shares[name] = (pointers.version, types, address, own)
+        return address, own
 
     def round(self, params: Pointers) -> None:
         """Say of parameters how they are rounded, and where their low halves are: at the parameter itself where it has none."""
@@ -341,22 +341,22 @@ class Table:
 
     def fill(self, arrays: list[Pointers], out: np.ndarray, room: torch.Tensor | None = None) -> None:
         """Write down where the arrays are, for whoever sends it. room: where it is sent to from now on."""
-        now = [array.address for array in arrays]
-        host = np.stack(now)
+        current = [array.address for array in arrays]
+        host = np.stack(current)
         aligned = self._written(host, out)
         if aligned != self.aligned or room is not None:
             self.aligned, self.tables = aligned, None
         self.room = self.room if room is None else room
-        self.host, self.seen = host, now
+        self.host, self.seen = host, current
 
     def _written(self, host: np.ndarray, out: np.ndarray) -> tuple[bool, ...]:
         """Of each group, whether all its addresses are aligned to 16 bytes."""
         start, aligned = 0, []
         for (_, indices), (rows, columns) in zip(self.groups, self.shapes, strict=True):
-            mine = out[start : start + rows * columns]
+            own = out[start : start + rows * columns]
             start += rows * columns
-            mine.reshape(rows, columns)[...] = host if indices is None else host[:, indices]
-            aligned.append(not int(np.bitwise_or.reduce(mine)) & 15)
+            own.reshape(rows, columns)[...] = host if indices is None else host[:, indices]
+            aligned.append(not int(np.bitwise_or.reduce(own)) & 15)
         return tuple(aligned)
 
     def _views(self, room: torch.Tensor, aligned: tuple[bool, ...]) -> list[tuple[torch.Tensor, bool]]:
@@ -369,13 +369,13 @@ class Table:
             out = np.empty(self.size, np.int64)
             aligned = self._written(np.stack([array.address for array in arrays]), out)
             return self._views(sender.send(out), aligned)
-        now = [array.address for array in arrays]
-        if len(now) != len(self.seen) or not all(map(operator.is_, now, self.seen)):
-            if self.host is None or not np.array_equal(np.stack(now), self.host):
+        current = [array.address for array in arrays]
+        if len(current) != len(self.seen) or not all(map(operator.is_, current, self.seen)):
+            if self.host is None or not np.array_equal(np.stack(current), self.host):
                 out = np.empty(self.size, np.int64)
                 self.fill(arrays, out)
                 self.room = sender.send(out, self.room)
-            self.seen = now
+            self.seen = current
         if self.tables is None:
             self.tables = self._views(self.room, self.aligned)
         return self.tables

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...engines.torch_ import uncollected
+from ...engines.torch_ import pause_gc
 from ...spec import Spec
 from ...stepping import Part, TensorState, count_step, run_bundle
 from .local import Batch, LocalTriton, ParamEntry, Selection, written
@@ -104,7 +104,7 @@ class Captured(LocalTriton):
                 )
         elif not prepared:
             self.indices = {}
-        with uncollected() if self.engine.sender.capturing() else contextlib.nullcontext():
+        with pause_gc() if self.engine.sender.capturing() else contextlib.nullcontext():
             super().step(batch, specs, fusion_keys, scale)
 
     def deciding(self) -> list[Part]:

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import rlx_optim
-from rlx_optim.engines.cpu import matrices, rooms
+from rlx_optim.engines.cpu import matrices, workspace
 
 SHAPE = (1024, 1024)  # of float32: as little as is kept
 
-pytestmark = pytest.mark.skipif(rooms.FREE is None, reason="no MADV_FREE on this system")
+pytestmark = pytest.mark.skipif(workspace.FREE is None, reason="no MADV_FREE on this system")
 
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch):
-    monkeypatch.setattr(rooms, "kept", rooms.Kept())
+    monkeypatch.setattr(workspace, "cache", workspace.WorkspaceCache())
 
 
 def start(array):
@@ -23,50 +23,50 @@ def start(array):
 
 
 def test_memory_is_given_to_the_next_once_nothing_refers_to_it():
-    first = rooms.room(SHAPE, np.float32)
+    first = workspace.empty(SHAPE, np.float32)
     where, part = start(first), first[5:6, 3:]
-    second = rooms.room(SHAPE, np.float32)
+    second = workspace.empty(SHAPE, np.float32)
     assert start(second) != where
     del first
-    assert start(rooms.room(SHAPE, np.float32)) != where  # a part of it is still there
+    assert start(workspace.empty(SHAPE, np.float32)) != where  # a part of it is still there
     del part
-    assert start(rooms.room(SHAPE, np.float32)) == where
-    assert len(rooms.kept.rooms) == 3
+    assert start(workspace.empty(SHAPE, np.float32)) == where
+    assert len(workspace.cache.mappings) == 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_what_is_in_use_is_left_alone(dtype):
-    one, other = rooms.room(SHAPE, dtype), rooms.room(SHAPE, dtype)
+    one, other = workspace.empty(SHAPE, dtype), workspace.empty(SHAPE, dtype)
     one[...], other[...] = 1, 2
     turned = one.T
     del one, other
     for _ in range(3):
-        rooms.leave()
-        rooms.room(SHAPE, dtype)[...] = 3
+        workspace.release_unused()
+        workspace.empty(SHAPE, dtype)[...] = 3
     assert (turned == 1).all()
 
 
 def test_a_room_is_at_most_twice_what_is_asked():
-    large = start(rooms.room((2048, 2048), np.float32))
-    assert start(rooms.room((1025, 1024), np.float32)) != large
-    assert start(rooms.room((1500, 2048), np.float64)) != large  # and no less
-    assert start(rooms.room((1500, 2048), np.float32)) == large
+    large = start(workspace.empty((2048, 2048), np.float32))
+    assert start(workspace.empty((1025, 1024), np.float32)) != large
+    assert start(workspace.empty((1500, 2048), np.float64)) != large  # and no less
+    assert start(workspace.empty((1500, 2048), np.float32)) == large
 
 
 def test_little_memory_is_not_kept():
-    rooms.room((1023, 1024), np.float32)
-    assert not rooms.kept.rooms
+    workspace.empty((1023, 1024), np.float32)
+    assert not workspace.cache.mappings
 
 
 def test_threads_have_rooms_of_their_own():
-    mine, theirs = rooms.room(SHAPE, np.float32), []
+    mine, theirs = workspace.empty(SHAPE, np.float32), []
     where = start(mine)
     del mine
-    thread = threading.Thread(target=lambda: theirs.append(start(rooms.room(SHAPE, np.float32))))
+    thread = threading.Thread(target=lambda: theirs.append(start(workspace.empty(SHAPE, np.float32))))
     thread.start()
     thread.join()
     assert theirs != [where]
-    assert start(rooms.room(SHAPE, np.float32)) == where
+    assert start(workspace.empty(SHAPE, np.float32)) == where
 
 
 class Refusing:
@@ -77,29 +77,29 @@ class Refusing:
 
 
 def test_memory_that_is_locked_is_kept():
-    rooms.room(SHAPE, np.float32)
-    rooms.kept.rooms[0] = (rooms.kept.rooms[0][0], Refusing())
-    rooms.leave()
-    rooms.room(SHAPE, np.float32)
-    assert len(rooms.kept.rooms) == 1
+    workspace.empty(SHAPE, np.float32)
+    workspace.cache.mappings[0] = (workspace.cache.mappings[0][0], Refusing())
+    workspace.release_unused()
+    workspace.empty(SHAPE, np.float32)
+    assert len(workspace.cache.mappings) == 1
 
 
 def test_where_there_is_no_memory_numpy_says_so(monkeypatch):
     def none(*arguments, **keywords):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(rooms.mmap, "mmap", none)
-    assert rooms.room(SHAPE, np.float32).shape == SHAPE
+    monkeypatch.setattr(workspace.mmap, "mmap", none)
+    assert workspace.empty(SHAPE, np.float32).shape == SHAPE
     with pytest.raises(MemoryError, match="float32"):
-        rooms.room((2**30, 2**20), np.float32)
-    assert not rooms.kept.rooms
+        workspace.empty((2**30, 2**20), np.float32)
+    assert not workspace.cache.mappings
 
 
 def test_where_the_system_cannot_take_memory_back_none_is_kept(monkeypatch):
-    monkeypatch.setattr(rooms, "FREE", None)
-    rooms.room(SHAPE, np.float32)
-    rooms.leave()
-    assert not rooms.kept.rooms
+    monkeypatch.setattr(workspace, "FREE", None)
+    workspace.empty(SHAPE, np.float32)
+    workspace.release_unused()
+    assert not workspace.cache.mappings
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,20 @@ def test_where_the_system_cannot_take_memory_back_none_is_kept(monkeypatch):
 )
 def test_steps_take_no_more_rooms_than_the_first_few(optimizer, settings, monkeypatch):
     """And two threads at once end where one does."""
-    monkeypatch.setattr(rooms, "LEAST", 2**12)
+    monkeypatch.setattr(workspace, "LEAST", 2**12)
     monkeypatch.setattr(matrices, "STACKED", 1)  # one by one, as large ones are
-    leave, used = rooms.leave, []
+    leave, used = workspace.release_unused, []
 
     def looked_at():
-        used.append(sum(rooms._references(rooms.kept.rooms, i) != rooms.UNUSED for i in range(len(rooms.kept.rooms))))
+        used.append(
+            sum(
+                workspace._references(workspace.cache.mappings, i) != workspace.UNUSED
+                for i in range(len(workspace.cache.mappings))
+            )
+        )
         leave()
 
-    monkeypatch.setattr(rooms, "leave", looked_at)
+    monkeypatch.setattr(workspace, "release_unused", looked_at)
     rng = np.random.default_rng(0)
     start, grads = ({name: rng.standard_normal((300, 270)).astype(np.float32) for name in "ab"} for _ in range(2))
 
@@ -124,7 +129,7 @@ def test_steps_take_no_more_rooms_than_the_first_few(optimizer, settings, monkey
         for _ in range(6):
             opt.step_all(params, grads)
             opt.end_iteration()
-            counts.append(len(rooms.kept.rooms))
+            counts.append(len(workspace.cache.mappings))
 
     runs = [({name: p.copy() for name, p in start.items()}, []) for _ in range(3)]
     run(*runs[0])

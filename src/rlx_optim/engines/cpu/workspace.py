@@ -19,31 +19,31 @@ LEAST = 2**22  # bytes: of less the C library keeps enough itself
 FREE, LARGE_PAGES = getattr(mmap, "MADV_FREE", None), getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-class Kept(threading.local):
+class WorkspaceCache(threading.local):
     """The rooms of a thread: bytes, and the mapping they are in."""
 
     def __init__(self) -> None:
-        self.rooms: list[tuple[np.ndarray, mmap.mmap]] = []
+        self.mappings: list[tuple[np.ndarray, mmap.mmap]] = []
 
 
-kept = Kept()
+cache = WorkspaceCache()
 
 
-def _references(rooms: list[tuple[np.ndarray, Any]], i: int) -> int:
-    return sys.getrefcount(rooms[i][0])
+def _references(workspace: list[tuple[np.ndarray, Any]], i: int) -> int:
+    return sys.getrefcount(workspace[i][0])
 
 
 UNUSED = _references([(np.empty(0), None)], 0)
 
 
-def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An array whose entries are any. Its memory is given to another once nothing refers to the array or to a part of it."""
-    dtype, rooms = np.dtype(dtype), kept.rooms
+    dtype, workspace = np.dtype(dtype), cache.mappings
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST or FREE is None:
         return np.empty(shape, dtype)
-    for i in range(len(rooms)):
-        if size <= rooms[i][0].size <= 2 * size and _references(rooms, i) == UNUSED:
+    for i in range(len(workspace)):
+        if size <= workspace[i][0].size <= 2 * size and _references(workspace, i) == UNUSED:
             break
     else:
         try:
@@ -51,25 +51,25 @@ def room(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         except OSError:
             return np.empty(shape, dtype)  # which says what is missing
         _advise(mapped, LARGE_PAGES)
-        i = len(rooms)
-        rooms.append((np.frombuffer(mapped, np.uint8), mapped))
-    found: np.ndarray = rooms[i][0][:size].view(dtype).reshape(shape)
+        i = len(workspace)
+        workspace.append((np.frombuffer(mapped, np.uint8), mapped))
+    found: np.ndarray = workspace[i][0][:size].view(dtype).reshape(shape)
     return found
 
 
 def copy(X: np.ndarray, dtype: Any = None) -> np.ndarray:
     """X in a room."""
-    out = room(X.shape, dtype or X.dtype)
+    out = empty(X.shape, dtype or X.dtype)
     np.copyto(out, X, casting="unsafe")
     return out
 
 
-def leave() -> None:
+def release_unused() -> None:
     """What is not used may be taken by the system."""
-    rooms = kept.rooms
-    for i in range(len(rooms)):
-        if _references(rooms, i) == UNUSED:
-            _advise(rooms[i][1], FREE)
+    workspace = cache.mappings
+    for i in range(len(workspace)):
+        if _references(workspace, i) == UNUSED:
+            _advise(workspace[i][1], FREE)
 
 
 def _advise(mapped: mmap.mmap, advice: int | None) -> None:
