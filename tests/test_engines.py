@@ -243,7 +243,7 @@ def test_helpers_that_never_come_are_not_waited_for(monkeypatch):
 
     pool = runtime.Pool()
     monkeypatch.setattr(runtime, "_pool", pool)
-    monkeypatch.setattr(pool, "start", lambda wanted: None)
+    monkeypatch.setattr(pool, "start_helpers", lambda wanted: None)
     params, gradients = problem({"w": (700, 600)}, steps=2)
     want = run(make("adamw", engine="cpu"), copies(params), gradients)
     rlx_optim.set_threads(2)

@@ -36,9 +36,9 @@ from .spec import (
 )
 
 __all__ = [
-    "REQUIRED", "Foreign", "Optax", "Otherwise", "Shape", "Slot", "Spec", "Torch", "abs", "betas", "choice", "clamp", "exp", "flag",
-    "function", "integer", "like", "linalg", "log", "maximum", "minimum", "one_minus_power", "real", "reals", "register", "rsqrt",
-    "sign", "sqrt", "where",
+    "REQUIRED", "Foreign", "Optax", "Otherwise", "Shape", "Slot", "Spec", "Torch", "abs", "betas", "choice", "clamp", "exp",
+    "flag", "function", "integer", "like", "linalg", "log", "maximum", "minimum", "one_minus_power", "real", "reals", "register",
+    "rsqrt", "sign", "sqrt", "where",
 ]  # fmt: skip
 
 

@@ -42,6 +42,16 @@ def pause_gc() -> Iterator[None]:
 JACOBI = 512  # rows of a float32 matrix up to which torch takes that method on CUDA
 
 
+def _make_operator(name: str) -> Callable[[ForeachTensor, Any], ForeachTensor]:
+    """Make an operator of lists of tensors from the foreach function of that name."""
+
+    def operate(self: ForeachTensor, other: Any) -> ForeachTensor:
+        function = getattr(torch, f"_foreach_{name}")
+        return ForeachTensor(function(self.each, other.each if isinstance(other, ForeachTensor) else _to_scalars(other)))
+
+    return operate
+
+
 class ForeachTensor:
     """A list of tensors that a rule can compute with. What stands beside it is another, a float, or `Numbers`. real: where they
     are conditions, the type of what was compared."""
@@ -62,22 +72,9 @@ class ForeachTensor:
     def clone(self) -> ForeachTensor:
         return ForeachTensor([t.clone() for t in self.each])
 
-    def _combine(self, name: str, other: Any) -> ForeachTensor:
-        return ForeachTensor(
-            getattr(torch, f"_foreach_{name}")(self.each, other.each if isinstance(other, ForeachTensor) else _to_scalars(other))
-        )
-
-    def __add__(self, other: Any) -> ForeachTensor:
-        return self._combine("add", other)
-
-    def __sub__(self, other: Any) -> ForeachTensor:
-        return self._combine("sub", other)
-
-    def __mul__(self, other: Any) -> ForeachTensor:
-        return self._combine("mul", other)
-
-    def __truediv__(self, other: Any) -> ForeachTensor:
-        return self._combine("div", other)
+    __add__ = __radd__ = _make_operator("add")
+    __mul__ = __rmul__ = _make_operator("mul")
+    __sub__, __truediv__ = _make_operator("sub"), _make_operator("div")
 
     def __rsub__(self, other: Any) -> ForeachTensor:
         return -self + other
@@ -87,8 +84,6 @@ class ForeachTensor:
 
     def __neg__(self) -> ForeachTensor:
         return ForeachTensor(torch._foreach_neg(self.each))
-
-    __radd__, __rmul__ = __add__, __mul__
 
 
 class Numbers(list[float]):
@@ -151,10 +146,6 @@ def _make_unary(name: str) -> Callable[[Any], Any]:
     return apply
 
 
-def _rsqrt(x: Any) -> Any:
-    return 1.0 / LISTS["sqrt"](x)
-
-
 def _sign(x: Any) -> Any:
     return ForeachTensor([_sign_of(t) for t in x.each]) if isinstance(x, ForeachTensor) else _make_unary("sign")(x)
 
@@ -163,7 +154,7 @@ def _make_bound(name: str) -> Callable[[Any, Any], Any]:
     def bound(a: Any, b: Any) -> Any:
         many, other = (a, b) if isinstance(a, ForeachTensor) else (b, a)
         if isinstance(many, ForeachTensor):
-            return many._combine("clamp_max" if name == "minimum" else "clamp_min", other)
+            return _make_operator("clamp_max" if name == "minimum" else "clamp_min")(many, other)
         function = getattr(ops, name)
         return _lift(function)(a, b) if isinstance(a, Numbers) or isinstance(b, Numbers) else function(a, b)
 
@@ -198,7 +189,7 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 LISTS: dict[str, Callable[..., Any]] = {
     **{name: _make_unary(name) for name in ("sqrt", "exp", "log", "abs")},
-    "rsqrt": _rsqrt,
+    "rsqrt": lambda x: 1.0 / LISTS["sqrt"](x),
     "sign": _sign,
     "where": _where,
     "minimum": _make_bound("minimum"),

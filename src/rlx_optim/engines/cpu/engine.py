@@ -34,8 +34,7 @@ class Kernel:
         """own: the last numbers of each tensor, which never change. grain: elements of a chunk."""
         self.layout = layout
         self.kernel = compile_kernel(rule, layout)
-        rows, _ = chunk_table(shapes, layout, grain)
-        self.chunks = np.array(rows, np.int64).reshape(-1, len(CHUNK))
+        self.chunks = np.array(chunk_table(shapes, layout, grain), np.int64).reshape(-1, len(CHUNK))
         stored = [how for how in layout.gives if not isinstance(how, Reduction)]
         self.moved = len([how for how in layout.takes if how in ("full", "scaled")]) + len(stored)  # arrays
         columns = len(layout.over_columns)
@@ -97,12 +96,11 @@ class Chunks:
         self.call = Call(kernel.kernel, *kernel.tables, address(table), len(table), *kernel.results, together)
 
 
-def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Chunks of about `grain` elements, and the first chunk of each tensor. A chunk of rows stays within one matrix."""
+def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> list[tuple[int, ...]]:
+    """Return chunks of about `grain` elements, tensor by tensor. A chunk of rows stays within one matrix."""
     table: list[tuple[int, ...]] = []
-    starts, scratch, columns_out = [], 0, len(layout.over_columns)
+    scratch, columns_out = 0, len(layout.over_columns)
     for tensor, shape in enumerate(shapes):
-        starts.append(len(table))
         if not layout.by_row:
             size = math.prod(shape)
             table += [(tensor, lo, min(lo + grain, size), 1, 1, 0) for lo in range(0, size, grain)]
@@ -115,7 +113,7 @@ def chunk_table(shapes: Sequence[Shape], layout: Layout, grain: int = GRAIN) -> 
             for lo in range(0, rows, height):
                 table.append((tensor, matrix * rows + lo, matrix * rows + min(lo + height, rows), rows, columns, scratch))
                 scratch += columns * columns_out
-    return table, starts
+    return table
 
 
 class CompiledPass:
