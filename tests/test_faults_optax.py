@@ -442,3 +442,88 @@ def test_who_compares_two_states_may_have_them_in_other_mappings(holder):
         got = optax.apply_updates(got, updates)
     assert all(np.array_equal(got[name], want[name]) for name in params)
     assert not np.array_equal(got["w"], params["w"])
+
+
+# ---- trees that do not fit ------------------------------------------------------------------------------------------------------
+PAIR = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "error", "message"),
+    [
+        ("adamw", None, TypeError, "AdamW: state must be what this tx's init or update gave, got NoneType"),
+        ("adamw", optax.adamw(0.1).init(PAIR), TypeError, "AdamW: state must be .*got tuple"),
+        ("adamw", "lion", ValueError, "AdamW: state has 'm', but this tx keeps 'm', 'v'; tx.init"),
+        ("muon", "adamw", ValueError, "Muon: the state 'v' of 'w' has shape .3, 2., needed is none such"),
+        ("soap", "muon", ValueError, "SOAP: the state .* of 'w' has shape missing, needed is "),
+        ("muon", "soap", ValueError, "Muon: the state .* of 'w' has shape .*, needed is none such"),
+        ("prodigy", "adamw", ValueError, "Prodigy: state has 'm', 'v', but this tx keeps"),
+    ],
+)
+def test_a_state_of_another_transformation_is_refused(name, state, error, message):
+    tx = getattr(ours, name)(0.1)
+    given = getattr(ours, state)(0.1).init(PAIR) if isinstance(state, str) else state
+    with pytest.raises(error, match=message):
+        tx.update(PAIR, given, PAIR)
+
+
+def test_trees_that_differ_are_refused_in_words(tmp_path):
+    tx, one = ours.adamw(0.1), {"w": jnp.ones((3, 2))}
+    state = tx.init(PAIR)
+    with pytest.raises(ValueError, match="AdamW: the gradients have another tree than the parameters"):
+        tx.update(one, state, PAIR)
+    with pytest.raises(ValueError, match=r"AdamW: the state was made for other parameters, tx.init"):
+        tx.update(one, state, one)
+    with pytest.raises(ValueError, match=r"AdamW: the state was made for other parameters, tx.init"):
+        ours.save_state(tmp_path / "a", tx, state, one)
+    with pytest.raises(ValueError, match=r"AdamW: the state 'm' of 'w' has shape \(3, 2\), needed is \(9, 2\)"):
+        ours.save_state(tmp_path / "a", tx, state, {**PAIR, "w": jnp.ones((9, 2))})
+    with pytest.raises(ValueError, match="averaged: the state has another tree than the parameters"):
+        ours.averaged(ours.schedulefreesgd(0.1).init(PAIR), one)
+
+
+@pytest.mark.parametrize(
+    ("error", "mask"),
+    [
+        (ValueError, {"w": True}),
+        (ValueError, [True, False]),
+        (ValueError, lambda params: None),  # a return that was forgotten
+        (TypeError, {"w": "yes", "b": "no"}),
+        (TypeError, {"w": jnp.array([True, False]), "b": True}),
+        (TypeError, True),
+    ],
+)
+def test_masks_that_cannot_be_meant_are_refused(error, mask):
+    with pytest.raises(error, match="AdamW: mask must be a tree of booleans like the parameters"):
+        ours.adamw(0.1, mask=mask).init(PAIR)
+
+
+def test_traced_settings_that_cannot_be_meant_are_refused():
+    state = ours.sgd(0.1, momentum=0.9).init(PAIR)
+    with pytest.raises(TypeError, match=r"SGD: lr must be a finite number >= 0, got .*1\., 1\."):
+        ours.sgd(jnp.ones(2), momentum=0.9).update(PAIR, state, PAIR)
+    with pytest.raises(TypeError, match="SGD: nesterov cannot be traced"):
+        jax.jit(lambda flag: ours.sgd(0.1, momentum=0.9, nesterov=flag).update(PAIR, state, PAIR))(True)
+    rates = jnp.array([0.1, 0.2])
+    updates = jax.vmap(lambda rate: ours.sgd(rate, momentum=0.9).update(PAIR, state, PAIR)[0])(rates)
+    assert np.allclose(updates["b"], -rates[:, None])
+
+
+def test_what_no_function_or_number_is_is_refused():
+    tx = ours.sophia(0.1)
+    with pytest.raises(TypeError, match=r"Sophia: update needs obj_fn=, a function of the parameters.*got 5"):
+        tx.update(PAIR, tx.init(PAIR), PAIR, obj_fn=5)
+    with pytest.raises(TypeError, match=r"skip_above: inner must be a transformation.*got 5"):
+        ours.skip_above(5)
+    guarded = ours.skip_above(ours.adamw(0.1))
+    for loss in ("x", jnp.ones(2)):
+        with pytest.raises(TypeError, match="skip_above: loss must be a number, got "):
+            guarded.update(PAIR, guarded.init(PAIR), PAIR, loss=loss)
+
+
+def test_skip_above_sums_16_bits_in_32():
+    guarded, params = ours.skip_above(ours.sgd(0.1)), {"w": jnp.ones(3000, jnp.bfloat16)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, state = guarded.update(params, guarded.init(params), params)
+    assert state.norm[0][0] == np.float32(3000**0.5)

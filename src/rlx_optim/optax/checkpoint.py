@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import types
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +18,11 @@ from ..checkpoint.format import CheckpointError, tensor
 from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names
 from ..registry import spec_class
-from ..routing import quote
 from ..spec import Slot, Spec
 from ..storage import components
-from . import leaves
-from .leaves import LeafEntry
+from .leaves import LeafEntry, ScheduledRule, arithmetic, encode_slots, is_mirrored
 from .nested import NestedTransform, part_of
-from .transform import RuleState, Transform, arithmetic, encoded, factors_of, mirrors
+from .transform import RuleState, Transform
 
 Tree = Any
 
@@ -46,7 +43,7 @@ def save_state(
     count. The parameters themselves are not in it.
     """
     part = part_of(tx, params)
-    count = int(_checked(part.transform, part.state_in(state)).count)
+    count = int(part.state_in(state).count)
     return files.save(lambda: snapshot_of(tx, state, params), count, path, every, keep, allow_nan)
 
 
@@ -58,102 +55,71 @@ def load_state(path: str | os.PathLike[str], tx: optax.GradientTransformation, p
     """
     part = part_of(tx, params)
     with files.opened(path, allow_nan) as snapshot:
-        ours = restored(part, snapshot)
-        return part.put_into(ours, snapshot.members[0].values.hyperparameters)
-
-
-def transform_of(tx: Any) -> Transform:
-    """What is behind a transformation of ours."""
-    match tx:
-        case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as transform)):
-            return transform
-    raise TypeError(f"tx must be made by rlx_optim.optax, as adamw(1e-3) is, got {tx!r:.200}")
-
-
-def opened(tx: Any, state: Any) -> tuple[Transform, int]:
-    """What is behind a transformation of ours, and how many steps its state has taken."""
-    transform = transform_of(tx)
-    ours = _checked(transform, NestedTransform(transform, None, None).state_in(state))
-    return transform, int(ours.count)
-
-
-def _checked(transform: Transform, state: RuleState) -> RuleState:
-    if state.slots.keys() != set(transform.names):
-        raise ValueError(f"{transform.owner}: state has {quote(state.slots)}, but this tx keeps {quote(transform.names)}")
-    return state
+        return part.put_into(restore_state(part, snapshot), snapshot.members[0].values.hyperparameters)
 
 
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
 def snapshot_of(tx: optax.GradientTransformation, state: Any, params: Tree) -> Snapshot:
     """Everything a transformation and its state are and have."""
-    part, whole = part_of(tx, params), state
-    transform = part.transform
-    state = _checked(transform, part.state_in(whole))
-    count = int(state.count)
-    leaves, tree, where = transform.laid_out(part.params)
-    slots = {name: tree.flatten_up_to(each) for name, each in state.slots.items()}
-    factors = factors_of(state, tree)
-    found = []
-    for i, place in enumerate(where):
-        arrays, prefix = {name: each[i] for name, each in slots.items()} | factors[i], transform.counters(place.member)
-        arrays = {name + end: arrays[name + end] for name, slot in place.slots.items() for end in components(slot)}
-        found.append((arrays, {k: float(state.counters[prefix + k]) for k in place.member.steady.counters()}))
-    return assembled(transform, [part.member(each, whole) for each in transform.members], leaves, where, found, count)
+    part = part_of(tx, params)
+    transform, ours = part.transform, part.state_in(state)
+    leaves, tree, entries = transform.lay_out(part.params)
+    states = []
+    for entry, arrays in zip(entries, transform.read_state(ours, tree, entries), strict=True):
+        prefix = transform.counters(entry.member)
+        counters = {name: float(ours.counters[prefix + name]) for name in entry.member.steady.counters()}
+        states.append(({name: arrays[name] for name in entry.arrays}, counters))
+    in_force = [part.member(each, state) for each in transform.members]
+    return build_snapshot(transform, in_force, leaves, entries, states, int(ours.count))
 
 
-def assembled(
-    transform: Transform, now: Sequence[leaves.ScheduledRule], params: Sequence[Any], where: Sequence[LeafEntry],
+def build_snapshot(
+    transform: Transform, in_force: Sequence[ScheduledRule], params: Sequence[Any], entries: Sequence[LeafEntry],
     states: Iterable[tuple[Mapping[str, Any], dict[str, float]]], count: int,
 ) -> Snapshot:  # fmt: skip
-    """A snapshot of leaves from their arrays and counters. now: the members with the values in force."""
-    members = [_member(each, value, where, count) for each, value in zip(transform.members, now, strict=True)]
+    """A snapshot of leaves from their arrays and counters. in_force: the members with the values that now count."""
+    members = [_member(each, values, entries, count) for each, values in zip(transform.members, in_force, strict=True)]
     parameters: dict[str, Parameter] = {}
-    for place, leaf, (arrays, counters) in zip(where, params, states, strict=True):
-        if place.name in parameters:
-            raise CheckpointError(f"two leaves are called {place.name!r}")
-        member = next(i for i, each in enumerate(transform.members) if each is place.member)
-        p = parameters[place.name] = Parameter(
-            member, None if place.decays else 0, place.shape, count, {}, counters, str(leaf.dtype),
-            len(place.names), place.inner, place.why,
+    for entry, leaf, (arrays, counters) in zip(entries, params, states, strict=True):
+        if entry.name in parameters:
+            raise CheckpointError(f"two leaves are called {entry.name!r}")
+        member = next(i for i, each in enumerate(transform.members) if each is entry.member)
+        p = parameters[entry.name] = Parameter(
+            member, None if entry.decays else 0, entry.shape, count, {}, counters, str(leaf.dtype),
+            len(entry.names), entry.inner, entry.why,
         )  # fmt: skip
-        kept = p.arrays({name: (slot,) for name, slot in place.slots.items()})
-        p.tensors = {name: tensor(host(array).reshape(kept[name][0])) for name, array in arrays.items()}
+        kept = p.arrays({name: (slot,) for name, slot in entry.slots.items()})
+        p.tensors = {name: tensor(to_numpy(array).reshape(kept[name][0])) for name, array in arrays.items()}
     return Snapshot(members, parameters, count, front_end="optax")
 
 
-def host(array: Any) -> np.ndarray:
+def to_numpy(array: Any) -> np.ndarray:
     """An array as NumPy has it: a bfloat16 is a uint16."""
     found = np.asarray(array)
     return found.view(np.uint16) if array.dtype == jnp.bfloat16 else found
 
 
-def settings(member: leaves.ScheduledRule, count: int) -> Spec:
+def settings(member: ScheduledRule, count: int) -> Spec:
     """The values in force at a count, as plain numbers."""
     spec = member.spec(jnp.asarray(count, jnp.int32))
-    return member.kind(**{name: _plain(value) for name, value in spec.values().items()})
+    return member.kind(**jax.tree.map(lambda value: value.item() if hasattr(value, "item") else value, spec.values()))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
-
-
-def _member(member: leaves.ScheduledRule, now: leaves.ScheduledRule, where: Sequence[LeafEntry], count: int) -> SavedOptimizer:
-    values = settings(now, count).values()
-    callables = [name for name, value in now.values.items() if callable(value)]
+def _member(member: ScheduledRule, in_force: ScheduledRule, entries: Sequence[LeafEntry], count: int) -> SavedOptimizer:
+    values = settings(in_force, count).values()
+    callables = [name for name, value in in_force.values.items() if callable(value)]
     groups = []
-    if any(place.member is member and not place.decays for place in where):
+    if any(entry.member is member and not entry.decays for entry in entries):
         kept = [name for name in callables if name != "weight_decay"]
         groups = [Group(SavedSettings({**values, "weight_decay": 0.0}, kept), overrides=["weight_decay"])]
-    return SavedOptimizer(member.rule, SavedSettings(values, callables), groups)
+    return SavedOptimizer(member.kind.name, SavedSettings(values, callables), groups)
 
 
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
-def restored(part: NestedTransform, snapshot: Snapshot) -> RuleState:
+def restore_state(part: NestedTransform, snapshot: Snapshot) -> RuleState:
     transform = part.transform
-    leaves, tree, where = transform.laid_out(part.params)
-    names = {place.name for place in where}
+    leaves, tree, entries = transform.lay_out(part.params)
+    names = {entry.name for entry in entries}
     check_names(snapshot, names, names)
     steps = {p.step for p in snapshot.parameters.values()}
     if len(steps) > 1:
@@ -163,69 +129,60 @@ def restored(part: NestedTransform, snapshot: Snapshot) -> RuleState:
     count = steps.pop() if steps else 0
     if count >= 2**31:
         raise CheckpointError(f"its parameters have taken {count} steps; optax counts to {2**31 - 1}")
-    for place, leaf in zip(where, leaves, strict=True):
-        _check_fit(snapshot, snapshot.parameters[place.name], place, leaf)
-    _compare(transform, snapshot, where, count, part.injected())
-    slots: dict[str, list[Any]] = {name: [] for name in transform.names}
-    factors = []
-    for place, leaf in zip(where, leaves, strict=True):
-        arrays = _arrays(snapshot.parameters[place.name], place, leaf)
-        for name in transform.names:
-            slots[name].append(arrays.pop(name, optax.MaskedNode()))
-        factors.append(arrays)
-    mirrored = {name: tree.unflatten(each) for name, each in slots.items()}
-    counters = _counters(transform, snapshot, where)
-    found = tree.unflatten(factors) if transform.has_factors else ()
-    return RuleState(jnp.asarray(count, jnp.int32), mirrored, found, counters)
+    pairs = list(zip(entries, leaves, strict=True))
+    for entry, leaf in pairs:
+        _check_fit(snapshot, snapshot.parameters[entry.name], entry, leaf)
+    _compare(transform, snapshot, entries, count, part.injected())
+    kept = [_arrays(snapshot.parameters[entry.name], entry, leaf) for entry, leaf in pairs]
+    return transform.build_state(tree, kept, jnp.asarray(count, jnp.int32), _counters(transform, snapshot, entries))
 
 
-def _check_fit(snapshot: Snapshot, p: Parameter, place: LeafEntry, leaf: Any) -> None:
-    rule, here, name = snapshot.members[p.member].optimizer, place.member.rule, place.name
-    if rule != here:
-        titles = spec_class(rule).title, spec_class(here).title
+def _check_fit(snapshot: Snapshot, p: Parameter, entry: LeafEntry, leaf: Any) -> None:
+    rule, name = spec_class(snapshot.members[p.member].optimizer), entry.name
+    if rule.name != entry.member.kind.name:
         raise CheckpointError(
-            f"{name!r} is stepped by {titles[0]} in the checkpoint and by {titles[1]} in this transformation, which decides that"
+            f"{name!r} is stepped by {rule.title} in the checkpoint and by {entry.member.kind.title} in this transformation, "
+            "which decides that"
         )
-    check_fit(name, p, place.shape, arithmetic(leaf) is jnp.float64)
-    there, inside = (p.pieces, p.piece), (len(place.names), place.inner)
-    if there != inside:
-        says = ["{} of {}".format(*each) for each in (there, inside)]
-        raise CheckpointError(f"{name!r} is {says[0]} in the checkpoint, expected {says[1]} (stacked=)")
+    check_fit(name, p, entry.shape, arithmetic(leaf) is jnp.float64)
+    if (p.pieces, p.piece) != (pieces := (len(entry.names), entry.inner)):
+        saved, expected = ("{} of {}".format(*each) for each in ((p.pieces, p.piece), pieces))
+        raise CheckpointError(f"{name!r} is {saved} in the checkpoint, expected {expected} (stacked=)")
     if snapshot.members[p.member].values_of(p.group).extra.get("maximize"):
         raise CheckpointError(f"{name!r} is maximized, which the optax front end does not do")
     refuse_evaluation(name, p)
-    for slot, each in place.slots.items():
+    for slot, each in entry.slots.items():
         if slot not in p.tensors or p.tensors[slot].shape != p.stored((each,)):
             found = p.tensors[slot].shape if slot in p.tensors else "missing"
             raise CheckpointError(f"state {slot!r} of {name!r} is {found}, expected {p.stored((each,))} with these settings")
 
 
-def _arrays(p: Parameter, place: LeafEntry, leaf: Any) -> dict[str, Any]:
+def _arrays(p: Parameter, entry: LeafEntry, leaf: Any) -> dict[str, Any]:
     """The state of a leaf: codes of the same format as they are, others decoded and encoded."""
     out: dict[str, Any] = {}
-    for name, slot in place.slots.items():
+    for name, slot in entry.slots.items():
         if slot.storage and p.storage_of(name) == slot.storage:
             for end, (shape, dtype) in components(slot).items():
-                found = p.tensors[name + end].read().reshape((*place.stack, *shape))
-                out[name + end] = beside(leaf, slot, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
+                found = p.tensors[name + end].read().reshape((*entry.stack, *shape))
+                out[name + end] = place_beside(leaf, slot, found.view(jnp.bfloat16) if dtype == "bfloat16" else found)
         else:
-            values = np.asarray(p.values(name).reshape((*place.stack, *slot.shape)), arithmetic(leaf))
-            out |= encoded(place, {name: beside(leaf, slot, values)}, 0)
+            values = np.asarray(p.values(name).reshape((*entry.stack, *slot.shape)), arithmetic(leaf))
+            out |= encode_slots(entry, {name: place_beside(leaf, slot, values)}, 0)
     return out
 
 
-def beside(leaf: Any, slot: Slot, array: np.ndarray) -> jax.Array:
-    """An array that was read, where `init` would have it."""
-    known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
-    return jax.device_put(array, leaf.sharding) if known and mirrors(slot, array.shape, leaf) else jnp.asarray(array)
+def place_beside(leaf: Any, slot: Slot, array: np.ndarray) -> jax.Array:
+    """Return an array that was read where `init` would have it."""
+    placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+    return jax.device_put(array, leaf.sharding) if placed and is_mirrored(slot, array.shape, leaf) else jnp.asarray(array)
 
 
-def _counters(transform: Transform, snapshot: Snapshot, where: list[LeafEntry]) -> dict[str, Any]:
+def _counters(transform: Transform, snapshot: Snapshot, entries: list[LeafEntry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for member in transform.members:
-        mine = [snapshot.parameters[place.name] for place in where if place.member is member]
+        parameters = [snapshot.parameters[entry.name] for entry in entries if entry.member is member]
         for name, first in member.steady.counters().items():
-            values = {p.counters.get(name, first) for p in mine} or {first}
+            values = {p.counters.get(name, first) for p in parameters} or {first}
             if len(values) > 1:
                 raise CheckpointError(f"its parameters differ in {name!r}; optax counts for all at once")
             value = found[transform.counters(member) + name] = jnp.asarray(values.pop(), float)
@@ -234,19 +191,17 @@ def _counters(transform: Transform, snapshot: Snapshot, where: list[LeafEntry]) 
     return found
 
 
-def _compare(transform: Transform, snapshot: Snapshot, where: list[LeafEntry], count: int, injected: Collection[str]) -> None:
+def _compare(transform: Transform, snapshot: Snapshot, entries: list[LeafEntry], count: int, injected: Collection[str]) -> None:
     """Warn where the transformation goes on with other settings than the file's; those that are injected are taken from it."""
-    told: dict[tuple[str, str], str] = {}
-    for place in where:
-        p = snapshot.parameters[place.name]
-        here: dict[str, Any] = settings(place.member, count).values() | ({} if place.decays else {"weight_decay": 0.0})
-        there: Mapping[str, Any] = snapshot.spec(p).values()
-        for name, value in here.items():
-            taken = place.member is transform.own and name in injected
-            if value != there[name] and not callable(value) and not taken:
-                told.setdefault((place.member.rule, name), f"{name} of {place.name!r} was {there[name]!r} and is {value!r} now")
-    if told:
-        title = transform.own.kind.title
-        warnings.warn(
-            f"{title}: the transformation's settings are not the checkpoint's: {'; '.join(told.values())}", stacklevel=4
-        )
+    changes: dict[tuple[str, str], str] = {}
+    for entry in entries:
+        saved = snapshot.spec(snapshot.parameters[entry.name]).values()
+        values: dict[str, Any] = settings(entry.member, count).values() | ({} if entry.decays else {"weight_decay": 0.0})
+        for name, value in values.items():
+            from_file = entry.member is transform.own and name in injected
+            if value != saved[name] and not callable(value) and not from_file:
+                change = f"{name} of {entry.name!r} was {saved[name]!r} and is {value!r} now"
+                changes.setdefault((entry.member.kind.name, name), change)
+    if changes:
+        what = f"{transform.owner}: the transformation's settings are not the checkpoint's"
+        warnings.warn(f"{what}: {'; '.join(changes.values())}", stacklevel=4)

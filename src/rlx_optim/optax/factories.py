@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import math
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..numpy.optimizer import NamedOptimizer
 from ..spec import MODIFIERS, REQUIRED, Field, Foreign, Spec, same
 from .estimates import with_estimates
 from .leaves import ScheduledRule, is_static
-from .transform import Transform, transformation
+from .transform import Transform, find_transform, transformation
 
 POSITIONAL = ("b1", "b2", "eps")  # where they come first, as in optax; the rest by keyword alone
 
@@ -118,7 +117,7 @@ def _other(kind: type[Spec], choice: Any, what: str, **beside: Any) -> Scheduled
             settings = choice._settings
             scheduled = any(callable(value) and not choice.spec.fields[name].callable for name, value in settings.given.items())
             alone = not scheduled and not settings.groups and choice.otherwise is None
-        case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as inner)):
+        case optax.GradientTransformation() if inner := find_transform(choice):
             member, alone = inner.own, len(inner.members) == 1 and inner.mask is None and not inner.stacked
         case _:
             raise TypeError(

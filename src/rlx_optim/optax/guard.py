@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..guard import WINDOW, checked, judged
+from .leaves import ARRAYS
 
 
 class SkipState(NamedTuple):
@@ -20,9 +21,17 @@ class SkipState(NamedTuple):
     skipped: jax.Array
 
 
+def global_norm(grads: Any) -> jax.Array:
+    """The 2-norm over all leaves, in float32 at least."""
+    squares = [jnp.sum(jnp.square(jnp.abs(jnp.asarray(g)).astype(float))) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(jnp.asarray(sum(squares), float))
+
+
 def skip_above(inner: optax.GradientTransformation, sigmas: float = 6.0) -> optax.GradientTransformationExtraArgs:
     """Leave out steps whose global gradient norm (and loss, given as update(…, loss=…)) is so many deviations above the mean
     of the last 128: updates are zero, and the state of the transformation stays what it was."""
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(f"skip_above: inner must be a transformation, as rlx_optim.optax.adamw(1e-3) is, got {inner!r:.80}")
     inner = optax.with_extra_args_support(inner)
     limit = checked("skip_above", sigmas)
     if limit is None:
@@ -35,19 +44,18 @@ def skip_above(inner: optax.GradientTransformation, sigmas: float = 6.0) -> opta
         return SkipState(inner.init(params), fresh(), fresh(), jnp.zeros((), jnp.int32))
 
     def update(grads: Any, state: SkipState, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, SkipState]:
-        places, bad = jnp.arange(WINDOW), jnp.zeros((), bool)
+        if loss is not None and (not isinstance(loss, ARRAYS) or getattr(loss, "shape", ())):
+            raise TypeError(f"skip_above: loss must be a number, got {loss!r:.80}")
+        bad = jnp.zeros((), bool)
         after: dict[str, Any] = {}
-        for what, value in (("norm", optax.global_norm(grads)), ("loss", loss)):
+        for what, value in (("norm", global_norm(grads)), ("loss", loss)):
             if value is not None:
                 window, count = getattr(state, what)
-                verdict, window, count = judged(jnp, places, window, count, jnp.asarray(value, float), limit)
-                bad, after[what] = bad | verdict, (window, count)
+                verdict, *seen = judged(jnp, jnp.arange(WINDOW), window, count, jnp.asarray(value, float), limit)
+                bad, after[what] = bad | verdict, tuple(seen)
         updates, inside = inner.update(grads, state.inner, params, **extra)
-
-        def unless(new: Any, old: Any) -> Any:
-            return jnp.where(bad, old, new)
-
-        updates = jax.tree.map(lambda u: unless(u, jnp.zeros_like(u)), updates)
-        return updates, state._replace(inner=jax.tree.map(unless, inside, state.inner), skipped=state.skipped + bad, **after)
+        updates = jax.tree.map(lambda u: jnp.where(bad, jnp.zeros_like(u), u), updates)
+        inside = jax.tree.map(lambda new, old: jnp.where(bad, old, new), inside, state.inner)
+        return updates, state._replace(inner=inside, skipped=state.skipped + bad, **after)
 
     return optax.GradientTransformationExtraArgs(init, update)

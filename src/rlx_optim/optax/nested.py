@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import optax
 
 from .factories import put_over, sketched, written
 from .leaves import ScheduledRule
-from .transform import RuleState, Transform, begun
+from .transform import RuleState, Transform, begun, find_transform
 
 Tree = Any
 TAKES = "tx must be made by rlx_optim.optax, as adamw(1e-3) is, or hold one such part, as optax.chain(clip, adamw(1e-3)) does"
@@ -31,16 +30,15 @@ class NestedTransform:
     def state_in(self, state: Any) -> RuleState:
         """Our part of a state of tx."""
         owner = self.transform.owner
-        found = [state] if self.whole is None else [each for each in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(each)]
-        if len(found) != 1 or not is_ours(found[0]):
+        found = [state] if self.whole is None else nodes(state, is_ours)
+        if len(found) != 1:
             raise TypeError(f"{owner}: state must be what this tx's init or update gave, got {type(state).__name__}")
         for each in nodes(state, lambda node: hasattr(node, "mini_step")):
             if gathered := int(each.mini_step):
                 raise ValueError(
                     f"{owner}: MultiSteps has gathered {gathered} gradients that would be lost; save when mini_step is 0"
                 )
-        ours: RuleState = found[0]
-        return ours
+        return self.transform.check_state(found[0])
 
     def put_into(self, ours: RuleState, settings: Mapping[str, Any]) -> Any:
         """A state of tx with our part in it. Counts go on with ours, injected settings are the file's; what else there is begins
@@ -49,25 +47,24 @@ class NestedTransform:
             return ours
         fresh, saved = [], {f".hyperparams['{keyword}']": value for keyword, (_, value) in self._injected(settings).items()}
 
-        def placed(path: Any, leaf: Any) -> Any:
+        def find_value(path: Any, leaf: Any) -> Any:
+            name = jax.tree_util.keystr(path)
             if is_ours(leaf):
                 return ours
-            name = jax.tree_util.keystr(path)
             if name.endswith((".count", ".gradient_step")):
                 return jnp.array(ours.count, leaf.dtype)  # a copy: each may be donated
-            for keyword, value in saved.items():
-                if name.endswith(keyword):
-                    return jnp.asarray(value, leaf.dtype)
+            if values := [value for keyword, value in saved.items() if name.endswith(keyword)]:
+                return jnp.asarray(values[0], leaf.dtype)
             if not any(kept in name for kept in (".mini_step", ".acc_grads", ".hyperparams")):
                 fresh.append(name)
             return leaf
 
-        made = jax.tree_util.tree_map_with_path(placed, self.whole, is_leaf=is_ours)
+        restored = jax.tree_util.tree_map_with_path(find_value, self.whole, is_leaf=is_ours)
         if fresh:
             names = ", ".join(f"state{name}" for name in fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
             begin = "begin" if len(fresh) > 1 else "begins"
             warnings.warn(f"{self.transform.owner}: the file has the part of rlx_optim alone; {names} {begin} anew", stacklevel=3)
-        return made
+        return restored
 
     def member(self, member: ScheduledRule, state: Any) -> ScheduledRule:
         """A member with the settings in force: those that are injected stand in the state."""
@@ -101,9 +98,8 @@ def nodes(state: Any, wanted: Callable[[Any], bool]) -> list[Any]:
 
 def part_of(tx: Any, params: Tree) -> NestedTransform:
     """Our part of a transformation: found by making a state, since whoever holds it asks it for one."""
-    match tx:
-        case optax.GradientTransformation(init=types.MethodType(__self__=Transform() as transform)):
-            return NestedTransform(transform, params, None)
+    if (transform := find_transform(tx)) is not None:
+        return NestedTransform(transform, params, None)
     if not callable(getattr(tx, "init", None)):
         raise TypeError(f"{TAKES}; got {tx!r:.200}")
     with begun() as found:
@@ -120,8 +116,7 @@ def routing_report(tx: str | optax.GradientTransformation, params: Any, **keywor
     if isinstance(tx, str):
         return sketched(tx, keywords).routing_report(params)
     if keywords:
-        raise TypeError(
-            f"routing_report: {', '.join(keywords)} beside a transformation, which has its own; give the name of a factory"
-        )
+        given = ", ".join(keywords)
+        raise TypeError(f"routing_report: {given} beside a transformation, which has its own; give the name of a factory")
     part = part_of(tx, params)
     return part.transform.routing_report(part.params)
