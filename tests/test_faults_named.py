@@ -373,3 +373,44 @@ def test_the_first_float64_gradient_that_waits_is_judged_as_float64(policy):
     all_.step_all({"w": params[1]}, {"w": grad})
     assert one.skipped == 0
     assert params[0][0] == params[1][0] != 0.7
+
+
+# ---- what is no number, no name, no shape ---------------------------------------------------------------------------------
+ONE = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "AdamW: loss must be a number, got 'x'", lambda o: o.step_all({"w": ONE.copy()}, {"w": ONE}, loss="x")),
+        (TypeError, "AdamW: loss must be a number, got array", lambda o: o.step_all({"w": ONE.copy()}, {"w": ONE}, loss=ONE)),
+        (TypeError, "AdamW: shape of 'w' must be a tuple of integers", lambda o: o.step("w", ONE.copy(), ONE, shape=(3.5,))),
+        (TypeError, r"gradient of 's'.*got float32; pass np.asarray", lambda o: o.step_all({"s": np.array(1.0, F)}, {"s": F(1)})),
+        (TypeError, r"parameter of 's'.*got float32; keep it as an array", lambda o: o.step("s", F(1), F(1))),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(error, message, call):
+    opt = rlx_optim.AdamW()
+    with pytest.raises(error, match=message):
+        call(opt)
+    assert opt.iteration == 0
+    assert opt._records == {}
+
+
+def test_a_loss_that_is_refused_is_not_judged_by():
+    opt = rlx_optim.AdamW(skip_above=3.0)
+    with pytest.raises(TypeError, match="loss must be a number"):
+        opt.step_all({"w": ONE.copy()}, {"w": ONE}, loss=ONE)
+    assert opt._guard.values() == {"norm": [0], "loss": [0]}
+
+
+def test_groups_that_are_no_list_and_names_that_are_none_are_refused():
+    with pytest.raises(TypeError, match="AdamW: groups must be a list of dicts, got 5"):
+        rlx_optim.AdamW(groups=5)
+    for name in (5, []):
+        with pytest.raises(TypeError, match="Sophia: a parameter's name must be a string"):
+            rlx_optim.Sophia().update_hessian(name, ONE)
+    with pytest.raises(TypeError, match=r"got a mapping; pass grads.values\(\)"):
+        rlx_optim.global_norm({"w": ONE})
+    with pytest.raises(ValueError, match="max_norm must be a positive number, got 'x'"):
+        rlx_optim.global_grad_clip_scale([ONE], "x")

@@ -42,56 +42,49 @@ class Field:
 REQUIRED = object()
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError
-    return float(value)
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers from low to high, with these or without; infinite ones where `infinite` says so."""
 
+    low: float = 0.0
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    infinite: bool = False
 
-def _in_range(low: float, high: float, open_low: bool, open_high: bool, infinite: bool) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        x = _number(value)
-        above = x > low if open_low else x >= low
-        below = x < high if open_high else x <= high
-        if not (above and below and (infinite or math.isfinite(x))):  # a NaN fails both comparisons
+    def check(self, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError
+        x = float(value)
+        above = x > self.low if self.open_low else x >= self.low
+        below = x < self.high if self.open_high else x <= self.high
+        if not (above and below and (self.infinite or math.isfinite(x))):  # a NaN fails both comparisons
             raise ValueError
         return x
 
-    return check
-
-
-def _bounds(low: float, high: float, open_low: bool, open_high: bool) -> str:
-    lower = "" if low == -math.inf else f"> {low:g}" if open_low else f">= {low:g}"
-    upper = "" if high == math.inf else f"< {high:g}" if open_high else f"<= {high:g}"
-    return " and ".join(part for part in (lower, upper) if part)
+    def __str__(self) -> str:
+        lower = "" if self.low == -math.inf else f"{'>' if self.open_low else '>='} {self.low:g}"
+        upper = "" if self.high == math.inf else f"{'<' if self.open_high else '<='} {self.high:g}"
+        return " and ".join(filter(None, (lower, upper)))
 
 
 def real(
-    default: Any,
-    low: float = 0.0,
-    high: float = math.inf,
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-    infinite: bool = False,
-    optional: bool = False,
-) -> Any:
+    default: Any, low: float = 0.0, high: float = math.inf, *,
+    open_low: bool = False, open_high: bool = False, infinite: bool = False, optional: bool = False,
+) -> Any:  # fmt: skip
     """A number in a range; with optional=True also None, which is structural."""
-    check = _in_range(low, high, open_low, open_high, infinite)
-    bounds = _bounds(low, high, open_low, open_high)
-    expected = f"a {'' if infinite else 'finite '}number{' ' + bounds if bounds else ''}{' or None' if optional else ''}"
-    return Field(
-        default,
-        expected,
-        (lambda x: None if x is None else check(x)) if optional else check,
-        "float | None" if optional else "float",
-        structural=False,
-    )
+    bounds = Range(low, high, open_low, open_high, infinite)
+    words = ["a" if bounds.infinite else "a finite", "number", str(bounds), "or None" if optional else ""]
+
+    def check(value: Any) -> float | None:
+        return None if value is None and optional else bounds.check(value)
+
+    return Field(default, " ".join(filter(None, words)), check, "float | None" if optional else "float")
 
 
 def reals(default: tuple[float, ...], low: float = 0.0, high: float = math.inf, *, open_high: bool = False) -> Any:
     """A tuple of numbers, each in the same range. Lists are taken as tuples."""
-    one, n = _in_range(low, high, False, open_high, False), len(default)
+    bounds, n = Range(low, high, open_high=open_high), len(default)
 
     def check(value: Any) -> tuple[float, ...]:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
@@ -99,10 +92,9 @@ def reals(default: tuple[float, ...], low: float = 0.0, high: float = math.inf, 
         values = tuple(value)
         if len(values) != n:
             raise ValueError
-        return tuple(one(x) for x in values)
+        return tuple(map(bounds.check, values))
 
-    bounds = _bounds(low, high, False, open_high)
-    expected = f"{n} finite numbers{', each ' + bounds if bounds else ''}"
+    expected = f"{n} finite numbers{f', each {bounds}' if str(bounds) else ''}"
     return Field(default, expected, check, f"tuple[{', '.join(['float'] * n)}]")
 
 

@@ -6,7 +6,8 @@ What is large is summed by the cpu engine, where it can run: once through the me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ LARGE = 1 << 16  # elements from which the compiled sum pays
 
 
 def _square_sum(arrays: Iterable[Any]) -> float:
+    if isinstance(arrays, Mapping):
+        raise TypeError("arrays must be arrays of real numbers, got a mapping; pass grads.values()")
     given = [np.asarray(x) for x in arrays]
     for array in given:
         if array.dtype.kind not in "fiu":
-            raise TypeError(f"an array of real numbers is needed, got {array.dtype}")
+            raise TypeError(f"arrays must be arrays of real numbers, got {array.dtype}")
     simple = [a for a in given if a.flags.c_contiguous and a.flags.aligned and a.dtype in (np.float32, np.float64)]
     if sum(a.size for a in simple) < LARGE or no_compiler() is not None:
         simple = []
@@ -57,7 +60,7 @@ def global_grad_clip_scale(arrays: Iterable[Any], max_norm: float) -> float:
 
     opt.step_all(params, grads, grad_scale=global_grad_clip_scale(grads.values(), 1.0))
     """
-    if not max_norm > 0:  # NaN too
+    if not isinstance(max_norm, numbers.Real) or not max_norm > 0:  # NaN too
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
     norm = global_norm(arrays)
     return max_norm / norm if norm > max_norm else 1.0

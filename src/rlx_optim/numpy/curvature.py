@@ -19,6 +19,7 @@ class CurvatureOptimizer(NamedOptimizer):
 
     def update_hessian(self, name: str, estimate: np.ndarray, shape: Any = None) -> None:
         """Average an estimate into the curvature of one parameter; the next step uses it. Legal before the first step."""
+        validation.check_name(self._owner, name)
         validation.check_array(self._owner, name, "Hessian estimate", estimate)
         wanted = validation.logical_shape(self._owner, name, estimate, shape)
         known = self._records.get(name)

@@ -5,29 +5,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
 import operator
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from ..engine import Engine
-from ..engines import get_engine
+from ..engines import check_engine, get_engine
 from ..guard import Guard
 from ..pointers import PointerTable
 from ..program import reduces_over_all
-from ..routing import Choice, decide, quote
+from ..routing import OTHERWISE, OWN, Choice, decide, quote
 from ..spec import Shape, Spec
 from ..stats import Row
 from ..stepping import Grouping, Part, StepPart, TensorState, check_axes, list_stats, make_part, run_part
 from . import validation
-from .settings import Settings
+from .settings import GroupOverrides, Settings
 
 log = logging.getLogger("rlx_optim")
 
@@ -41,8 +40,7 @@ class SingleStep(NamedTuple):
     shape: Shape
 
 
-@dataclasses.dataclass
-class Item:
+class Item(NamedTuple):
     """One tensor of a call, checked."""
 
     member: Member
@@ -56,24 +54,78 @@ class Member:
     """One of a family: its own settings and records, the engine of all."""
 
     spec: ClassVar[type[Spec]]
-    nonfinite: str
-    skip_above: float | None
-    _guard: Guard
     otherwise: Any
-    _used: tuple[Any, ...] = ()  # those that groups send tensors to
-    _engine_choice: tuple[Any, str, str]  # what `get_engine` takes
-    _settings: Settings
-    _records: dict[str, TensorState]
-    _why: dict[str, str]  # how a name came here
-    _told: set[str]
-    _waiting: dict[str, Item]  # steps that are taken when the iteration ends
-    _numbers: dict[Any, dict[str, Any]]
-    _iteration: int
-    _skipped: int
-    _grouping: Grouping | None  # of the records, as long as these are the same
-    _seen: dict[str, Any] | None  # the arrays stepped last, where there is another point to evaluate at
-    _asked: bool  # whether the steps of this iteration are to say what they do
-    _rows: list[Row]  # what they did
+    _settings: Settings  # first, so that __getattr__ has it
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        engine: Any = "auto",
+        precision: str = "float32",
+        nonfinite: str = "propagate",
+        skip_above: float | None = None,
+        otherwise: Member | None = None,
+        **hyperparameters: Any,
+    ):
+        self._settings = Settings(self.spec, hyperparameters, groups)
+        self.nonfinite, self.skip_above = nonfinite, skip_above
+        if otherwise is not None and not isinstance(otherwise, Member):
+            raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
+        check_engine(engine, precision)
+        self._engine_choice = (engine, precision, "float32")  # what `get_engine` takes
+        self._guard = Guard(np)
+        self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
+        self.__dict__["otherwise"] = otherwise
+        if otherwise is not None:
+            otherwise._join(self)
+        self._used: tuple[Any, ...] = ()  # those that groups send tensors to
+        self._used = self._join_groups(self._settings.groups)
+        self._iteration = self._skipped = 0
+        self._records: dict[str, TensorState] = {}
+        self._why: dict[str, str] = {}  # how a name came here
+        self._asked = False  # whether the steps of this iteration are to say what they do
+        self._rows: list[Row] = []  # what they did
+        self._grouping: Grouping | None = None  # of the records, as long as these are the same
+        self._numbers: dict[Any, dict[str, Any]] = {}
+        self._told: set[str] = set()
+        self._waiting: dict[str, Item] = {}  # steps that are taken when the iteration ends: of those that sum over all tensors
+        self._converted = ""
+        #: the arrays stepped last, where there is another point to evaluate at
+        self._seen: dict[str, Any] | None = {} if any(member.spec.evaluated for member in self._family()) else None
+
+    def _join_groups(self, groups: Sequence[GroupOverrides]) -> tuple[Member, ...]:
+        """Take in the optimizers that groups use, beside `otherwise`."""
+        found: list[Member] = []
+        for group in groups:
+            use, what = group.use, f'{self._owner}: group {group.match!r}: "use"'
+            if use == OTHERWISE and self.otherwise is None:
+                raise ValueError(f'{what} is "otherwise", but there is no otherwise')
+            if use in (None, OWN, OTHERWISE):
+                continue
+            if not isinstance(use, Member):
+                raise ValueError(f'{what} must be "otherwise", "own" or an optimizer such as Lion(lr=1e-4), got {use!r}')
+            if use._children():
+                raise ValueError(f"{what} must be an optimizer that hands nothing on, with otherwise=None, got {use!r}")
+            if group.overrides:
+                raise ValueError(f"{what} is an optimizer, which has its own {quote(group.overrides)}; say it there")
+            if use is not self.otherwise and use not in found:
+                use._join(self)
+                found.append(use)
+        return tuple(found)
+
+    def _join(self, owner: Member) -> None:
+        """Belong to another optimizer: run on its engine, follow its iterations."""
+        if self._belongs:
+            raise ValueError(
+                f"{owner._owner}: {self!r} is already the otherwise of another optimizer, or used by one of its groups, and each "
+                "needs its own; give a fresh one"
+            )
+        if any(member._records or member._iteration for member in self._family()):
+            raise ValueError(f"{owner._owner}: {self._owner} has already stepped; give a fresh optimizer")
+        self._belongs = True
+        for member in self._family():
+            member._engine_choice = owner._engine_choice
 
     @property
     def _owner(self) -> str:
@@ -110,17 +162,26 @@ class Member:
         self._engine_choice = (*self._engine_choice[:2], stored)
         self.__dict__.pop("_engine", None)
 
+    def _children(self) -> tuple[Any, ...]:
+        """Return those that tensors may be handed to."""
+        return self._used if self.otherwise is None else (self.otherwise, *self._used)
+
     def _family(self) -> Iterator[Self]:
-        """This one and those that its tensors may be handed to."""
+        """Yield this one and all that its tensors may be handed to."""
         yield self
-        if self.otherwise is not None:
-            yield from self.otherwise._family()
-        yield from self._used
+        for child in self._children():
+            yield from child._family()
+
+    def _find_record(self, name: str) -> tuple[Self, TensorState] | None:
+        """Return who steps what has this name, and its record; None where it was not stepped yet."""
+        for member in self._family():
+            if (record := member._records.get(name)) is not None:
+                return member, record
+        return None
 
     # ---- checking: nothing below is written until all of it has passed -----------------------------------------------
     def _checked(self, name: Any, param: Any, grad: Any, shape: Any) -> Item:
         shape = validation.check_pair(self._owner, name, param, grad, shape)
-        validation.check_overlap(self._owner, [name], [param], [grad])
         member, record, why = self._lookup(name, shape)
         if record.stepped == member._iteration or name in self._waiting:
             raise ValueError(
@@ -130,12 +191,11 @@ class Member:
 
     def _lookup(self, name: str, shape: Shape) -> tuple[Self, TensorState, str]:
         """The record of a name, or a new one that is not kept yet."""
-        for member in self._family():
-            if name in member._records:
-                record = member._records[name]
-                if record.shape != shape:
-                    raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
-                return member, record, member._why[name]
+        if found := self._find_record(name):
+            member, record = found
+            if record.shape != shape:
+                raise ValueError(f"{self._owner}: {name!r} came with shape {shape}, but its state is for {record.shape}")
+            return member, record, member._why[name]
         member, why = self._route(name, shape)
         return member, TensorState(name, shape, member._settings.group_of(name)), why
 
@@ -179,10 +239,11 @@ class Member:
     # ---- doing ----------------------------------------------------------------------------------------------------
     def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> None:
         """Step checked items."""
-        for member in self._family():
-            member._specs()  # a schedule's bad value is refused here
         names = [item.record.name for item in items]
         params, grads = [item.param for item in items], [item.grad for item in items]
+        validation.check_overlap(self._owner, names, params, grads)
+        for member in self._family():
+            member._specs()  # a schedule's bad value is refused here
         self._settle(names, params)
         if not self._passes(names, grads) or self._left_out(grads, scale, loss):
             return

@@ -5,13 +5,12 @@
     opt.end_iteration()
     opt.step_all(params, grads)            # mappings by name: every tensor in one pass, then end_iteration
 
-Everything is checked before anything is written; arrays that pass once are watched by the engine, so that the same check
-costs next to nothing afterwards.
+Everything is checked before anything is written: all arrays of a call at once, and one by one where an answer is unexpected, so
+that a refusal names the parameter. `family` has what an optimizer and those that it hands tensors to do together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,17 +20,14 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from ..engine import Engine
-from ..engines import check_engine
-from ..guard import Guard, checked
+from ..guard import checked
 from ..program import reduces_over_all
-from ..routing import OTHERWISE, OWN, quote, report
-from ..spec import Spec
+from ..routing import quote, report
 from ..stats import Stats, summarize_stats
 from ..stepping import TensorState
 from ..storage import flatten_components
 from . import validation
-from .family import Item, Member
-from .settings import GroupOverrides, Settings
+from .family import Member
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -49,79 +45,6 @@ class Optimizer(Protocol):
 
 class NamedOptimizer(Member):
     """Base of all optimizers. Subclasses say which spec they run; `rlx_optim.create` makes them by name."""
-
-    spec: ClassVar[type[Spec]]
-
-    _settings: Settings  # first, so that __getattr__ has it
-
-    def __init__(
-        self,
-        *,
-        groups: Sequence[Mapping[str, Any]] | None = None,
-        engine: Any = "auto",
-        precision: str = "float32",
-        nonfinite: str = "propagate",
-        skip_above: float | None = None,
-        otherwise: NamedOptimizer | None = None,
-        **hyperparameters: Any,
-    ):
-        self.__dict__["_settings"] = Settings(self.spec, hyperparameters, groups)
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"{self._owner}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}")
-        if otherwise is not None and not isinstance(otherwise, NamedOptimizer):
-            raise TypeError(f"{self._owner}: otherwise must be an optimizer such as AdamW(lr=3e-4), or None, got {otherwise!r}")
-        check_engine(engine, precision)
-        self._engine_choice = (engine, precision, "float32")
-        self.nonfinite, self.skip_above = nonfinite, skip_above
-        self._guard = Guard(np)
-        self._belongs = False  # whether it is the `otherwise` of another, or used by a group of it
-        self.__dict__["otherwise"] = otherwise
-        if otherwise is not None:
-            otherwise._join(self)
-        self._used = self._joined(self._settings.groups)
-        self._iteration = self._skipped = 0
-        self._records: dict[str, TensorState] = {}
-        self._why: dict[str, str] = {}
-        self._asked, self._rows = False, []
-        self._grouping = None
-        self._numbers: dict[Any, dict[str, Any]] = {}
-        self._told: set[str] = set()
-        self._waiting: dict[str, Item] = {}  # for those that sum over all tensors
-        self._converted = ""
-        self._seen = {} if any(member.spec.evaluated for member in self._family()) else None
-
-    def _joined(self, groups: Sequence[GroupOverrides]) -> tuple[NamedOptimizer, ...]:
-        """The optimizers that groups use, beside `otherwise`."""
-        found: list[NamedOptimizer] = []
-        for group in groups:
-            use, what = group.use, f'{self._owner}: group {group.match!r}: "use"'
-            if use == OTHERWISE and self.otherwise is None:
-                raise ValueError(f'{what} is "otherwise", but there is no otherwise')
-            if use in (None, OWN, OTHERWISE):
-                continue
-            if not isinstance(use, NamedOptimizer):
-                raise ValueError(f'{what} must be "otherwise", "own" or an optimizer such as Lion(lr=1e-4), got {use!r}')
-            if use.otherwise is not None or use._used:
-                raise ValueError(f"{what} must be an optimizer that hands nothing on, with otherwise=None, got {use!r}")
-            if group.overrides:
-                raise ValueError(f"{what} is an optimizer, which has its own {quote(group.overrides)}; say it there")
-            if use is not self.otherwise and use not in found:
-                use._join(self)
-                found.append(use)
-        return tuple(found)
-
-    def _join(self, owner: NamedOptimizer) -> None:
-        """Belong to another optimizer: run on its engine, follow its iterations."""
-        if self._belongs:
-            raise ValueError(
-                f"{owner._owner}: {self!r} is already the otherwise of another optimizer, or used by one of its groups, and each "
-                "needs its own; give a fresh one"
-            )
-        if any(member._records or member._iteration for member in self._family()):
-            raise ValueError(f"{owner._owner}: {self._owner} has already stepped; give a fresh optimizer")
-        self._belongs = True
-        for member in self._family():
-            member._engine_choice = owner._engine_choice
 
     # ---- hyperparameters as attributes ---------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -152,12 +75,11 @@ class NamedOptimizer(Member):
 
     def hyperparameters(self, name: str | None = None) -> dict[str, Any]:
         """The values in force now, schedules evaluated: for one parameter, or for those in no group."""
-        for member in self._family():
-            if name in member._records:
-                return member._specs()[member._records[name].group].values()
+        if name is not None and (found := self._find_record(name)):
+            member, record = found
+            return member._specs()[record.group].values()
         group = None if name is None else self._settings.group_for(name)
-        index = -1 if group is None else self._settings.groups.index(group)
-        return self._specs()[index].values()
+        return self._specs()[-1 if group is None else self._settings.groups.index(group)].values()
 
     # ---- what can be asked -----------------------------------------------------------------------------------------
     @property
@@ -175,10 +97,9 @@ class NamedOptimizer(Member):
         """The engine the steps run on."""
         return self._engine
 
-    def _find(self, name: str) -> tuple[NamedOptimizer, TensorState]:
-        for member in self._family():
-            if name in member._records:
-                return member, member._records[name]
+    def _find(self, name: str) -> tuple[Member, TensorState]:
+        if found := self._find_record(name):
+            return found
         known = quote(n for member in self._family() for n in member._records) or "none yet"
         raise KeyError(f"{self._owner}: no state for {name!r}; stepped so far: {known}")
 
@@ -253,15 +174,15 @@ class NamedOptimizer(Member):
         spec = item.member._specs()[item.record.group]
         if not reduces_over_all(spec, item.record.shape):
             return self._commit([item], scale)
+        validation.check_overlap(self._owner, [name], [param], [grad])
         self._settle([name], [param])  # in the right type it is asked whether the gradient is finite
         if self._passes([name], [grad]):
-            self._waiting[name] = dataclasses.replace(item, grad=np.asarray(grad * np.asarray(scale, grad.dtype)))
+            self._waiting[name] = item._replace(grad=np.asarray(grad * np.asarray(scale, grad.dtype)))
 
     def _step_known(self, name: Any, param: Any, grad: Any, shape: Any, scale: Any) -> bool:
         """Step a tensor that has been stepped before, if this call certainly passes every check; False, and nothing done, where
         it must be looked at closer."""
-        member = self if not isinstance(name, str) or name in self._records else self._member_of(name)
-        record = member._records.get(name) if isinstance(name, str) else None
+        member, record = (isinstance(name, str) and self._find_record(name)) or (self, None)
         if record is None or record.alone is None or record.stepped == member._iteration or type(scale) is not float:
             return False
         if member._specs() and record.version != member._settings.version:  # a schedule's bad value is refused here
@@ -276,10 +197,6 @@ class NamedOptimizer(Member):
         if self._seen is not None:
             self._seen[name] = weakref.ref(param)
         return True
-
-    def _member_of(self, name: str) -> Member:
-        """Who steps what has this name."""
-        return next((member for member in self._family() if name in member._records), self)
 
     def _known(self, names: Sequence[Any]) -> list[tuple[Member, TensorState]] | None:
         """Who steps these names, and their records; None where one is new."""
@@ -301,7 +218,7 @@ class NamedOptimizer(Member):
 
         loss: what skip_above looks at beside the norm of the gradients."""
         scale = validation.check_scale(self._owner, grad_scale)
-        given = None if loss is None else np.float64(loss)
+        given = None if loss is None else np.float64(validation.check_number(self._owner, "loss", loss))
         if type(params) is dict and type(grads) is dict and len(params) == 1 and params.keys() == grads.keys():
             ((name, param),) = params.items()
             watched = self.nonfinite != "propagate" or self.skip_above is not None or self._waiting
@@ -311,9 +228,6 @@ class NamedOptimizer(Member):
             validation.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             self._refuse_waiting("step_all")
-            validation.check_overlap(
-                self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
-            )
             self._commit(items, scale, given)
         self.end_iteration()
 
@@ -341,20 +255,14 @@ class NamedOptimizer(Member):
         """Close the iteration: schedules move on, and every parameter may be stepped again."""
         if self._waiting:
             items, self._waiting = list(self._waiting.values()), {}
-            validation.check_overlap(
-                self._owner, [i.record.name for i in items], [i.param for i in items], [i.grad for i in items]
-            )
             self._commit(items, 1.0)
-        self.__dict__["_iteration"] += 1
-        if self._asked:
-            self._asked = False
+        self.__dict__.update(_iteration=self._iteration + 1, _asked=False)
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
             self._tell("groups", f"group pattern {quote(unmatched)} matched no parameter in the first iteration{owned}")
         self._numbers.clear()
-        for other in (self.otherwise, *self._used):
-            if other is not None:
-                other.end_iteration()
+        for child in self._children():
+            child.end_iteration()
 
     def _refuse_waiting(self, what: str) -> None:
         if self._waiting:
@@ -397,8 +305,6 @@ class NamedOptimizer(Member):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _belongs=False, _grouping=None, _numbers={}, _asked=False, _rows=[])
-        if self.otherwise is not None:
-            self.otherwise._belongs = True  # a copy of it alone is free
-        for used in self._used:
-            used._belongs = True
+        for child in self._children():
+            child._belongs = True  # a copy of it alone is free
         self._seen = {} if any(member.spec.evaluated for member in self._family()) else None

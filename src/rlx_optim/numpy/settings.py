@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..spec import REQUIRED, Field, Spec
@@ -50,6 +50,8 @@ class Settings:
         self.given = {name: self._clean(name, given.get(name, field.default)) for name, field in kind.fields.items()}
         if isinstance(groups, Mapping):
             raise TypeError(f"{self.owner}: groups must be a list of dicts, got one dict; write groups=[{dict(groups)!r}]")
+        if groups is not None and not isinstance(groups, Iterable):
+            raise TypeError(f"{self.owner}: groups must be a list of dicts, got {groups!r:.80}")
         self.groups = [GroupOverrides(self.owner, kind.fields, group) for group in groups or ()]
         self._evaluated: tuple[Any, list[Spec]] = (None, [])
         self.fusion_keys: tuple[Any, ...] = ()

@@ -27,6 +27,8 @@ def check_array(owner: str, name: str, role: str, array: Any, writable: bool = F
     if not isinstance(array, np.ndarray):
         front = OTHERS.get(type(array).__module__.partition(".")[0])
         there = f"; rlx_optim.{front} is for those" if front else ""
+        if isinstance(array, np.generic):
+            there = "; keep it as an array: np.array(…)" if writable else "; pass np.asarray(…)"
         raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}{there}")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array, and a step would ignore the mask; pass .filled(0) or .data")
@@ -47,7 +49,7 @@ def logical_shape(owner: str, name: str, param: np.ndarray, shape: Any) -> Shape
     if shape is None:
         return param.shape
     try:
-        wanted = tuple(int(n) for n in shape)
+        wanted = tuple(map(operator.index, shape))
     except (TypeError, ValueError):
         raise TypeError(f"{owner}: shape of {name!r} must be a tuple of integers, got {shape!r}") from None
     if any(n < 0 for n in wanted) or math.prod(wanted) != param.size:
@@ -102,8 +104,7 @@ def locate_sound_pair(param: Any, grad: Any, shape: Shape, dtype: str) -> tuple[
 
 def check_pair(owner: str, name: Any, param: Any, grad: Any, shape: Any) -> Shape:
     """Check one parameter and its gradient, and give the tensor's shape."""
-    if not isinstance(name, str):
-        raise TypeError(f"{owner}: a parameter's name must be a string, got {name!r}")
+    check_name(owner, name)
     check_array(owner, name, "parameter", param, writable=True)
     check_array(owner, name, "gradient", grad)
     if param.dtype != grad.dtype:
@@ -116,14 +117,24 @@ def check_pair(owner: str, name: Any, param: Any, grad: Any, shape: Any) -> Shap
     return logical_shape(owner, name, param, shape)
 
 
-def check_scale(owner: str, scale: Any) -> float:
+def check_number(owner: str, what: str, value: Any) -> float:
+    """Give an argument that must be one number as a float."""
     try:
-        value = float(scale)
+        return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{owner}: grad_scale must be a number, got {scale!r}") from None
+        raise TypeError(f"{owner}: {what} must be a number, got {value!r:.80}") from None
+
+
+def check_scale(owner: str, scale: Any) -> float:
+    value = check_number(owner, "grad_scale", scale)
     if not math.isfinite(value):
         raise ValueError(f"{owner}: grad_scale must be finite, got {scale!r}")
     return value
+
+
+def check_name(owner: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{owner}: a parameter's name must be a string, got {name!r}")
 
 
 def check_overlap(owner: str, names: Sequence[str], params: Sequence[np.ndarray], grads: Sequence[np.ndarray]) -> None:
