@@ -718,6 +718,116 @@ def refused_while_laid_out(world):
     return out
 
 
+@scenario(2)
+def refused_on_one(world):
+    """What rank 1 alone has otherwise: all refuse, nothing moves, and once it is as on the others, all go on as one process does."""
+
+    def change(opt, params, what):
+        """On rank 1; gives what undoes it."""
+        if world.rank == 0:
+            return lambda: None
+        group = opt.param_groups[0]
+        if what == "state":
+            state = opt.state[params["b"]]
+            right, state["exp_avg"] = state["exp_avg"], torch.zeros(3)
+            return lambda: state.__setitem__("exp_avg", right)
+        if what == "frozen":
+            grad, params["wide"].grad = params["wide"].grad, None
+            opt._placements = None  # as after a change of the groups
+            state = opt.state.pop(params["wide"])
+            params["wide"].requires_grad_(False)
+            return lambda: (
+                params["wide"].requires_grad_(True),
+                opt.state.update({params["wide"]: state}),
+                wear(params["wide"], grad),
+            )
+        if what == "evaluation":
+            opt.eval()
+            return opt.train
+        before = group[what]
+        group[what] = not before
+        return lambda: group.__setitem__(what, before)
+
+    out = {}
+    cases = [(name, what) for name in ("Lamb", "Muon") for what in ("state", "frozen", "maximize", "cautious")]
+    cases += [("Muon", "nesterov"), ("ScheduleFreeAdamW", "evaluation"), ("Sophia", "state")]
+    for name, what in cases:
+        params, alone = parameters(world.place), parameters(plain)
+        settings = {"nonfinite": "skip"} if name in ("ScheduleFreeAdamW", "Sophia") else {}
+        opt, single = make(name, params, **settings), make(name, alone, **settings)
+        if name == "Sophia":
+            what = "hessian"
+        if what == "evaluation":
+            train(opt, params, 0, 1, world.place)
+            train(single, alone, 0, 1)
+        found = []
+        for t in range(1, 3):  # the first step, which lays out, and a later one
+            for k, g in tensors(t).items():
+                params[k].grad, alone[k].grad = world.place(k, g), g.clone()
+            before = wholes(params)
+            undo = change(opt, params, "state" if what == "hessian" else what)
+            problem = failure(opt.step)
+            undo()
+            found.append((problem, what == "evaluation" or same_tensors(before, wholes(params))))
+            opt.step()
+            single.step()
+        gaps = [float((a - b).abs().max()) for a, b in zip(wholes(params).values(), wholes(alone).values(), strict=True)]
+        out[name, what] = found, max(gaps)
+    params = parameters(world.place)
+    opt = make("Muon", params, skip_above=6.0)
+    for k, g in tensors(0).items():
+        params[k].grad = world.place(k, g)
+    out["loss"] = failure(opt.step, loss="1.0x" if world.rank else 1.0), failure(opt.step, loss=1.0)
+    state = opt.state[params["b"]]
+    right = state["exp_avg"]
+    state["exp_avg"] = torch.zeros(3) if world.rank else right
+    path = world.folder / "refused on one.safetensors"
+    out["save"] = failure(opt.save, path)
+    state["exp_avg"] = right
+    out["saved"] = failure(opt.save, path), path.exists()
+    return out
+
+
+def wear(param, grad):
+    param.grad = grad
+
+
+@scenario(2)
+def copied(world):
+    """Copies and pickles of optimizers on ranks go on as the optimizers do; parameters that lie with owners stay there."""
+    import copy
+    import pickle
+
+    out = {}
+    ways = {"sharded": (world.place, {}), "shared out": (plain, {"process_group": dist.group.WORLD})}
+    for name in ("Muon", "AdamW", "Lamb"):
+        for way, (place, settings) in ways.items() if name == "Muon" else [("sharded", ways["sharded"])]:
+            params = parameters(place)
+            opt = make(name, params, **settings)
+            train(opt, params, 0, 2, place)
+            both = copy.deepcopy((params, opt)), pickle.loads(pickle.dumps((params, opt)))
+            train(opt, params, 2, 4, place)
+            for kind, (again, other) in zip(("copy", "pickle"), both, strict=True):
+                train(other, again, 2, 4, place)
+                out[name, way, kind] = same_tensors(wholes(again), wholes(params))
+    return out
+
+
+@scenario(2)
+def empty_tensors(world):
+    """A tensor without elements counts its steps, and nothing else, as in one process."""
+    out = []
+    for place in (world.place, plain):
+        params = {k: nn.Parameter(place(k, torch.ones(shape))) for k, shape in {"w": (6, 4), "none": (0, 4)}.items()}
+        opt = make("ScheduleFreeAdamW", params)
+        for t in range(3):
+            for k, p in params.items():
+                p.grad = place(k, torch.full(tuple(p.shape), 0.1 * (t + 1)))
+            opt.step()
+        out.append(state_of(opt))
+    return same_tensors(*out)
+
+
 def opt_report(world):
     """Rules that measure whole tensors run on the torch engine, and say so whatever was asked for."""
     params = parameters(world.place)

@@ -571,6 +571,39 @@ def test_what_one_rank_cannot_lay_out_is_refused_on_all(results):
         assert steps == counts == {k: 1.0 if (k, change) == ("odd", "thawed") else 2.0 for k in steps}
 
 
+def test_what_one_rank_has_otherwise_is_refused_on_all(results):
+    """A setting or a layout by which ranks would send each other different things; state, mode or loss that one cannot use."""
+    first, second = results[2]["refused_on_one"]
+    ends = {name: first.pop(name) for name in ("loss", "save", "saved")}
+    for (name, what), (found, gap) in first.items():
+        assert gap <= {"Lamb": 1e-6}.get(name, 0)
+        for (problem, still), (other, also) in zip(found, second[name, what][0], strict=True):
+            assert still
+            assert also
+            if what in ("state", "hessian", "evaluation"):
+                assert problem.startswith("RemoteError: a gradient or a setting was refused on another rank")
+                assert ("evaluation mode" if what == "evaluation" else "'exp_avg'") in other
+            else:
+                assert problem == other
+                assert f"RuntimeError: {name}: ranks step parameters together that are listed, frozen or set otherwise" in problem
+    assert "RemoteError" in ends["loss"][0]
+    assert "Muon: loss is for skip_above and must be a number, got '1.0x'" in second["loss"][0]
+    assert ends["loss"][1] is second["loss"][1] is None
+    assert ends["save"].startswith("RemoteError: the checkpoint was not written on another rank")
+    assert "'exp_avg' of 'b'" in second["save"]
+    assert ends["saved"] == second["saved"] == (None, True)
+
+
+def test_copies_and_pickles_on_ranks_go_on(results):
+    for found in results[2]["copied"]:
+        assert len(found) == 8
+        assert all(found.values())
+
+
+def test_tensors_without_elements_count_alike(results):
+    assert results[2]["empty_tensors"] == [True, True]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_clipping_by_the_norm_over_all_ranks(results, size):
     given = results[size]["clipped"][0]

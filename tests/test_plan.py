@@ -30,7 +30,7 @@ def test_plan(capsys, monkeypatch):
     assert rows["adamw", 8]["sent_most"] == 0
     assert rows["adamw", 8]["all_reduced"] == []
     assert rows["adamw", 8]["state_most"] == 8 * 1_100_048_384 // 8
-    assert rows["lamb", 64]["all_reduced"] == [4 + 201, 16 * 201]
+    assert rows["lamb", 64]["all_reduced"] == [12 + 201, 16 * 201]
     muon = rows["muon", 8]
     hidden = muon["parameters"] - 2 * 32000 * 2048 - 45 * 2048
     assert muon["matrices"] == 154

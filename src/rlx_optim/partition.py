@@ -17,7 +17,8 @@ from .rounding import EXACT
 from .spec import Shape, Spec
 from .storage import count_bytes
 
-FLAGS = 4  # that go before those of the parameters in the ranks' agreement
+DIGEST = 4  # bytes of what must be the same on all ranks; they travel with their complement
+FLAGS = 4 + 2 * DIGEST  # bytes that go before those of the parameters in the ranks' agreement
 STAGES, STAGE = 4, 1 << 20  # how many there are at most, and how many elements a rank should have in each
 WIDE = 8  # bytes of a number that is added up, or that comes with an update
 
@@ -82,7 +83,7 @@ def traffic(entries: Sequence[tuple[Shape, Spec]], ranks: int, itemsize: int = 4
     matrices = [(shape, spec) for shape, spec in entries if spec.matrix]
     measured = [(shape, spec) for shape, spec in entries if dim is not None and has_reduction(spec, shape)]
     if matrices or measured:
-        out.all_reduced.append(FLAGS + len(matrices) + len(measured))
+        out.all_reduced.append(FLAGS + len(entries))
     work = [spec.work(shape) for shape, spec in matrices]
     owners = share_out(work, out.work)
     stages = staged(work, owners, [shape for shape, _ in matrices], ranks) if matrices else []

@@ -300,8 +300,10 @@ def save_together(
     steps, lead = together.highest([steps, -rank], torch.int64, device)
     if type(every) is int and every > 0 and steps % every:
         return None
-    with together.agreed("the checkpoint was not written", device):
+    refused = "the checkpoint was not written"
+    with together.agreed(refused, device):  # before ranks gather anything
         snapshot = snapshot_of(opt)
+    with together.agreed(refused, device):
         lockstep = Lockstep(snapshot)
         try:
             if rank == -lead:

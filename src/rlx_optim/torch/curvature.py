@@ -26,10 +26,10 @@ class CurvatureRuleOptimizer(RuleOptimizer):
         self._advised = False  # of a step without an estimate
 
     def _step(self, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
-        if not self._advised and self._agreeable_specs()[1] is None:  # a bad setting is refused by the step, on all ranks
+        super()._step(only, loss, problem)
+        if not self._advised:  # after a step, which refuses what is damaged on one rank on all of them
             self._advised = True
             self._advise()
-        super()._step(only, loss, problem)
 
     def _advise(self) -> None:
         """Say so, once, if the first step comes before any estimate."""

@@ -124,7 +124,10 @@ class RuleOptimizer(Stepper):
         self._kinds = kinds_of(params) if isinstance(params, nn.Module) else {}
         if process_group is None and not self._offload and isinstance(params, nn.parallel.DistributedDataParallel):
             process_group = params.process_group
-        self._process_group = process_group
+        if process_group is not None:
+            from .placements.comm import Comm
+
+            self._comm = Comm(process_group)
         self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
         self._listed = []
@@ -455,9 +458,11 @@ class RuleOptimizer(Stepper):
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
         derived = {"_asked", "_rows", "_placements", "_layout", "_places", "_specs", "_given", "_consensus", "_consolidated"}
-        derived |= {"_listed", "_listed_specs", "_fusion_keys", "_dormant"}
+        derived |= {"_listed", "_listed_specs", "_fusion_keys", "_dormant", "_evaluating", "_lock"}
         kept = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
-        kept = {k: v for k, v in kept.items() if not hasattr(type(self), k)}  # a scheduler's wrapper around `step` is not ours
+        kept = {
+            k: v for k, v in kept.items() if not callable(getattr(type(self), k, None))
+        }  # a scheduler's wrapper around `step`
         return {**kept, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ..guard import Guard
 from ..routing import quote
+from ..spec import Spec
 from .aliasing import Work, rounds
 from .clip import grad_norm, measured
 from .eval_mode import EvalMode, named
@@ -26,6 +27,7 @@ class Policy(EvalMode):
     skip_above: float | None  # standard deviations
     _guard: Guard | None
     _consensus: Any  # of the ranks that must agree before a step (`placements.consensus`)
+    _listed_specs: list[Spec]
     _views: Callable[[], list[dict[str, Any]]]  # the groups, as placements have them
     _skipped: int
     _skips: torch.Tensor | None  # steps skipped by a decision on the device
@@ -47,9 +49,15 @@ class Policy(EvalMode):
         """By what gradients are multiplied in this step; None where it is not taken. problem: why this rank cannot take it.
         Where ranks decide together, `work` is then what all of them step."""
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        try:
+            loss = self._checked_loss(loss)
+        except Exception as refused:
+            problem = problem or refused
         stopped = not self.capturable and found is not None and bool(float(found))
         if self._consensus is not None:
-            agreed, stopped, bad, norm = self._consensus.agree(lambda: self._prepared(work, problem), stopped)
+            agreed, stopped, bad, norm = self._consensus.agree(
+                self.param_groups, self._listed_specs, lambda: self._prepared(work, problem), stopped
+            )
             work[:] = agreed
             if stopped or not self._finite(work, bad) or self._left_out(work, scale, loss, norm):
                 return None
@@ -71,6 +79,15 @@ class Policy(EvalMode):
             verdict = not all(map(Batch.is_finite, work))
         grads = [grad for batch in work for grad in batch.grads]
         return self._passes(lambda: [batch.placement.entries[i].param for batch in work for i in batch.chosen], grads, verdict)
+
+    def _checked_loss(self, loss: Any) -> torch.Tensor | None:
+        """The loss as skip_above looks at it."""
+        if loss is None or self.skip_above is None:
+            return None
+        try:
+            return torch.as_tensor(loss, dtype=torch.float64).detach().reshape(())
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise type(problem)(f"{self._owner}: loss is for skip_above and must be a number, got {loss!r:.80}") from None
 
     def _prepared(self, work: Work, problem: Exception | None) -> tuple[Work, bool, torch.Tensor | None]:
         """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
@@ -112,7 +129,7 @@ class Policy(EvalMode):
             norms = [norm for batch in work for norm in torch._foreach_norm(batch.grads)]
             norm = torch.stack([norm.to(device).double() for norm in norms]).square().sum().sqrt()
         norm = norm if scale is None else norm / torch.as_tensor(scale, device=device).reshape(())
-        given = None if loss is None else torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
+        given = None if loss is None else loss.to(device)
         if self._guard is None or self._guard.places.device != device:
             before, self._guard = self._guard, Guard(torch, device=device)
             self._guard.take({} if before is None else before.values())

@@ -253,6 +253,8 @@ def read_parameter(
                 gather = functools.partial(home.get, found, shape) if live and home is not None else None
                 if gather is None:
                     check_component(owner, key + end, name, found, shape, bool(end))
+                elif unreadable(found) or not home.fits(found, shape):  # else ranks would gather what one of them has not
+                    raise state_error(owner, key + end, name, found, f"a tensor of shape {shape}, as this optimizer laid it out")
                 p.tensors[slot + end] = wrapped(found, p.stored(part(each, end)), f"{key + end!r} of {name!r}", dtype, gather)
         elif needed:
             raise lack(key)

@@ -29,9 +29,11 @@ def take_step(opt: Stepper, only: torch.Tensor | None, loss: Any = None, problem
                 off.enter_context(torch.autocast(kind, enabled=False))
             return take_step(opt, only, loss, problem)
     if opt._evaluating is not False and opt._evaluates():
-        raise RuntimeError(
+        problem = RuntimeError(
             f"{opt._owner}: it is in evaluation mode, where parameters are their averages; call train() before step()"
         )
+        if opt._homes is None:
+            raise problem  # else the other ranks wait to hear of it
     specs, work, problem = collect_all(opt, only, problem)
     factor = opt._decide(work, loss, problem)
     if factor is not None:

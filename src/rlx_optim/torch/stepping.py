@@ -51,7 +51,7 @@ class Stepper(Policy):
     _admit: Callable[..., None]  # checks parameters and makes their state
     _rules: dict[str, type[Spec]]  # by name: the class's own, that of `otherwise`, and those that `route` sends to
     _pieces: Callable[[str | None, torch.Tensor], Split]  # into which matrices a parameter is split
-    _process_group: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
+    _comm: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _gathering: bool  # whether a rule reduces over all parameters
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`placements.homes`)
     _hosted: set[torch.Tensor]  # those whose state is on the host (`offload`)
@@ -117,10 +117,10 @@ class Stepper(Policy):
 
     def _all_homes(self, params: Iterable[Any], spec: Spec) -> Any:
         """Made with the first parameter that is spread over ranks; None without one."""
-        if self._homes is None and ((spec.matrix and self._process_group is not None) or any(map(is_dtensor, params))):
+        if self._homes is None and ((spec.matrix and self._comm is not None) or any(map(is_dtensor, params))):
             from .placements.homes import Homes
 
-            self._homes = Homes(self._owner, self._process_group)
+            self._homes = Homes(self._owner, self._comm)
         return self._homes
 
     def _home(self, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:

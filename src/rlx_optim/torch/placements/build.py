@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from ...program import trace
 from ...rounding import LOW
 from ...routing import bare
 from ...spec import Spec
-from ...splits import WHOLE, part, slots_of
+from ...splits import WHOLE, Split, part, slots_of
 from ...stepping import check_together
 from ...storage import COMPONENTS, Quantized
 from .. import bf16
@@ -41,6 +42,25 @@ if TYPE_CHECKING:
     from ..stepping import Stepper
 
 
+class Planned(NamedTuple):
+    """A parameter that is to be placed, with what decides where."""
+
+    number: int  # among all that groups list
+    name: str
+    param: torch.Tensor
+    group: Mapping[str, Any]
+    place: int  # of its settings in `_views`
+    spec: Spec
+    split: Split
+    home: Any
+    turned: bool  # it is maximized in a placement that minimizes
+
+    @property
+    def key(self) -> tuple[torch.device, torch.dtype, bool]:
+        """What a placement's entries share."""
+        return self.param.device, ARITHMETIC[self.param.dtype], self.group["maximize"] and not self.turned
+
+
 @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
 @torch.no_grad()
 def make_placements(opt: Stepper) -> None:
@@ -48,68 +68,85 @@ def make_placements(opt: Stepper) -> None:
     if capturing:
         raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before")
     opt._refresh()
-    placements: dict[Any, Placement] = {}
     dormant: list[torch.Tensor] = []
+    planned, consensus = plan_params(opt, dormant), None
+    if opt._homes is not None:
+        from . import sharded
+
+        watched = opt.nonfinite != "propagate" or opt.skip_above is not None
+        consensus = sharded.make_consensus(opt._owner, planned, opt._homes.comm, watched)
+    if opt._consensus is None:  # what is refused from here on, perhaps on this rank alone, all ranks hear of
+        opt._consensus = consensus
+    placements: dict[Any, Placement] = {}
+    for each in planned:
+        add_entry(opt, placements, each)
+    for placement in placements.values():
+        placement.share_counts()
+    # first those in which ranks wait for each other: what a later one raises on one rank keeps nobody waiting
+    opt._placements = sorted(placements.values(), key=lambda placement: (not placement.together, placement.waits))
+    opt._layout, opt._dormant = list_params(opt.param_groups), dormant
+    opt._consensus = consensus
+    if consensus is not None:
+        consensus.cover(placement for placement in opt._placements if placement.together)
+    opt._places = {entry.param: (placement, i) for placement in opt._placements for i, entry in enumerate(placement.entries)}
+    times = collections.Counter(id(param) for params in opt._layout for param in params)
+    opt._repeated = {each.param: times[id(each.param)] for each in planned if times[id(each.param)] > 1}
+
+
+def plan_params(opt: Stepper, dormant: list[torch.Tensor]) -> list[Planned]:
+    """What there is to place, once each. dormant: is given the frozen parameters that have no state."""
+    found: dict[torch.Tensor, Planned] = {}
     gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
-    placed: set[torch.Tensor] = set()
     mixed = len({group["maximize"] for group in opt.param_groups}) > 1
+    number = 0
     for index, group in enumerate(opt.param_groups):
         for name, param in named(group, index):
-            if param in placed:
-                continue  # listed twice: one entry, stepped twice
-            placed.add(param)
-            if opt._is_dormant(param):
-                dormant.append(param)
+            number += 1
+            if param in found or opt._is_dormant(param):  # listed twice: one entry, stepped twice
+                dormant += [] if param in found else [param]
                 continue
             opt._check_param(name, param, group)
-            dtype, split, place = ARITHMETIC[param.dtype], opt._pieces(name, param), opt._place(index, param.dtype)
+            split, place = opt._pieces(name, param), opt._place(index, param.dtype)
             spec = (opt._specs[place][1] if opt._specs else None) or opt._spec_of(group, param.dtype)
             home = opt._home(name, param, spec, split)
-            init_state(opt.state[param], spec, param, split, home)
-            where = opt._reached(param, type(spec))
-            engine, why = choose(opt.engine, where, dtype, is_fake(param))
-            make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
             program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
             gathers = program is not None and program.reduction_over_all is not None
             turned = mixed and gathers and group["maximize"]  # what is one number for all is one placement's
-            key: Any = (param.device, dtype, group["maximize"] and not turned)
+            found[param] = each = Planned(number, name, param, group, place, spec, split, home, turned)
             if gathers:
-                gathering.setdefault((spec.name, home is None, *key), (spec, program, [bare(name)]))
-            if home is HOST:
-                key = (*key, where, spec.matrix)
-                above = on_the_device(spec.matrix, opt.engine)
-                make = functools.partial(Hosted, where=where, above=above)
-            elif home is not None:
-                if opt.capturable:
-                    raise ValueError(f"{opt._owner}: capturable=True is for parameters that are not spread over ranks; {name} is")
-                from . import sharded
-
-                placement = sharded.add(
-                    opt._owner, placements, key, make, (engine, why), spec, param, bare(name), place, opt.state[param], home
-                )
-                set_rounding(opt, placement, spec, bare(name))
-                placement.entries[-1].turned = turned
-                continue
-            if key not in placements:
-                placements[key] = make(engine, why, param.device, dtype, -1.0 if group["maximize"] and not turned else 1.0)
-            if opt.capturable and (problem := refusal(spec, engine.name, opt.nonfinite)):
-                raise ValueError(f"{opt._owner}: {problem}")
-            placements[key].admit(make_entry(opt, placements[key], spec, param, name, place), spec)
-            set_rounding(opt, placements[key], spec, bare(name))
-            placements[key].entries[-1].turned = turned
+                gathering.setdefault((spec.name, home is None, *each.key), (spec, program, [bare(name)]))
     check_together(list(gathering.values()))
     opt._gathering = bool(gathering)
-    for placement in placements.values():
-        placement.share_counts()
-    opt._placements = sorted(placements.values(), key=lambda placement: placement.waits)
-    opt._layout, opt._dormant = list_params(opt.param_groups), dormant
-    if opt._homes is not None:
-        from .sharded import consensus
+    return list(found.values())
 
-        opt._consensus = consensus(opt._placements, opt.nonfinite != "propagate" or opt.skip_above is not None)
-    opt._places = {entry.param: (placement, i) for placement in opt._placements for i, entry in enumerate(placement.entries)}
-    times = collections.Counter(id(param) for params in opt._layout for param in params)
-    opt._repeated = {param: times[id(param)] for param in placed if times[id(param)] > 1}
+
+def add_entry(opt: Stepper, placements: dict[Any, Placement], each: Planned) -> None:
+    """Give a parameter an entry in the placement that suits it, made if need be."""
+    spec, param, home, key = each.spec, each.param, each.home, each.key
+    device, dtype, maximize = key
+    init_state(opt.state[param], spec, param, each.split, home)
+    where = opt._reached(param, type(spec))
+    engine, why = choose(opt.engine, where, dtype, is_fake(param))
+    make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
+    if home is not None and home is not HOST:
+        if opt.capturable:
+            raise ValueError(f"{opt._owner}: capturable=True is for parameters that are not spread over ranks; {each.name} is")
+        from . import sharded
+
+        placement = sharded.add(opt, placements, make, (engine, why), each)
+    else:
+        place: Any = key
+        if home is HOST:
+            place = (*key, where, spec.matrix)
+            make = functools.partial(Hosted, where=where, above=on_the_device(spec.matrix, opt.engine))
+        if place not in placements:
+            placements[place] = make(engine, why, device, dtype, -1.0 if maximize else 1.0)
+        placement = placements[place]
+        if opt.capturable and (problem := refusal(spec, engine.name, opt.nonfinite)):
+            raise ValueError(f"{opt._owner}: {problem}")
+        placement.admit(make_entry(opt, placement, spec, param, each.name, each.place), spec)
+    set_rounding(opt, placement, spec, bare(each.name))
+    placement.entries[-1].turned = each.turned
 
 
 def set_rounding(opt: Stepper, placement: Placement, spec: Spec, name: str) -> None:

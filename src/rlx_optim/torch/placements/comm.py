@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...partition import extent
@@ -20,6 +21,16 @@ class Comm:
     def __init__(self, group: Any):
         self.group, self.name = group, str(group.group_name)
         self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of an optimizer go on in the group of the same name; a process group itself cannot be pickled."""
+        return find_comm, (self.name,)
+
+
+def find_comm(name: str) -> Comm:
+    """The group of this name in this process."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return Comm(resolve(name))
 
 
 class DTensorLayout:

@@ -2,75 +2,134 @@
 
 One small all-reduce a step and process group (one byte a parameter), wherever later collectives or the verdict depend on it. A
 parameter whose gradient is missing everywhere is left alone everywhere; one that has a gradient on some rank is stepped on all,
-with zeros where it is missing. What one rank refuses, all refuse.
+with zeros where it is missing. What one rank refuses, all refuse; so they do where ranks would send each other different things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..memory import local_part
+from ...partition import DIGEST
+from ...spec import Spec
+from ..memory import is_dtensor, local_part
 from .comm import RemoteError, Together
 from .local import Batch, Placement
 
 Work = list[Batch]
-REFUSED, STOPPED, NOT_FINITE, UNMEASURED = range(4)
+REFUSED, STOPPED, NOT_FINITE, UNMEASURED, VERDICTS = range(5)
+ABSENT, PRESENT, READ = range(3)  # of a parameter: whether it has a gradient, and whether its rule reads p too
 
 
 class Consensus:
-    """Who must agree, and the placements whose entries they agree on, in the same order on every rank."""
+    """Who must agree. `layout` is what must be the same on all ranks: by its place in the groups, the placement of each parameter
+    that ranks step together, and which settings it has."""
 
-    def __init__(self, together: Together, placements: Sequence[Placement], device: torch.device):
-        self.together, self.placements, self.device = together, placements, device
+    def __init__(
+        self, owner: str, together: Together, device: torch.device, layout: Mapping[int, tuple[Any, ...]], replicas: bool
+    ):
+        """replicas: ranks share out plain parameters, too."""
+        self.owner, self.together, self.device, self.layout, self.replicas = owner, together, device, dict(layout), replicas
+        self.groups = sorted({group for *_, group in layout.values()})
+        self.placements: list[Any] = []
+        self.places: dict[torch.Tensor, tuple[Any, int]] = {}
+        self.known: tuple[Any, bytes] = None, b""  # the settings last met, and their digest
+
+    def cover(self, placements: Iterable[Placement]) -> None:
+        """Take the placements of what ranks step together, once they are made."""
+        self.placements = list(placements)
+        self.places = {entry.param: (placement, i) for placement in self.placements for i, entry in enumerate(placement.entries)}
 
     def agree(
-        self, prepare: Callable[[], tuple[Work, bool, torch.Tensor | None]], stopped: bool
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        specs: Sequence[Spec],
+        prepare: Callable[[], tuple[Work, bool, torch.Tensor | None]],
+        stopped: bool,
     ) -> tuple[Work, bool, bool, torch.Tensor | None]:
         """What is to be done, by the word of all ranks: (work, stopped, not finite, the norm before a clip, if all know it).
         `prepare` gives what this rank says of it."""
         problem: Exception | None = None
         work: Work = []
         bad, norm = False, None
+        params = list(dict.fromkeys(p for group in groups for p in group["params"] if self.replicas or is_dtensor(p)))
+        digest, present = bytes(2 * DIGEST), dict[torch.Tensor, int]()  # zeros agree with whatever the others have
         try:
             work, bad, norm = prepare()
+            digest, present = self._digest(specs), self._find_present(work, specs)
         except Exception as raised:
             problem = raised
-        here_too = {(id(placement), i) for placement, chosen, *_ in work for i in chosen}
-        flags = [int(problem is not None), int(stopped), int(bad), int(norm is None)]
-        flags += [int((id(placement), i) in here_too) for placement in self.placements for i in range(len(placement.entries))]
+        flags = [int(problem is not None), int(stopped), int(bad), int(norm is None), *digest]
+        flags += [present.get(param, ABSENT) for param in params]
         flags = self.together.highest(flags, device=self.device)
         if problem is not None:
             raise problem
         if flags[REFUSED]:
             raise RemoteError("a gradient or a setting was refused on another rank, which says why; nothing was stepped")
+        lo, hi = flags[VERDICTS : VERDICTS + DIGEST], flags[VERDICTS + DIGEST : VERDICTS + 2 * DIGEST]
+        if any(low + high != 255 for low, high in zip(lo, hi, strict=True)):
+            raise RuntimeError(
+                f"{self.owner}: ranks step parameters together that are listed, frozen or set otherwise on another rank; "
+                "requires_grad, the groups and their settings must be the same on all ranks; nothing was stepped"
+            )
         norm = None if flags[UNMEASURED] else norm
-        return self._completed(work, flags[4:]), bool(flags[STOPPED]), bool(flags[NOT_FINITE]), norm
+        found = dict(zip(params, flags[VERDICTS + 2 * DIGEST :], strict=True))
+        return self._completed(work, found), bool(flags[STOPPED]), bool(flags[NOT_FINITE]), norm
 
-    def _completed(self, work: Work, present: list[int]) -> Work:
+    def _digest(self, specs: Sequence[Spec]) -> bytes:
+        """What depends on the layout and on settings in what ranks send, as bytes; then their complement, so that the largest of
+        each on any rank tell whether all are the same."""
+        settings = [(type(spec).__name__, stable(spec.fusion_key()), kinds_of(spec)) for spec in (specs[i] for i in self.groups)]
+        if self.known[0] != settings:
+            found = hashlib.blake2b(repr((settings, sorted(self.layout.items()))).encode(), digest_size=DIGEST).digest()
+            self.known = settings, found + bytes(255 - each for each in found)
+        return self.known[1]
+
+    def _find_present(self, work: Work, specs: Sequence[Spec]) -> dict[torch.Tensor, int]:
+        """What is said of each parameter that has a gradient on this rank."""
+        found = {}
+        for batch in work:
+            if batch.placement in self.placements:
+                readers = batch.placement.find_readers(specs)
+                for i in batch.chosen:
+                    found[batch.placement.entries[i].param] = READ if i in readers else PRESENT
+        return found
+
+    def _completed(self, work: Work, found: Mapping[torch.Tensor, int]) -> Work:
         """The work with zeros for gradients that only others have."""
-        found = {id(batch.placement): (batch.chosen, batch.grads) for batch in work}
-        flags = iter(present)
-        wanted = {id(placement): [i for i in range(len(placement.entries)) if next(flags)] for placement in self.placements}
-        out: Work = [batch for batch in work if id(batch.placement) not in wanted]
+        grads = {b.placement.entries[i].param: grad for b in work for i, grad in zip(b.chosen, b.grads, strict=True)}
+        chosen: dict[Placement, list[int]] = {placement: [] for placement in self.placements}
         for placement in self.placements:
-            chosen = wanted[id(placement)]
-            present_grads = dict(zip(*found.get(id(placement), ([], [])), strict=True))
-            if chosen:
-                out.append(
-                    Batch(
-                        placement,
-                        chosen,
-                        [present_grads[i] if i in present_grads else self._nothing(placement.entries[i].param) for i in chosen],
-                    )
-                )
+            placement.reading = set()
+        for param, flag in found.items():
+            if flag != ABSENT:
+                placement, i = self.places[param]
+                chosen[placement].append(i)
+                if flag == READ:
+                    placement.reading.add(i)
+        out: Work = [batch for batch in work if batch.placement not in chosen]
+        for placement, places in chosen.items():
+            places.sort()
+            params = [placement.entries[i].param for i in places]
+            if params:
+                given = [grads[param] if param in grads else torch.zeros_like(local_part(param)) for param in params]
+                out.append(Batch(placement, places, given))
         return out
 
-    @staticmethod
-    def _nothing(param: Any) -> torch.Tensor:
-        return torch.zeros_like(local_part(param))
+
+def stable(value: Any) -> Any:
+    """A value as it is written on every rank."""
+    if isinstance(value, tuple):
+        return tuple(map(stable, value))
+    return "a function" if callable(value) else value
+
+
+def kinds_of(spec: Spec) -> tuple[Any, ...]:
+    """Hyperparameters but for the numbers that schedules move, by which the work of a matrix is reckoned."""
+    return tuple(stable(value) for value in spec.values().values() if not isinstance(value, (float, tuple)))
 
 
 def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:

@@ -130,9 +130,9 @@ Home = Shards | Owned
 class Homes:
     """The homes of an optimizer's parameters. Owners are shared out group by group, so that none ever changes."""
 
-    def __init__(self, owner: str, process_group: Any):
-        self.owner = owner
-        self.comm = None if process_group is None else Comm(process_group)
+    def __init__(self, owner: str, comm: Comm | None):
+        """comm: of those who share out parameters that all of them have."""
+        self.owner, self.comm = owner, comm
         self.owners: dict[torch.Tensor, int] = {}
         self.loads: dict[str, list[int]] = {}
 

@@ -180,7 +180,7 @@ class Hosted(Placement):
         super().__init__(engine, why, device, dtype, sign)
         self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
         self.inner = LOCAL.get(engine.name, LocalTensors)
-        self.together = False  # whether a rule reduces over all tensors
+        self.unbroken = False  # whether a rule reduces over all tensors
         self.matrix = False  # whether one is a matrix rule
         self.link = LINKS[device.type](device, not above)
         self.rooms = [Room() for _ in range(SLOTS)]
@@ -203,8 +203,8 @@ class Hosted(Placement):
         """Take an entry in, cut into runs of rows where that makes no difference to its rule."""
         self.entries.append(entry)
         shape = tuple(entry.shape)
-        self.together, self.matrix = self.together or reduces_over_all(spec, shape), self.matrix or spec.matrix
-        if self.together and self.above:
+        self.unbroken, self.matrix = self.unbroken or reduces_over_all(spec, shape), self.matrix or spec.matrix
+        if self.unbroken and self.above:
             raise spec.refuse(
                 "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
             )
@@ -222,10 +222,10 @@ class Hosted(Placement):
         moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
         sizes, most = list(map(count_bytes, moved)), buckets.most(self.above, self.matrix)
         self.buckets = []
-        for places in buckets.dealt(sizes, most, self.together):
+        for places in buckets.dealt(sizes, most, self.unbroken):
             self.buckets.append(self.bucket([chunks[place] for place in places]))
         if self.above:
-            for room, size in zip(self.rooms, buckets.rooms(sizes, most, self.together), strict=False):
+            for room, size in zip(self.rooms, buckets.rooms(sizes, most, self.unbroken), strict=False):
                 self.link.enlarge(room, size)
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.rooms[n % SLOTS])

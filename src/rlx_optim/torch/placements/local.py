@@ -279,6 +279,8 @@ class Placement(abc.ABC):
     """Seats that share an engine."""
 
     spread = ""  # in words: how parameters that are spread over ranks are stepped
+    together = False  # whether ranks wait for each other in a step of it
+    reading: set[int] | None = None  # of `together`: the entries whose rule reads p in this step, if ranks have agreed on it
     rounds = False  # whether its engine takes parameters of 16 bits as they are, and rounds them as they want it
     separates = False  # whether it steps such apart from others
     recorded = True  # whether its engine may keep graphs of its steps, with memory of their own
@@ -408,9 +410,14 @@ class Placement(abc.ABC):
 
     def count_empty(self, selection: Selection, specs: Sequence[Spec]) -> None:
         """Move the counters of empty shards on as those of the others."""
-        for record in (record for entry in selection.entries for record in entry.records if not record.size):
+        entries = [entry for entry in selection.entries if math.prod(entry.shape)]
+        for record in (record for entry in entries for record in entry.records if not record.size):
             current = find_scalars(record, specs[record.group], self.numbers)
             record.counters |= {name: current[name] for name in record.counters if name in current}
+
+    def find_readers(self, specs: Sequence[Spec]) -> set[int]:
+        """The entries whose p must travel, since their rule reads it."""
+        return set()
 
     def describe(self, stepped: int) -> str:
         """Say what a step of so many parameters is run by."""

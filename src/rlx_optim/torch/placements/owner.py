@@ -73,6 +73,8 @@ class OwnerStep:
 class Owner(Placement):
     """Matrices that one rank each computes, or (`homes` that are Shards) that every rank computes after a full gather."""
 
+    together = True
+
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         super().__init__(engine, why, device, dtype, sign)
         self.homes: list[Home] = []
@@ -100,22 +102,31 @@ class Owner(Placement):
         """Everybody goes to the end of it, also where an owner's update raises: nobody is left waiting."""
         chosen = list(batch.chosen)
         given = dict(zip(chosen, batch.grads, strict=True))
-        left = self._step_stages(chosen, given, specs, fusion_keys, scale)
+        reading, self.reading = self.reading, None
+        reading = self.find_readers(specs) if reading is None else reading
+        left = self._step_stages(chosen, given, specs, fusion_keys, scale, reading)
         if blind := [i for i in chosen if left.get(i, (DONE,))[0] == BLIND]:
             self.readers.update(blind)
             left = {i: why for i, why in left.items() if i not in blind}
-            left |= self._step_stages(blind, given, specs, fusion_keys, scale)
+            left |= self._step_stages(blind, given, specs, fusion_keys, scale, reading | self.readers)
         if left:
             self.count([i for i in chosen if i not in left])
             raise self._failure(left)
 
     def _step_stages(
-        self, chosen: list[int], given: Mapping[int, torch.Tensor], specs: Sequence[Spec], fusion_keys: Any, scale: float
+        self,
+        chosen: list[int],
+        given: Mapping[int, torch.Tensor],
+        specs: Sequence[Spec],
+        fusion_keys: Any,
+        scale: float,
+        reading: set[int],
     ) -> dict[int, tuple[int, Exception | None]]:
         """Advance all stages of a step together: all gradients begin to travel; then each stage is computed, and its directions
         begin to travel; then each is committed. Gives the entries that were not stepped."""
         entries, homes, grads = [self.entries[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
-        step = OwnerStep(chosen, entries, homes, grads, specs, fusion_keys, scale, self._find_readers(chosen, specs))
+        places = {k for k, i in enumerate(chosen) if i in reading}
+        step = OwnerStep(chosen, entries, homes, grads, specs, fusion_keys, scale, places)
         key = self.grouping.key(self.select(chosen).rows, specs, fusion_keys, False)
         stages: list[Stage] = self.plans.find(key, lambda: self._plan(step))
         running = [self._stage(stage, step) for stage in stages]
@@ -152,16 +163,16 @@ class Owner(Placement):
             found.append(Stage(members, pointers, make_parts(enumerate(records), step.specs, self.engine, pointers)))
         return found
 
-    def _find_readers(self, chosen: list[int], specs: Sequence[Spec]) -> set[int]:
-        """The places among these entries of those whose rule reads p: of what is stacked in many shapes all or none."""
-        groups = [self.entries[i].records[0].group for i in chosen]
+    def find_readers(self, specs: Sequence[Spec]) -> set[int]:
+        """The entries whose p must travel, since their rule reads it: of what is stacked in many shapes all or none."""
+        groups = [entry.records[0].group for entry in self.entries]
         found = {
-            k
-            for k, (i, group) in enumerate(zip(chosen, groups, strict=True))
+            i
+            for i, group in enumerate(groups)
             if i in self.readers or any(reads_p(specs[group], shape) for shape in self.shapes[i])
         }
-        mixed = {groups[k] for k in found if specs[groups[k]].mixed_shapes()}
-        return found | {k for k, group in enumerate(groups) if group in mixed}
+        mixed = {groups[i] for i in found if specs[groups[i]].mixed_shapes()}
+        return found | {i for i, group in enumerate(groups) if group in mixed}
 
     def _gather(self, stage: Stage, step: OwnerStep) -> Arriving:
         """Send the gradients of a stage to their owners, and p of those whose rule reads it. Gives the whole gradients of what is

@@ -8,30 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...engine import Engine
 from ...program import commit_has_reduction, has_reduction, reduces_over_all
+from ...routing import bare
 from ...spec import Spec
 from ...splits import WHOLE, shapes_of, slots_of
 from ...splits import part as part_of
 from ...stepping import Grouping, TensorState
 from ...storage import COMPONENTS, Quantized
 from ..memory import local_part
-from ..state import Slots, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
+from ..state import HOST, Slots, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
 from ..state_dict import canonicalize, read_component
-from .comm import DTensorLayout, Together, splitting
+from .comm import Comm, DTensorLayout, Together, splitting
 from .consensus import Consensus
 from .homes import Home, Owned
 from .local import LocalTensors, ParamEntry, Placement
 from .owner import Owner
 from .reducing import Reducing
 
+if TYPE_CHECKING:
+    from ..stepping import Stepper
+    from .build import Planned
+
 
 class Sharded(LocalTensors):
     """Shards of rules that measure whole tensors. Empty ones take part: their ranks must be in every all-reduce."""
+
+    together = True
 
     def group(self) -> Grouping:
         return Grouping(self.engine, self.records, [DTensorLayout(cast(Any, entry.param)) for entry in self.entries])
@@ -82,27 +89,18 @@ def in_part(slots: Mapping[str, Slots], local: Mapping[str, Slots]) -> dict[str,
 
 
 def add(
-    owner: str,
-    placements: dict[Any, Placement],
-    key: tuple[torch.device, torch.dtype, bool],
-    make: type[Placement],
-    engine: tuple[Engine, str],
-    spec: Spec,
-    param: torch.Tensor,
-    name: str,
-    group: int,
-    state: Any,
-    home: Home,
+    opt: Stepper, placements: dict[Any, Placement], make: type[Placement], engine: tuple[Engine, str], each: Planned
 ) -> Placement:
     """Give a parameter an entry in the placement that suits its home, made if need be, and give the placement."""
-    device, dtype, maximize = key
+    spec, home, name = each.spec, each.home, bare(each.name)
+    device, dtype, maximize = each.key
     kind, what = kind_of(make, spec, home)
     if kind is Owner and commit_has_reduction(spec):
         whose, instead = "decay='hyperball'", "use decay='decoupled' or 'cautious' there"
         if type(spec).commit is not Spec.commit:
             whose, instead = "its commit", "let `update` take it from p and u, and the commit from numbers"
         raise spec.refuse(f"{whose} needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); {instead}")
-    place = (*key, kind, home.comm.name if isinstance(home, Owned) else None)
+    place = (*each.key, kind, home.comm.name if isinstance(home, Owned) else None)
     if place not in placements:
         if kind is Sharded:
             reducing: Any = Reducing(device, dtype)
@@ -110,7 +108,7 @@ def add(
         placements[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
         placements[place].spread = what
     placement = placements[place]
-    placement.entries.append(make_entry(owner, placement, spec, param, name, group, state, home))
+    placement.entries.append(make_entry(opt._owner, placement, spec, each.param, name, each.place, opt.state[each.param], home))
     if isinstance(placement, Owner):
         placement.homes.append(home)
         placement.shapes.append({record.shape for record in placement.entries[-1].records if record.size})
@@ -129,13 +127,20 @@ def kind_of(make: type[Placement], spec: Spec, home: Home) -> tuple[type[Placeme
     return (Sharded, "on shards, sums all-reduced") if measured else (make, "on shards")
 
 
-def consensus(placements: Sequence[Placement], watched: bool) -> Consensus | None:
-    """The ranks whose placements work together, or (`watched`) must decide together; None where each goes its own way."""
-    working = [placement for placement in placements if isinstance(placement, (Owner, Sharded))]
-    deciding = [placement for placement in placements if placement.spread and placement not in working] if watched else []
-    together = splitting(each.param for placement in (*working, *deciding) for each in placement.entries)
-    owned = [
-        home.comm for placement in working if isinstance(placement, Owner) for home in placement.homes if isinstance(home, Owned)
-    ]
+def make_consensus(owner: str, found: Sequence[Any], comm: Comm | None, watched: bool) -> Consensus | None:
+    """The ranks that step some of these parameters together, or (`watched`) must decide together; None where each goes its own
+    way. found: of each parameter what it is to be placed by (`placements.build`)."""
+    spread = [each for each in found if each.home is not None and each.home is not HOST]
+    kinds = [kind_of(LocalTensors, each.spec, each.home)[0] for each in spread]
+    working = {i: kind for i, kind in enumerate(kinds) if kind.together}
+    deciding = [i for i in range(len(spread)) if watched or i in working]
+    together = splitting(spread[i].param for i in deciding)
+    owned = [spread[i].home.comm for i in working if isinstance(spread[i].home, Owned)]
     together = Together([*together.comms, *owned])
-    return Consensus(together, working, (*working, *deciding)[0].device) if together.comms else None
+    if not together.comms:
+        return None
+    layout = {}
+    for i, kind in working.items():
+        device, *key = spread[i].key  # of which ranks have several
+        layout[spread[i].number] = (kind.__name__, device.type, *map(str, key), spread[i].place)
+    return Consensus(owner, together, spread[min(working, default=0)].param.device, layout, comm is not None)
