@@ -47,7 +47,7 @@ class Event:
         self.stream.until(self.n)
 
 
-class Late(offload.Link):
+class Late(offload.CopyStreams):
     now = Now()
 
     def stream(self):
@@ -59,13 +59,13 @@ class Late(offload.Link):
     def memory(self, size):
         return torch.full((size,), 77, dtype=torch.uint8)
 
-    def pinned(self, tensor):
+    def pin(self, tensor):
         return tensor
 
-    def copied(self, stream, pairs):
+    def copy(self, stream, pairs):
         stream.todo.append(lambda: [to.copy_(of) for to, of in pairs])
         return Event(stream)
 
     def idle(self):
         """Whether nothing is under way."""
-        return all(stream.done == len(stream.todo) for stream in (self.forth, self.back))
+        return all(stream.done == len(stream.todo) for stream in self.streams)

@@ -28,7 +28,7 @@ HALVES += [{"state_dtype": "int8"}, {"state_dtype": "bfloat16", "rounding": "exa
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    monkeypatch.setitem(offload.LINKS, "cpu", Late)
+    monkeypatch.setitem(offload.COPY_STREAMS, "cpu", Late)
     monkeypatch.setattr(buckets, "BUCKET", 250)  # bytes, a quarter of what the host computes at a time: even the vector is cut
 
 
@@ -48,7 +48,7 @@ def check(pairs):
     (a, x), (b, y) = pairs
     assert same(bits(a), bits(b))
     assert same(flat(x), flat(y))
-    assert all(lane.link.idle() for lane in y._placements if lane.hosted)
+    assert all(lane.copies.idle() for lane in y._placements if lane.hosted)
 
 
 def counted(opt):
@@ -92,7 +92,7 @@ def test_what_is_cut_and_what_is_not():
     assert {name: len(cut[1]._placements[0].entries[i].records) for i, name in enumerate(SHAPES)}["wide"] == 16  # a row each
     assert all(len(seat.records) == 1 for seat in whole[1]._placements[0].entries)
     assert counted(cut[1]) > counted(whole[1]) > counted(together[1]) == [1]
-    rooms = cut[1]._placements[0].rooms
+    rooms = cut[1]._placements[0].buffers
     assert len(rooms) == 3
     assert all(room.memory.numel() <= 2 * 1200 + 512 for room in rooms)  # a row of "wide", p and g
 
@@ -118,7 +118,7 @@ def on_the_device():
     from rlx_optim.cli import memory
 
     found, memory.locked = {}, lambda size: size
-    offload.LINKS["cpu"], buckets.BUCKET = Late, 700
+    offload.COPY_STREAMS["cpu"], buckets.BUCKET = Late, 700
     for name, dtype, settings in DEVICE:
         pairs = [
             (p, make(name, list(p.items()), engine="triton", **settings, **more))
@@ -132,7 +132,7 @@ def on_the_device():
         counted = memory.homes(
             rlx_optim.create(name.lower(), **settings), {k: tuple(p.shape) for k, p in pairs[1][0].items()}, 4, True, "triton"
         )
-        assert counted["device"]["buckets"] == sum(room.memory.numel() for room in lane.rooms)
+        assert counted["device"]["buckets"] == sum(room.memory.numel() for room in lane.buffers)
         found[name] = type(lane.buckets[0].placement).__name__
     return found
 
@@ -334,7 +334,7 @@ def test_refusals(monkeypatch):
     opt = ours.Prodigy(named, offload={"w": "cpu"})
     with pytest.raises(ValueError, match=r"Prodigy: .* is over all tensors, but 'w' and 'wide' are not stepped together"):
         run(opt, dict(named), 0, 1)
-    monkeypatch.delitem(offload.LINKS, "cpu")
+    monkeypatch.delitem(offload.COPY_STREAMS, "cpu")
     with pytest.raises(ValueError, match=r"AdamW: parameter 'w' is on cpu, and offload='cpu' is for parameters on a CUDA device"):
         ours.AdamW(named, lr=0.1, offload="cpu")
 
@@ -367,18 +367,18 @@ def test_a_state_that_was_moved_is_refused():
 # ---- interruptions ----------------------------------------------------------------------------------------------------------
 def in_the_middle(monkeypatch, what):
     """Have something happen while a bucket is computed."""
-    step, calls = offload.Hosted.carry, []
+    step, calls = offload.Hosted.run_buckets, []
 
-    def carry(self, turns, compute):
-        def disturbed(turn):
-            calls.append(turn)
+    def run_buckets(self, chosen, grads, compute):
+        def disturbed(work):
+            calls.append(work)
             if len(calls) == 3:
                 what()
-            compute(turn)
+            compute(work)
 
-        step(self, turns, disturbed)
+        step(self, chosen, grads, disturbed)
 
-    monkeypatch.setattr(offload.Hosted, "carry", carry)
+    monkeypatch.setattr(offload.Hosted, "run_buckets", run_buckets)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -416,7 +416,7 @@ def test_an_error_leaves_nothing_under_way(monkeypatch):
     give_gradients(params, 1)
     with pytest.raises(MemoryError):
         opt.step()
-    assert all(lane.link.idle() for lane in opt._placements)
+    assert all(lane.copies.idle() for lane in opt._placements)
 
 
 def test_threads():
@@ -470,7 +470,7 @@ def test_memory_counts_what_is_taken(name, engine, monkeypatch):
     kept = [v for state in opt.state.values() for k, v in state.items() if k not in ("step", *opt.spec().counters())]
     assert found["host"]["state"] == sum(v.nbytes for v in kept if torch.is_tensor(v))
     rooms = {
-        above: sum(r.memory.numel() for lane in opt._placements if lane.above == above for r in lane.rooms)
+        above: sum(r.memory.numel() for lane in opt._placements if lane.above == above for r in lane.buffers)
         for above in (True, False)
     }
     for said, taken in ((found["device"]["buckets"], rooms[True]), (found["host"]["buckets"], rooms[False])):

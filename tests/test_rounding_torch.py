@@ -325,3 +325,21 @@ def test_tensors_that_sit_a_step_out_may_be_rounded_elsewhere(how):
             opt.step()
         found.append({k: p.detach().clone() for k, p in params.items()})
     assert equal(*found)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("Prodigy", {}), ("Adan", {"max_grad_norm": 1.0})])
+def test_types_that_are_stepped_together_are_each_read_as_it_is(name, settings):
+    """What is reduced over all tensors is one bundle of all types: of 16 bits no less than of 32."""
+    ends = []
+    for engine in ("cpu", "torch"):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(4, 3).bfloat16()), nn.Parameter(torch.randn(5, 3))]
+        opt = getattr(ours, name)(params, rounding="nearest", engine=engine, **settings)
+        for t in range(3):
+            for p in params:
+                p.grad = torch.full_like(p, 0.1 * (t + 1))
+            opt.step()
+        ends.append(params)
+    (half, single), (other, wanted) = ends
+    assert torch.allclose(single, wanted, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(half.float(), other.float(), rtol=2**-7, atol=0)

@@ -17,8 +17,7 @@ from .rounding import EXACT
 from .spec import Shape, Spec
 from .storage import count_bytes
 
-DIGEST = 4  # bytes of what must be the same on all ranks; they travel with their complement
-FLAGS = 4 + 2 * DIGEST  # bytes that go before those of the parameters in the ranks' agreement
+FLAGS, DIGEST = 12, 4  # bytes before those of the parameters in the ranks' agreement: verdicts, then a digest and its complement
 STAGES, STAGE = 4, 1 << 20  # how many there are at most, and how many elements a rank should have in each
 WIDE = 8  # bytes of a number that is added up, or that comes with an update
 

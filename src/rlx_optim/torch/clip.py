@@ -94,9 +94,9 @@ def grad_norm(params: list[Any], order: float = 2.0) -> torch.Tensor:
     grads = [p.grad for p in params if p.grad is not None]
     device = grads[0].device if grads else params[0].device if params else torch.device("cpu")
     if any(hasattr(p, "placements") for p in params):
-        from .placements.reducing import sorted_out, total
+        from .placements.sharded import sum_over_ranks
 
-        combined = total({way: _power(each, order, device) for way, each in sorted_out(params).items()}, math.isinf(order))
+        combined = sum_over_ranks(params, lambda each: _power(each, order, device), math.isinf(order))
     else:
         combined = _power(grads, order, device)
     return combined if math.isinf(order) else combined ** (1 / order)

@@ -12,7 +12,7 @@ from ..spec import Spec
 from ..stepping import StepPart, list_stats
 from .aliasing import Work, rounds
 from .collect import collect
-from .placements.host import whole
+from .placements.host import finish_copies
 
 if TYPE_CHECKING:
     from .stepping import Stepper
@@ -65,7 +65,7 @@ def run(opt: Stepper, work: Work, specs: list[Spec], factor: Any, asked: bool) -
     for placement in placements:
         placement.asked = asked
     try:
-        with whole(placements) if any(placement.hosted for placement in placements) else contextlib.nullcontext():
+        with finish_copies(placements) if any(placement.hosted for placement in placements) else contextlib.nullcontext():
             for round_ in rounds(opt._owner, work, opt.param_groups, opt._repeated):
                 for batch in round_:
                     placement = batch.placement

@@ -27,7 +27,7 @@ from .eval_mode import eager, named
 from .hyper import fixed, identified, in_dtype, number, plain
 from .memory import GRAD, REQUIRES_GRAD, is_dtensor
 from .placements.captured import Captured
-from .placements.host import LINKS
+from .placements.host import COPY_STREAMS
 from .placements.local import ARITHMETIC, Placement
 from .policy import Policy
 from .replaced_params import follow, list_params, pair_replaced
@@ -182,7 +182,7 @@ class Stepper(Policy):
         if param.dtype not in ARITHMETIC:
             hint = "; optimize torch.view_as_real of it" if param.is_complex() else ""
             raise ValueError(f"{what} has dtype {param.dtype}; float32, float64, bfloat16 and float16 can be stepped{hint}")
-        if param in self._hosted and param.device.type not in LINKS:
+        if param in self._hosted and param.device.type not in COPY_STREAMS:
             raise ValueError(
                 f"{what} is on {param.device}, and offload='cpu' is for parameters on a CUDA device: move the model there before "
                 "the optimizer is made, or leave offload out, or name others: offload={'*pattern*': 'cpu'}"

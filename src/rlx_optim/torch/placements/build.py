@@ -14,25 +14,15 @@ from ...program import trace
 from ...rounding import LOW
 from ...routing import bare
 from ...spec import Spec
-from ...splits import WHOLE, Split, part, slots_of
+from ...splits import WHOLE, Split, part
 from ...stepping import check_together
 from ...storage import COMPONENTS, Quantized
 from .. import bf16
 from ..engines import choose
 from ..eval_mode import named
-from ..memory import is_fake
+from ..memory import is_fake, local_part
 from ..replaced_params import list_params
-from ..state import (
-    HOST,
-    count_of,
-    dtype_of,
-    in_pieces,
-    init_state,
-    names_of,
-    part_names,
-    shape_in_state,
-    split_in,
-)
+from ..state import HOST, count_of, dtype_of, in_pieces, init_state, kept_slots, names_of, part_names, shape_in_state
 from ..state_dict import canonicalize, read_component
 from .captured import Captured, refusal
 from .host import Hosted
@@ -54,6 +44,11 @@ class Planned(NamedTuple):
     split: Split
     home: Any
     turned: bool  # it is maximized in a placement that minimizes
+
+    @property
+    def spread(self) -> bool:
+        """Whether it is spread over ranks, or shared out among them."""
+        return self.home is not None and self.home is not HOST
 
     @property
     def key(self) -> tuple[torch.device, torch.dtype, bool]:
@@ -122,69 +117,70 @@ def plan_params(opt: Stepper, dormant: list[torch.Tensor]) -> list[Planned]:
 
 def add_entry(opt: Stepper, placements: dict[Any, Placement], each: Planned) -> None:
     """Give a parameter an entry in the placement that suits it, made if need be."""
-    spec, param, home, key = each.spec, each.param, each.home, each.key
-    device, dtype, maximize = key
+    spec, param, home = each.spec, each.param, each.home
+    device, dtype, maximize = each.key
     init_state(opt.state[param], spec, param, each.split, home)
     where = opt._reached(param, type(spec))
     engine, why = choose(opt.engine, where, dtype, is_fake(param))
     make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
-    if home is not None and home is not HOST:
+    key, spread = each.key, ""
+    if each.spread:
         if opt.capturable:
             raise ValueError(f"{opt._owner}: capturable=True is for parameters that are not spread over ranks; {each.name} is")
-        from . import sharded
+        from .sharded import find_kind
 
-        placement = sharded.add(opt, placements, make, (engine, why), each)
-    else:
-        place: Any = key
-        if home is HOST:
-            place = (*key, where, spec.matrix)
-            make = functools.partial(Hosted, where=where, above=on_the_device(spec.matrix, opt.engine))
-        if place not in placements:
-            placements[place] = make(engine, why, device, dtype, -1.0 if maximize else 1.0)
-        placement = placements[place]
-        if opt.capturable and (problem := refusal(spec, engine.name, opt.nonfinite)):
-            raise ValueError(f"{opt._owner}: {problem}")
-        placement.admit(make_entry(opt, placement, spec, param, each.name, each.place), spec)
-    set_rounding(opt, placement, spec, bare(each.name))
-    placement.entries[-1].turned = each.turned
-
-
-def set_rounding(opt: Stepper, placement: Placement, spec: Spec, name: str) -> None:
-    """Tell the last entry of a placement how its parameter is rounded. name: by which chance is keyed."""
-    entry = placement.entries[-1]
-    if bf16.keeps_low(spec, entry.param):
-        read_component(opt._owner, entry.state, LOW, name)
-    low = bf16.checked(opt._owner, entry.state, spec, entry.param, name, placement.kept)
-    entry.rounding = bf16.half_of(spec, entry.param, name, low)
+        make, spread = find_kind(make, each)
+        key = (*key, make, home.group_name)
+    elif home is HOST:
+        key = (*key, where, spec.matrix)
+        make = functools.partial(Hosted, where=where, above=on_the_device(spec.matrix, opt.engine))
+    elif opt.capturable and (problem := refusal(spec, engine.name, opt.nonfinite)):
+        raise ValueError(f"{opt._owner}: {problem}")
+    if key not in placements:
+        placements[key] = make(engine, why, device, dtype, -1.0 if maximize else 1.0)
+        placements[key].spread = spread
+    placement = placements[key]
+    entry = make_entry(opt, placement, each)
+    placement.admit(entry, each)
+    entry.turned = each.turned
+    if bf16.keeps_low(spec, param):
+        read_component(opt._owner, entry.state, LOW, bare(each.name))
+    low = bf16.checked(opt._owner, entry.state, spec, param, bare(each.name), placement.kept)
+    entry.rounding = bf16.half_of(spec, param, bare(each.name), low)
     bf16.tell(placement, entry)
 
 
-def make_entry(opt: Stepper, placement: Placement, spec: Spec, param: torch.Tensor, name: str, group: int) -> ParamEntry:
-    state = opt.state[param]
-    split = split_in(state) or WHOLE
+def make_entry(opt: Stepper, placement: Placement, each: Planned) -> ParamEntry:
+    """An entry with the views of its state that a placement needs."""
+    owner, spec, param, home, name = opt._owner, each.spec, each.param, each.home, bare(each.name)
+    state, split = opt.state[param], each.split if spec.matrix or not each.spread else WHOLE
     if not opt.capturable:
-        canonicalize(opt._owner, state, spec, bare(name))
-    entry = ParamEntry(param, state, bare(name), group, split, spec.counters())
+        canonicalize(owner, state, spec, name)
+    entry = ParamEntry(param, state, name, each.place, split, spec.counters())
     entry.decided = spec.decisions(1, spec.counters()).keys() & spec.counters().keys()
-    for record in entry.records:
-        record.t = int(count_of(state["step"]))
-        record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
-    slots = slots_of(spec, tuple(param.shape), split)
+    slots = kept_slots(spec, param, split, home)
     if isinstance(placement, Hosted):
         placement.canonicalize(state, part_names(spec, slots))
-    for slot, key in names_of(spec, slots).items():
+    local_slots = placement.cut_to_part(entry, spec, slots) if each.spread else slots
+    for i, record in enumerate(entry.records):
+        record.slots = {slot: of_pieces[i] for slot, of_pieces in local_slots.items()}
+        record.t = int(count_of(state["step"]))
+        record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
+    for slot, key in names_of(spec, slots).items() if not each.spread or home.computes else ():
         kind, views = slots[slot][0].storage, []
         for end in COMPONENTS[kind]:
-            parts = part(slots[slot], end)
-            buffer = read_component(opt._owner, state, key + end, bare(name))
-            shape, dtype = shape_in_state(parts, param, split), dtype_of(slots[slot], param, end)
-            where = (buffer.shape, buffer.dtype, buffer.device)
-            if where != (shape, dtype, placement.kept) or not buffer.is_contiguous():
+            kept = read_component(owner, state, key + end, name)
+            buffer, shape = local_part(kept), shape_in_state(part(slots[slot], end), param, split)
+            dtype = dtype_of(slots[slot], param, end)
+            fits = home.fits(kept, shape) if each.spread else kept.shape == shape
+            if not fits or (buffer.dtype, buffer.device) != (dtype, placement.kept) or not buffer.is_contiguous():
+                where = f"on {placement.kept}{', spread like the parameter' if each.spread else ''}"
                 raise RuntimeError(
-                    f"{opt._owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} "
-                    f"and on {placement.kept}; it is of shape {tuple(buffer.shape)}, {buffer.dtype} and on {buffer.device}"
+                    f"{owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} and {where}; it is of shape "
+                    f"{tuple(kept.shape)}, {kept.dtype} and on {kept.device}"
                 )
-            views.append([placement.view(each) for each in in_pieces(buffer, parts)])
-        for record, each, *views_of in zip(entry.records, slots[slot], *views, strict=True):
-            record.slots[slot], record.state[slot] = each, Quantized(kind, *views_of) if kind else views_of[0]
+            views.append([placement.view(piece) for piece in in_pieces(buffer, part(local_slots[slot], end))])
+        first = home.first() if each.spread else 0
+        for record, *arrays in zip(entry.records, *views, strict=True):
+            record.state[slot] = Quantized(kind, *arrays, first=first) if kind else arrays[0]
     return entry

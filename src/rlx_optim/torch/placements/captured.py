@@ -135,7 +135,7 @@ class Captured(LocalTriton):
     ) -> None:  # fmt: skip
         self.pointers.flag = self.flag
         place = {record: i for i, entry in enumerate(self.entries) for record in entry.records}
-        sides = [dict(zip(selection.rows, self.arrays(entries, side), strict=True)) for side in (params, grads)]
+        sides = [self.arrays(selection, entries, side) for side in (params, grads)]
         taken = None if self.flag is None else (self.flag == 0).reshape(())
         after: dict[str, torch.Tensor] = {}
         for bundle in (step.part.bundle for step in self.parts):

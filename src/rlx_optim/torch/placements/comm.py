@@ -112,8 +112,3 @@ def sharing(params: Iterable[torch.Tensor], comm: Comm | None) -> Together:
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         comms += [Comm(mesh.get_group(i)) for i in range(mesh.ndim)]
     return Together(comms)
-
-
-def splitting(params: Iterable[torch.Tensor]) -> Together:
-    """Those who have different parts of these parameters, and replicas of such parts: what one refuses, all of them refuse."""
-    return sharing([p for p in params if isinstance(p, DTensor) and DTensorLayout(p).comms], None)

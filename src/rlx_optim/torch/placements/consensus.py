@@ -82,7 +82,10 @@ class Consensus:
     def _digest(self, specs: Sequence[Spec]) -> bytes:
         """What depends on the layout and on settings in what ranks send, as bytes; then their complement, so that the largest of
         each on any rank tell whether all are the same."""
-        settings = [(type(spec).__name__, stable(spec.fusion_key()), kinds_of(spec)) for spec in (specs[i] for i in self.groups)]
+        settings = []  # but for numbers that schedules move: by the others the work of a matrix is reckoned, and its stage
+        for spec in map(specs.__getitem__, self.groups):
+            values = [value for value in spec.values().values() if type(value) in (bool, int, str)]
+            settings.append((type(spec).__name__, stable(spec.fusion_key()), values))
         if self.known[0] != settings:
             found = hashlib.blake2b(repr((settings, sorted(self.layout.items()))).encode(), digest_size=DIGEST).digest()
             self.known = settings, found + bytes(255 - each for each in found)
@@ -122,14 +125,7 @@ class Consensus:
 
 def stable(value: Any) -> Any:
     """A value as it is written on every rank."""
-    if isinstance(value, tuple):
-        return tuple(map(stable, value))
-    return "a function" if callable(value) else value
-
-
-def kinds_of(spec: Spec) -> tuple[Any, ...]:
-    """Hyperparameters but for the numbers that schedules move, by which the work of a matrix is reckoned."""
-    return tuple(stable(value) for value in spec.values().values() if not isinstance(value, (float, tuple)))
+    return tuple(map(stable, value)) if isinstance(value, tuple) else "a function" if callable(value) else value
 
 
 def local_grad(owner: str, name: str, param: Any, grad: Any) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _exchange(
 ) -> Callable[[], list[list[torch.Tensor]]]:
     """Give lists of tensors to each rank, get tensors of known shapes from each."""
     sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in each] for each in wants]
-    flat = [_bytes(tensor) for each in gives for tensor in each]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for each in gives for tensor in each]
     send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     receive = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
     given = [sum(t.numel() * t.element_size() for t in each) for each in gives]
@@ -97,10 +97,6 @@ def _exchange(
         return [[_typed(next(pieces), shape, dtype) for shape, dtype in each] for each in wants]
 
     return came
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _typed(piece: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

@@ -27,6 +27,9 @@ from .exchange import Transfer, spread
 class Shards:
     """State placed like the parameter: an axis that a slot lacks is not sharded. With `whole`, replicated."""
 
+    computes = True  # whether this rank computes the parameter, and holds its state
+    group_name = None
+
     def __init__(self, layout: DTensorLayout, whole: bool = False):
         self.layout, self.whole = layout, whole
 
@@ -90,14 +93,18 @@ class Owned:
 
     def __init__(self, comm: Comm, owner: int, layout: DTensorLayout | None):
         self.comm, self.owner, self.layout = comm, owner, layout
-        self.is_owner = comm.rank == owner
+        self.computes = comm.rank == owner
+        self.group_name = comm.name
         self.dim = None if layout is None else layout.shards[0][1]
 
     def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
         return slots
 
     def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-        return fresh(slots, param, split, dtype) if self.is_owner else torch.empty(0, dtype=dtype, device=param.device)
+        return fresh(slots, param, split, dtype) if self.computes else torch.empty(0, dtype=dtype, device=param.device)
+
+    def first(self) -> int:
+        return 0
 
     def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Transfer:
         """How a slot travels: cut like the parameter, or along its first axis."""
@@ -112,16 +119,16 @@ class Owned:
     @torch.no_grad()
     def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if self.is_owner:
+        if self.computes:
             buffer.copy_(whole.reshape(buffer.shape))
 
     @torch.no_grad()
     def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         item = Transfer(shape, buffer.dtype, None, self.owner)
-        return spread(self.comm, [item], {0: buffer} if self.is_owner else {}, buffer.device)()[0]
+        return spread(self.comm, [item], {0: buffer} if self.computes else {}, buffer.device)()[0]
 
     def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
-        return tuple(buffer.shape) == (shape if self.is_owner else (0,))
+        return tuple(buffer.shape) == (shape if self.computes else (0,))
 
 
 Home = Shards | Owned
@@ -191,13 +198,9 @@ def exported(
             item = home.item(shape, states[param][key].dtype, shape == tuple(param.shape))
             comms.setdefault((home.comm.name, param.device), (home.comm, []))[1].append((param, home, key, item))
     for (_, device), (comm, entries) in comms.items():
-        wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.is_owner}
+        wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.computes}
         parts = spread(comm, [item for *_, item in entries], wholes, device)()
         for (param, home, key, item), part in zip(entries, parts, strict=True):
-            out[param][key] = part.clone() if home.layout is None else _as_dtensor(home, item, part)
+            own, layout = part.clone(), home.layout
+            out[param][key] = own if layout is None else layout.wrapped(own, item.shape, home.placements(item))
     return out
-
-
-def _as_dtensor(home: Owned, item: Transfer, part: torch.Tensor) -> DTensor:
-    assert home.layout is not None
-    return home.layout.wrapped(part.clone(), item.shape, home.placements(item))

@@ -4,7 +4,7 @@ Who steps what stays as it is; where the arrays are is what changes. `Hosted` de
 an ordinary placement whose entries (`Chunk`) stand for arrays that are brought to where the arithmetic is. For most rules that is
 the host: gradients and parameters come down, the parameters go up again, the state never moves. For matrix rules, and for all
 with engine="triton", it is the device: state goes up and comes down again. Where a rule looks at single coordinates, a large
-tensor goes in runs of rows. While one bucket is computed, the next are on their way and the last is on its way back (`Link`).
+tensor goes in runs of rows. While one bucket is computed, the next are on their way and the last is on its way back.
 
 Nothing is under way when a step has ended, and no copy of a parameter outlives it: what the owner does with p between steps
 counts.
@@ -39,13 +39,13 @@ from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
 
 
-class Room:
-    """Memory that buckets use in turn."""
+class StagingBuffer:
+    """Memory where the arithmetic is, which buckets use in turn."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.come: Any = None  # when what was brought last is here
-        self.gone: Any = None  # when what was taken away last is there
+        self.in_done: Any = None  # the event after which what was copied in last is here
+        self.out_done: Any = None  # and the one after which what was copied out last is there
 
     def views(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and types, one behind the other."""
@@ -57,16 +57,16 @@ class Room:
         ]
 
 
-def count_bytes(like: Sequence[torch.Tensor]) -> int:
+def bytes_of(like: Sequence[torch.Tensor]) -> int:
     return sum(aligned(t.numel() * t.element_size()) for t in like)
 
 
-class Link:
-    """Copies between a CUDA device and the host, on streams of their own. below: whether the host computes."""
+class CopyStreams:
+    """Copies between a CUDA device and the host, on streams of their own. on_host: whether the host computes."""
 
-    def __init__(self, device: torch.device, below: bool):
-        self.device, self.below = device, below
-        self.forth, self.back = self.stream(), self.stream()
+    def __init__(self, device: torch.device, on_host: bool):
+        self.device, self.on_host = device, on_host
+        self.streams = self.inward, self.outward = self.stream(), self.stream()
 
     def stream(self) -> Any:
         return torch.cuda.Stream(self.device)
@@ -77,15 +77,15 @@ class Link:
 
     def memory(self, size: int) -> torch.Tensor:
         """Bytes where the arithmetic is; page-locked on the host."""
-        where: Any = {"device": "cpu", "pin_memory": True} if self.below else {"device": self.device}
+        where: Any = {"device": "cpu", "pin_memory": True} if self.on_host else {"device": self.device}
         return torch.empty(size, dtype=torch.uint8, **where)
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host in page-locked memory, from which copies do not wait."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
-    def copied(self, stream: Any, pairs: Pairs) -> Any:
-        """The event that ends these copies."""
+    def copy(self, stream: Any, pairs: Pairs) -> Any:
+        """Begin these copies; gives the event that ends them."""
         with torch.cuda.stream(stream):
             if pairs:  # a rule may have no state
                 torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
@@ -93,49 +93,50 @@ class Link:
             event.record(stream)
         return event
 
-    def enlarge(self, room: Room, size: int) -> None:
-        """Have at least so many bytes in a room."""
-        if room.memory.numel() < size:
+    def enlarge(self, buffer: StagingBuffer, size: int) -> None:
+        """Have at least so many bytes in a buffer."""
+        if buffer.memory.numel() < size:
             with torch.inference_mode(False):  # it is written to in every mode
-                room.memory = self.memory(size)
+                buffer.memory = self.memory(size)
 
-    def begin(self) -> None:
-        """What is copied comes after what the device computes now."""
-        for stream in (self.forth, self.back):
-            stream.wait_stream(self.current())
+    def copy_in(self, buffer: StagingBuffer, pairs: Pairs) -> None:
+        """Copy to where the arithmetic is, as soon as what was in the buffer before is out."""
+        if buffer.out_done is not None:
+            self.inward.wait_event(buffer.out_done)
+        buffer.in_done = self.copy(self.inward, pairs)
 
-    def bring(self, room: Room, pairs: Pairs) -> None:
-        """To where the arithmetic is, as soon as what was in the room before is gone."""
-        if room.gone is not None:
-            self.forth.wait_event(room.gone)
-        room.come = self.copied(self.forth, pairs)
-
-    def arrive(self, room: Room) -> None:
-        """Let the arithmetic wait for what was brought."""
-        if self.below:
-            room.come.synchronize()
+    def wait_for(self, buffer: StagingBuffer) -> None:
+        """Let the arithmetic wait for what was copied in."""
+        if self.on_host:
+            buffer.in_done.synchronize()
         else:
-            self.current().wait_event(room.come)
+            self.current().wait_event(buffer.in_done)
 
-    def take(self, room: Room, pairs: Pairs) -> None:
-        """Back to where it came from, once it is computed."""
-        if not self.below:
-            self.back.wait_stream(self.current())
-        room.gone = self.copied(self.back, pairs)
+    def copy_out(self, buffer: StagingBuffer, pairs: Pairs) -> None:
+        """Copy back to where it came from, once it is computed."""
+        if not self.on_host:
+            self.outward.wait_stream(self.current())
+        buffer.out_done = self.copy(self.outward, pairs)
 
-    def end(self) -> None:
-        """What the device computes next comes after the copies."""
-        for stream in (self.forth, self.back):
-            self.current().wait_stream(stream)
+    @contextlib.contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Copies come after what the device computes now, and what it computes next after the copies."""
+        for stream in self.streams:
+            stream.wait_stream(self.current())
+        try:
+            yield
+        finally:
+            for stream in self.streams:
+                self.current().wait_stream(stream)
 
-    def rest(self) -> None:
-        """What was written to the host is there."""
-        if not self.below:
-            self.back.synchronize()
+    def drain(self) -> None:
+        """Wait until what was written to the host is there."""
+        if not self.on_host:
+            self.outward.synchronize()
 
 
 #: by the type of device that parameters are offloaded from
-LINKS: dict[str, type[Link]] = {"cuda": Link}
+COPY_STREAMS: dict[str, type[CopyStreams]] = {"cuda": CopyStreams}
 
 
 class Chunk:
@@ -162,14 +163,26 @@ class StagedBucket:
     placement: Placement
     places: list[int]
     state: list[Pairs] = dataclasses.field(default_factory=list)
-    room: Room | None = None  # where that is bound to one
-    #: else: what parameters and gradients were brought to last; in which memory, of which chunks, and of which types
+    buffer: StagingBuffer | None = None  # where that is bound to one
+    #: else: what parameters and gradients were copied to last; in which memory, of which chunks, and of which types
     staged: list[torch.Tensor] = dataclasses.field(default_factory=list)
     shape: Any = None
 
 
+@dataclasses.dataclass
+class BucketStep:
+    """A bucket in a step: which of its chunks, their gradients, and what is copied back."""
+
+    bucket: StagedBucket
+    buffer: StagingBuffer
+    members: list[int]
+    chunks: list[Any]
+    grads: list[torch.Tensor]
+    back: Pairs = ()
+
+
 class Hosted(Placement):
-    """Seats whose state is on the host, and who computes where."""
+    """Entries whose state is on the host, and who computes where."""
 
     hosted = True
 
@@ -182,8 +195,8 @@ class Hosted(Placement):
         self.inner = LOCAL.get(engine.name, LocalTensors)
         self.unbroken = False  # whether a rule reduces over all tensors
         self.matrix = False  # whether one is a matrix rule
-        self.link = LINKS[device.type](device, not above)
-        self.rooms = [Room() for _ in range(SLOTS)]
+        self.copies = COPY_STREAMS[device.type](device, not above)
+        self.buffers = [StagingBuffer() for _ in range(SLOTS)]
         self.buckets: list[StagedBucket] = []
 
     @property
@@ -197,12 +210,12 @@ class Hosted(Placement):
         """Have state that is sent to and fro in page-locked memory."""
         for name in (*names, LOW) if self.above else ():
             if name in state:
-                state[name] = self.link.pinned(state[name])
+                state[name] = self.copies.pin(state[name])
 
-    def admit(self, entry: ParamEntry, spec: Spec) -> None:
+    def admit(self, entry: ParamEntry, planned: Any) -> None:
         """Take an entry in, cut into runs of rows where that makes no difference to its rule."""
         self.entries.append(entry)
-        shape = tuple(entry.shape)
+        shape, spec = tuple(entry.shape), planned.spec
         self.unbroken, self.matrix = self.unbroken or reduces_over_all(spec, shape), self.matrix or spec.matrix
         if self.unbroken and self.above:
             raise spec.refuse(
@@ -220,15 +233,13 @@ class Hosted(Placement):
         super().share_counts()
         chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.chunks(entry)]
         moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
-        sizes, most = list(map(count_bytes, moved)), buckets.most(self.above, self.matrix)
-        self.buckets = []
-        for places in buckets.dealt(sizes, most, self.unbroken):
-            self.buckets.append(self.bucket([chunks[place] for place in places]))
+        sizes, most = list(map(bytes_of, moved)), buckets.most(self.above, self.matrix)
+        self.buckets = [self.bucket([chunks[k] for k in members]) for members in buckets.dealt(sizes, most, self.unbroken)]
         if self.above:
-            for room, size in zip(self.rooms, buckets.rooms(sizes, most, self.unbroken), strict=False):
-                self.link.enlarge(room, size)
+            for buffer, size in zip(self.buffers, buckets.rooms(sizes, most, self.unbroken), strict=False):
+                self.copies.enlarge(buffer, size)
             for n, bucket in enumerate(self.buckets):
-                self.bind(bucket, self.rooms[n % SLOTS])
+                self.bind(bucket, self.buffers[n % SLOTS])
 
     def chunks(self, entry: ParamEntry) -> Iterator[Chunk]:
         """Of an entry."""
@@ -254,10 +265,10 @@ class Hosted(Placement):
             placement.arrange()
         return StagedBucket(placement, [place for place, _ in chunks])
 
-    def bind(self, bucket: StagedBucket, room: Room) -> None:
-        """Give chunks state in a room on the device, and keep what it is copied from."""
-        bucket.room, chunks = room, cast(Any, bucket.placement.entries)
-        views = iter(room.views([tensor for chunk in chunks for tensor in stored(chunk)]))
+    def bind(self, bucket: StagedBucket, buffer: StagingBuffer) -> None:
+        """Give chunks state in a buffer on the device, and keep what it is copied from."""
+        bucket.buffer, chunks = buffer, cast(Any, bucket.placement.entries)
+        views = iter(buffer.views([tensor for chunk in chunks for tensor in stored(chunk)]))
         for chunk in chunks:
             pairs = [(next(views), tensor) for tensor in stored(chunk)]
             bucket.state.append(pairs)
@@ -275,86 +286,74 @@ class Hosted(Placement):
         bucket.placement.arrange()
 
     def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
-        def take(record: TensorState, part: torch.Tensor) -> None:
-            observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
-
         if self.above:
-            turns = self.turns([self.entries.index(entry)], [estimate])
-            self.carry(turns, lambda turn: take(turn.chunks[0].records[0], turn.grads[0]))
-            return self.link.rest()
+
+            def take(work: BucketStep) -> None:
+                record = work.chunks[0].records[0]
+                observe(record, spec, self.engine, self.inner.view(work.grads[0].reshape(record.shape)))
+
+            self.run_buckets([self.entries.index(entry)], [estimate], take)
+            return self.copies.drain()
         parts = estimate.to(self.where).reshape(-1).split([record.size for record in entry.records])
         for record, part in zip(entry.records, parts, strict=True):
-            take(record, part)
+            observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
 
     def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Step bucket by bucket."""
-        turns = self.turns(batch.chosen, batch.grads)
+        self.parts = []
 
-        def compute(turn: Turn) -> None:
-            placement = turn.bucket.placement
+        def compute(work: BucketStep) -> None:
+            placement = work.bucket.placement
             placement.asked = self.asked
-            placement.step(Batch(placement, turn.members, turn.grads), specs, fusion_keys, scale)
+            placement.step(Batch(placement, work.members, work.grads), specs, fusion_keys, scale)
+            self.parts += placement.parts
 
-        self.carry(turns, compute)
-        self.parts = [part for turn in turns for part in turn.bucket.placement.parts]
+        self.run_buckets(batch.chosen, batch.grads, compute)
 
-    def turns(self, chosen: Sequence[int], grads: Sequence[torch.Tensor]) -> list[Turn]:
-        """The buckets that these entries are in, with what is theirs."""
-        given = dict(zip(chosen, grads, strict=True))
-        work = [(bucket, [k for k, i in enumerate(bucket.places) if i in given]) for bucket in self.buckets]
-        return [Turn(self, bucket, members, given, n) for n, (bucket, members) in enumerate((b, m) for b, m in work if m)]
+    def run_buckets(self, chosen: Sequence[int], grads: Sequence[torch.Tensor], compute: Callable[[BucketStep], None]) -> None:
+        """Compute the buckets that these entries are in. Each is copied in as soon as its buffer is free, computed, and copied
+        out."""
+        given, todo = dict(zip(chosen, grads, strict=True)), list[BucketStep]()
+        for bucket in self.buckets:
+            if members := [k for k, i in enumerate(bucket.places) if i in given]:
+                chunks: list[Any] = [bucket.placement.entries[k] for k in members]
+                parts = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(members, chunks, strict=True)]
+                todo.append(BucketStep(bucket, bucket.buffer or self.buffers[len(todo) % SLOTS], members, chunks, parts))
+        waiting, busy = list(reversed(todo)), set[StagingBuffer]()
+        with self.copies.ordered():
+            for work in todo:
+                while waiting and waiting[-1].buffer not in busy:
+                    busy.add(waiting[-1].buffer)
+                    self.copy_in(waiting.pop())
+                self.copies.wait_for(work.buffer)
+                compute(work)
+                self.copies.copy_out(work.buffer, work.back)
+                busy.discard(work.buffer)
 
-    def carry(self, turns: Sequence[Turn], compute: Callable[[Turn], None]) -> None:
-        """Each is brought as soon as its room is free, computed, and taken back."""
-        waiting, busy = list(reversed(turns)), set[Room]()
-        self.link.begin()
-        try:
-            for turn in turns:
-                while waiting and waiting[-1].room not in busy:
-                    coming = waiting.pop()
-                    busy.add(coming.room)
-                    coming.bring()
-                self.link.arrive(turn.room)
-                compute(turn)
-                self.link.take(turn.room, turn.back)
-                busy.discard(turn.room)
-        finally:
-            self.link.end()
+    def copy_in(self, work: BucketStep) -> None:
+        """Copy what a bucket is stepped with to where the arithmetic is: its state, or parameters and gradients."""
+        bucket, pairs = work.bucket, list[tuple[torch.Tensor, torch.Tensor]]()
+        if self.above:
+            pairs = [pair for k in work.members for pair in bucket.state[k]]
+            work.back = [(kept, staged) for staged, kept in pairs]
+            for chunk in work.chunks:
+                chunk.param = chunk.like if chunk.rows else chunk.whole
+        else:
+            wholes = [chunk.like for chunk in work.chunks]
+            sources = [*wholes, *work.grads]
+            self.copies.enlarge(work.buffer, bytes_of(sources))
+            shape = work.buffer.memory.data_ptr(), work.members, [t.dtype for t in sources]
+            if shape != bucket.shape:
+                bucket.staged, bucket.shape = work.buffer.views(sources), shape
+            pairs = list(zip(bucket.staged, sources, strict=True))
+            work.back = list(zip(wholes, bucket.staged, strict=False))
+            work.grads = bucket.staged[len(wholes) :]
+            for chunk, param in zip(work.chunks, bucket.staged, strict=False):
+                chunk.param = param
+        self.copies.copy_in(work.buffer, pairs)
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         raise AssertionError("a host placement does everything in `step`")
-
-
-class Turn:
-    """A bucket in a step: which of its chunks, their gradients, what is copied to where."""
-
-    def __init__(self, placement: Hosted, bucket: StagedBucket, members: list[int], given: dict[int, torch.Tensor], number: int):
-        self.placement, self.bucket, self.members = placement, bucket, members
-        self.room = bucket.room or placement.rooms[number % SLOTS]
-        self.chunks: Any = [bucket.placement.entries[k] for k in members]
-        self.grads = [chunk.cut(given[bucket.places[k]]) for k, chunk in zip(members, self.chunks, strict=True)]
-        self.back: Pairs = ()
-
-    def bring(self) -> None:
-        if self.placement.above:
-            pairs = [pair for k in self.members for pair in self.bucket.state[k]]
-            self.back = [(kept, staged) for staged, kept in pairs]
-            for chunk in self.chunks:
-                chunk.param = chunk.like if chunk.rows else chunk.whole
-        else:
-            wholes = [chunk.like for chunk in self.chunks]
-            sources, bucket = [*wholes, *self.grads], self.bucket
-            self.placement.link.enlarge(self.room, count_bytes(sources))
-            shape = self.room.memory.data_ptr(), self.members, [t.dtype for t in sources]
-            if shape != bucket.shape:
-                bucket.staged, bucket.shape = self.room.views(sources), shape
-            staged = bucket.staged
-            pairs = list(zip(staged, sources, strict=True))
-            self.back = list(zip(wholes, staged, strict=False))
-            self.grads = staged[len(wholes) :]
-            for chunk, param in zip(self.chunks, staged, strict=False):
-                chunk.param = param
-        self.placement.link.bring(self.room, pairs)
 
 
 def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
@@ -380,29 +379,23 @@ def run_of(whole: TensorState, rows: slice) -> TensorState:
 
 
 @contextlib.contextmanager
-def whole(placements: Iterable[Placement]) -> Iterator[None]:
+def finish_copies(placements: Iterable[Placement]) -> Iterator[None]:
     """A step of these placements, some offloaded: nothing is under way to the host after it, and Ctrl-C is answered after
     it, so that it is taken whole."""
-    with _undisturbed():
+    before: Any = signal.getsignal(signal.SIGINT)
+    answers = threading.current_thread() is threading.main_thread() and callable(before)
+    caught: list[Any] = []
+    if answers:
+        signal.signal(signal.SIGINT, lambda *args: caught.append(args))
+    try:
         try:
             yield
         finally:
             for placement in placements:
                 if isinstance(placement, Hosted):
-                    placement.link.rest()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    before: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
-    try:
-        yield
+                    placement.copies.drain()
     finally:
-        signal.signal(signal.SIGINT, before)
+        if answers:
+            signal.signal(signal.SIGINT, before)
         if caught:
             before(*caught[-1])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ from ..memory import (
     locate_in_storage,
     reach_beyond,
 )
+
+if TYPE_CHECKING:
+    from ..state import Slots
 
 ARITHMETIC = {
     torch.float32: torch.float32,
@@ -102,12 +106,12 @@ class Selection:
         entries: list[Any] = self.entries
         self.exact = all(e.dtype is placement.dtype and e.rounding is None and not e.columns for e in entries)
         self.rows = tuple(row for i in chosen for row in range(placement.first[i], placement.first[i + 1]))
-        self.index: Any = (
-            slice(None) if len(self.rows) == len(placement.records) else np.array(self.rows, np.intp)
-        )  # of a table of all
+        every = len(self.rows) == len(placement.records)
+        self.index: Any = slice(None) if every else np.array(self.rows, np.intp)  # of a table of all
         self.single = len(self.rows) == len(entries)
         self.of = np.repeat(np.arange(len(entries)), [len(entry.records) for entry in entries])  # which entry's each record is
-        self.offsets = np.array([at for entry in entries for at in first_elements(entry.records)], np.int64)
+        sizes = [[record.size for record in entry.records[:-1]] for entry in entries]
+        self.offsets = np.array([at for each in sizes for at in itertools.accumulate(each, initial=0)], np.int64)  # within it
 
     @functools.cached_property
     def expected(self) -> Expected:
@@ -135,11 +139,8 @@ class Expected:
         self.spread = any(map(is_dtensor, self.params))
         self.whereabouts = Whereabouts.join([entry.whereabouts for entry in entries])
         self.plain = not self.spread and not any(map(is_fake, self.params))
-        self.types, self.shapes, self.dtypes = (
-            list(map(type, self.params)),
-            [e.shape for e in entries],
-            [e.dtype for e in entries],
-        )
+        self.types, self.shapes = list(map(type, self.params)), [entry.shape for entry in entries]
+        self.dtypes = [entry.dtype for entry in entries]
         self.devices = [device] * len(entries)
         self.sizes = np.array([math.prod(shape) for shape in self.shapes], np.int64)
         self.itemsizes = np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
@@ -201,11 +202,6 @@ class Expected:
 PLAIN, STRIDED = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
 
 
-def first_elements(records: Sequence[TensorState]) -> list[int]:
-    """Where each record begins in its packed parameter."""
-    return list(itertools.accumulate([record.size for record in records[:-1]], initial=0))
-
-
 class Batch(NamedTuple):
     """What a step asks of one placement: some of its entries, their gradients, and where both are if the step knows it."""
 
@@ -237,13 +233,8 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor  # kept alive
-        kind = KINDS[tensor.dtype]
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": kind,
-            "version": 3,
-        }
+        data, shape, kind = (tensor.data_ptr(), False), tuple(tensor.shape), KINDS[tensor.dtype]
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": kind, "version": 3}
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
@@ -302,22 +293,27 @@ class Placement(abc.ABC):
     def share_counts(self) -> None:
         """Put the step counts of all entries into one memory, and each of their other counters, so that counting is one addition
         and one comparison tells whether others have changed a count."""
-        with _disable_current_modes():  # a count is a number, under FakeTensorMode too
-            counts = torch.tensor([float(entry.state["step"]) for entry in self.entries], dtype=torch.float64, device="cpu")
-            for entry, count in zip(self.entries, counts, strict=True):
-                entry.state["step"] = count
-                entry.hold()
-            self.counts, self.steps = counts, counts.numpy()
-            self.share_counters(dict.fromkeys(name for entry in self.entries for name in entry.counters))
+        self.steps = self.share("step", self.entries)
         self.known = self.steps.tobytes()
+        self.share_counters(dict.fromkeys(name for entry in self.entries for name in entry.counters))
         self.arrange()
+
+    @staticmethod
+    def share(name: str, entries: Sequence[ParamEntry]) -> np.ndarray:
+        """Put a count of these entries, which the host keeps, into one memory."""
+        with _disable_current_modes():  # a count is a number, under FakeTensorMode too
+            shared = torch.tensor([float(entry.state[name]) for entry in entries], dtype=torch.float64, device="cpu")
+            for entry, value in zip(entries, shared, strict=True):
+                entry.state[name] = value
+                entry.counters |= {name: value} if name in entry.counters else {}
+                entry.hold()
+            return shared.numpy()
 
     def arrange(self) -> None:
         """List the records of the entries, once these are complete."""
         self.empty = {i for i, entry in enumerate(self.entries) if not entry.records[0].size}
-        self.first = list(
-            itertools.accumulate((len(entry.records) for entry in self.entries), initial=0)
-        )  # of each entry's records
+        counts = (len(entry.records) for entry in self.entries)
+        self.first = list(itertools.accumulate(counts, initial=0))  # of each entry's records
         self.records = [record for entry in self.entries for record in entry.records]
         self.params: list[torch.Tensor] = [entry.param for entry in self.entries]
         self.every = tuple(range(len(self.entries)))
@@ -343,14 +339,8 @@ class Placement(abc.ABC):
 
     def share_counters(self, names: Iterable[str]) -> None:
         """Those that the host keeps, each in one memory."""
-        self.others: list[tuple[str, list[ParamEntry], np.ndarray]] = []
-        for name in names:
-            who = [entry for entry in self.entries if name in entry.counters]
-            shared = torch.tensor([float(entry.state[name]) for entry in who], dtype=torch.float64, device="cpu")
-            for entry, value in zip(who, shared, strict=True):
-                entry.state[name] = entry.counters[name] = value
-                entry.hold()
-            self.others.append((name, who, shared.numpy()))
+        having = {name: [entry for entry in self.entries if name in entry.counters] for name in names}
+        self.others = [(name, entries, self.share(name, entries)) for name, entries in having.items()]
         self.known_others = [shared.tobytes() for _, _, shared in self.others]
 
     def counts_stand(self) -> bool:
@@ -430,14 +420,24 @@ class Placement(abc.ABC):
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         """Run the parts on the memory of these entries."""
 
-    def admit(self, entry: ParamEntry, spec: Spec) -> None:
-        """Take an entry in."""
+    def cut_to_part(self, entry: ParamEntry, spec: Spec, slots: Mapping[str, Slots]) -> Mapping[str, Slots]:
+        """Make the records of a parameter that is spread those of the part that is here; gives the slots of these, each in the
+        format of the whole."""
+        shape = tuple(local_part(entry.param).shape)
+        for record, each in zip(entry.records, splits.shapes_of(shape, entry.split), strict=True):
+            record.shape, record.size = each, math.prod(each)
+        local = splits.slots_of(spec, shape, entry.split)
+        kinds = {name: each[0].storage for name, each in slots.items()}
+        return {name: tuple(dataclasses.replace(slot, storage=kinds[name]) for slot in each) for name, each in local.items()}
+
+    def admit(self, entry: ParamEntry, planned: Any) -> None:
+        """Take an entry in, made of what `placements.build` planned."""
         self.entries.append(entry)
 
     @staticmethod
-    @abc.abstractmethod
     def view(buffer: torch.Tensor) -> Any:
         """A state tensor as the engine wants it."""
+        return buffer
 
 
 class LocalTensors(Placement):
@@ -462,34 +462,33 @@ class LocalTensors(Placement):
         for entry, whole in back:
             bf16.closed(entry, unpacked(whole, entry), self.tick(entry))
 
-    @staticmethod
-    def view(buffer: torch.Tensor) -> Any:
-        return buffer
-
 
 class LocalPointers(Placement):
-    """Buckets whose engine reads and writes torch's memory by address."""
+    """Parameters whose engine reads and writes torch's memory by address."""
+
+    engine: Any
+    rounds = True
 
     def group(self) -> Grouping:
         self.pointers = PointerTable(len(self.records))
         self.pointers.recorded = self.recorded
         return Grouping(self.engine, self.records, self.pointers, self.commits)
 
-    @abc.abstractmethod
-    def as_is(self, tensor: torch.Tensor) -> bool:
+    def can_read(self, dtype: torch.dtype) -> bool:
+        """Whether the engine reads numbers of this type."""
+        return True
+
+    def is_direct(self, tensor: torch.Tensor) -> bool:
         """Whether the engine can use this memory as it is."""
+        return self.can_read(tensor.dtype) and tensor.is_contiguous() and not tensor.is_neg()
 
     @abc.abstractmethod
     def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """Of which of these entries parameter and gradient can be used as they are, though they are of 16 bits."""
 
     @abc.abstractmethod
-    def by_address(self, part: Part) -> bool:
+    def is_addressed(self, part: Part) -> bool:
         """Whether addresses are all that the engine needs for this part."""
-
-    @abc.abstractmethod
-    def reads(self, dtype: torch.dtype) -> bool:
-        """Whether the engine reads numbers of this type."""
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: Any) -> None:
         entries, grads = selection.entries, batch.grads
@@ -499,22 +498,24 @@ class LocalPointers(Placement):
         found = batch.addresses or Addresses(params, grads)
         back = []
         self.copied = 0
-        if found.odd or not selection.exact or not all(map(self.reads, {*found.param_types, *found.grad_types})):
+        if found.odd or not selection.exact or not all(map(self.can_read, {*found.param_types, *found.grad_types})):
             params, grads = list(params), list(grads)
             direct = self.find_direct(selection, entries, found)
             for i, entry in enumerate(entries):
                 if i in direct:
                     continue
-                of_param = entry.columns or not self.as_is(params[i]) or entry.rounding is not None
-                of_grad = entry.columns or not self.as_is(grads[i])
-                self.copied += of_param or of_grad
-                if of_param:
+                copies_param = entry.columns or not self.is_direct(params[i]) or entry.rounding is not None
+                copies_grad = entry.columns or not self.is_direct(grads[i])
+                self.copied += copies_param or copies_grad
+                if copies_param:
                     scratch = params[i] = packed(bf16.opened(entry, self.dtype), entry)
                     back.append((entry, scratch))
-                if of_grad:
+                if copies_grad:
                     grads[i] = packed(grads[i], entry).to(self.dtype).contiguous()
             found = Addresses(params, grads, odd=set())
-        self.set_pointers(selection, found)
+        sides = (found.params, found.param_types), (found.grads, found.grad_types)
+        (params_at, param_types), (grads_at, grad_types) = (selection.per_record(*side) for side in sides)
+        self.pointers.set(selection.index, params_at, grads_at, param_types, grad_types)
         self.launch(selection, entries, params, grads, specs, scale)
         for entry, scratch in back:
             bf16.closed(entry, unpacked(scratch, entry), self.tick(entry))  # torch counts this version itself
@@ -528,40 +529,30 @@ class LocalPointers(Placement):
         for part, rows, places in self.parts:
             ps: list[Any] = []
             gs: list[Any] = []
-            if not self.by_address(part):
-                if sides is None:
-                    sides = [dict(zip(selection.rows, self.arrays(entries, side), strict=True)) for side in (params, grads)]
+            if not self.is_addressed(part):
+                sides = sides or [self.arrays(selection, entries, side) for side in (params, grads)]
                 ps, gs = ([side[place] for place in places] for side in sides)
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         written(params)
 
-    def set_pointers(self, selection: Selection, found: Addresses) -> None:
-        """Write down where this step's arrays are."""
-        params, param_types = selection.per_record(found.params, found.param_types)
-        grads, grad_types = selection.per_record(found.grads, found.grad_types)
-        self.pointers.set(selection.index, params, grads, param_types, grad_types)
-
-    @abc.abstractmethod
-    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
-        """The pieces of these tensors as matrix rules want them."""
+    def arrays(self, selection: Selection, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> dict[int, Any]:
+        """The pieces of these tensors as matrix rules want them, by the place of the record."""
+        pieces = [self.pieces(tensor.detach(), entry) for entry, tensor in zip(entries, tensors, strict=True)]
+        return dict(zip(selection.rows, map(self.view, itertools.chain.from_iterable(pieces)), strict=True))
 
 
 class LocalCpu(LocalPointers):
-    engine: Any
-    rounds = separates = True
+    separates = True
 
     @staticmethod
     def view(buffer: torch.Tensor) -> Any:
         return array_of(buffer)
 
-    def by_address(self, part: Part) -> bool:
+    def is_addressed(self, part: Part) -> bool:
         return bool(self.engine.compiles(part.bundle))
 
-    def reads(self, dtype: torch.dtype) -> bool:
+    def can_read(self, dtype: torch.dtype) -> bool:
         return dtype is self.dtype
-
-    def as_is(self, tensor: torch.Tensor) -> bool:
-        return tensor.dtype is self.dtype and tensor.is_contiguous() and not tensor.is_neg()
 
     def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """All of a part, or none of it."""
@@ -569,9 +560,9 @@ class LocalCpu(LocalPointers):
         given = list(self.pointers.half_dtypes)
         for step in self.parts:
             kind, counts = step.records[0].kind, collections.Counter(at[row] for row in step.places)
-            direct = bool(kind) and self.by_address(step.part) and not counts.keys() & found.odd
+            direct = bool(kind) and self.is_addressed(step.part) and not counts.keys() & found.odd
             # those that sit this step out are in the same tables
-            direct = direct and len({record.rounding is None for record in step.part.records}) == 1
+            direct = direct and len({(record.kind, record.rounding is None) for record in step.part.records}) == 1
             direct = direct and all(
                 found.param_types[i] is found.grad_types[i]
                 and not entries[i].columns
@@ -585,31 +576,15 @@ class LocalCpu(LocalPointers):
         self.pointers.half_dtypes = given
         return taken
 
-    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
-        return [array_of(p) for entry, tensor in zip(entries, tensors, strict=True) for p in self.pieces(tensor.detach(), entry)]
-
 
 class LocalTriton(LocalPointers):
-    engine: Any
-    rounds = True
-
     def launch(self, *given: Any) -> None:
         super().launch(*given)
         for track in self.pointers.tracks:
             track.joined()
 
-    def by_address(self, part: Part) -> bool:
+    def is_addressed(self, part: Part) -> bool:
         return part.bundle.program is not None and bool(self.engine.sweeps(part.bundle))
-
-    @staticmethod
-    def view(buffer: torch.Tensor) -> Any:
-        return buffer
-
-    def reads(self, dtype: torch.dtype) -> bool:
-        return True
-
-    def as_is(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_contiguous() and not tensor.is_neg()
 
     def find_direct(self, selection: Selection, entries: list[Any], found: Addresses) -> set[int]:
         """Which gradients those of others can be is no matter."""
@@ -621,9 +596,6 @@ class LocalTriton(LocalPointers):
             and i not in found.odd
             and all(record.rounding is not None and record in swept for record in entry.records if record.size)
         }
-
-    def arrays(self, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> list[Any]:
-        return [p for entry, tensor in zip(entries, tensors, strict=True) for p in self.pieces(tensor.detach(), entry)]
 
 
 #: by the name of the engine; all others take tensors

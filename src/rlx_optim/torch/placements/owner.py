@@ -27,6 +27,7 @@ from ...splits import WHOLE
 from ...stepping import Grouping, Part, TensorState, make_parts, run_part
 from .. import bf16
 from ..memory import is_dtensor, local_part
+from ..state import Slots
 from .comm import DTensorLayout, RemoteError
 from .exchange import Transfer, collect, spread
 from .homes import Home, Owned, Shards
@@ -34,11 +35,12 @@ from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection,
 
 DONE, FAILED, BLIND = range(3)  # what became of an update: BLIND is one that reads p and was not sent it
 Arriving = Callable[[], Any]  # waits for what travels, and gives it
+Tensors = Mapping[int, torch.Tensor]  # by the place of their entry
 
 
 @dataclasses.dataclass
 class Stage:
-    """Some matrices of a step: their places in it; of those computed on this rank, where their arrays are, and their parts."""
+    """Some entries of a step; of those computed on this rank, where their arrays are, and their parts."""
 
     members: list[int]
     pointers: PointerTable
@@ -47,27 +49,23 @@ class Stage:
 
 @dataclasses.dataclass
 class OwnerStep:
-    """What one step of an `Owner` is of, and what came of it. reading: the places of those whose rule reads p. left: what became
-    of those that were not stepped, and why, where it is known on this rank."""
+    """What one step of an `Owner` is of, and what came of it. reading: the entries whose rule reads p. left: what became of those
+    that were not stepped, and why, where it is known on this rank."""
 
-    chosen: list[int]
-    entries: list[ParamEntry]
-    homes: list[Home]
-    grads: list[torch.Tensor]
+    grads: Tensors
     specs: Sequence[Spec]
     fusion_keys: tuple[Any, ...]
     scale: float
     reading: set[int]
     left: dict[int, tuple[int, Exception | None]] = dataclasses.field(default_factory=dict)
 
-    def spec_of(self, i: int) -> Spec:
-        """The spec of a place."""
-        return self.specs[self.entries[i].records[0].group]
+    def spec_of(self, entry: ParamEntry) -> Spec:
+        """The spec that an entry is stepped by."""
+        return self.specs[entry.records[0].group]
 
-    def length(self, i: int) -> int:
+    def count_numbers(self, entry: ParamEntry) -> int:
         """How many numbers travel with a direction: what became of it, those it is committed with, counters."""
-        entry = self.entries[i]
-        return 1 + count_sets(entry) * len(self.spec_of(i).committed) + len(entry.records[0].counters)
+        return 1 + count_sets(entry) * len(self.spec_of(entry).committed) + len(entry.records[0].counters)
 
 
 class Owner(Placement):
@@ -84,6 +82,14 @@ class Owner(Placement):
         self.shards = LOCAL.get(engine.name, LocalTensors)(engine, why, device, dtype, 1.0)  # what directions are committed to
         self.shards.commits = True
 
+    def cut_to_part(self, entry: ParamEntry, spec: Spec, slots: Mapping[str, Slots]) -> Mapping[str, Slots]:
+        return slots  # matrices are whole here
+
+    def admit(self, entry: ParamEntry, planned: Any) -> None:
+        self.entries.append(entry)
+        self.homes.append(planned.home)
+        self.shapes.append({record.shape for record in entry.records if record.size})
+
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
         return self.shards.view(buffer)
 
@@ -98,42 +104,39 @@ class Owner(Placement):
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
         raise AssertionError("an owner does everything in `step`")
 
+    def find_readers(self, specs: Sequence[Spec]) -> set[int]:
+        """The entries whose p must travel, since their rule reads it: of what is stacked in many shapes all or none."""
+        groups = [entry.records[0].group for entry in self.entries]
+        found = set(self.readers)
+        found |= {i for i, group in enumerate(groups) if any(reads_p(specs[group], shape) for shape in self.shapes[i])}
+        mixed = {groups[i] for i in found if specs[groups[i]].mixed_shapes()}
+        return found | {i for i, group in enumerate(groups) if group in mixed}
+
     def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Everybody goes to the end of it, also where an owner's update raises: nobody is left waiting."""
-        chosen = list(batch.chosen)
-        given = dict(zip(chosen, batch.grads, strict=True))
+        grads = dict(zip(batch.chosen, batch.grads, strict=True))
         reading, self.reading = self.reading, None
-        reading = self.find_readers(specs) if reading is None else reading
-        left = self._step_stages(chosen, given, specs, fusion_keys, scale, reading)
-        if blind := [i for i in chosen if left.get(i, (DONE,))[0] == BLIND]:
+        step = OwnerStep(grads, specs, fusion_keys, scale, self.find_readers(specs) if reading is None else reading)
+        self._run_stages(step)
+        if blind := [i for i, (verdict, _) in step.left.items() if verdict == BLIND]:
             self.readers.update(blind)
-            left = {i: why for i, why in left.items() if i not in blind}
-            left |= self._step_stages(blind, given, specs, fusion_keys, scale, reading | self.readers)
-        if left:
-            self.count([i for i in chosen if i not in left])
-            raise self._failure(left)
+            again = dataclasses.replace(
+                step, grads={i: grads[i] for i in sorted(blind)}, reading=step.reading | self.readers, left={}
+            )
+            self._run_stages(again)
+            step.left = {i: why for i, why in step.left.items() if i not in blind} | again.left
+        if step.left:
+            self.count([i for i in batch.chosen if i not in step.left])
+            raise self._failure(step.left)
 
-    def _step_stages(
-        self,
-        chosen: list[int],
-        given: Mapping[int, torch.Tensor],
-        specs: Sequence[Spec],
-        fusion_keys: Any,
-        scale: float,
-        reading: set[int],
-    ) -> dict[int, tuple[int, Exception | None]]:
+    def _run_stages(self, step: OwnerStep) -> None:
         """Advance all stages of a step together: all gradients begin to travel; then each stage is computed, and its directions
-        begin to travel; then each is committed. Gives the entries that were not stepped."""
-        entries, homes, grads = [self.entries[i] for i in chosen], [self.homes[i] for i in chosen], [given[i] for i in chosen]
-        places = {k for k, i in enumerate(chosen) if i in reading}
-        step = OwnerStep(chosen, entries, homes, grads, specs, fusion_keys, scale, places)
-        key = self.grouping.key(self.select(chosen).rows, specs, fusion_keys, False)
-        stages: list[Stage] = self.plans.find(key, lambda: self._plan(step))
-        running = [self._stage(stage, step) for stage in stages]
+        begin to travel; then each is committed."""
+        key = self.grouping.key(self.select(list(step.grads)).rows, step.specs, step.fusion_keys, False)
+        running = [self._stage(stage, step) for stage in self.plans.find(key, lambda: self._plan(step))]
         for _ in ("gather", "compute, scatter", "commit"):
             for task in running:
                 next(task, None)
-        return step.left
 
     def _stage(self, stage: Stage, step: OwnerStep) -> Iterator[None]:
         """One stage of a step, from gradients to shards. It yields while tensors travel."""
@@ -148,45 +151,36 @@ class Owner(Placement):
 
     def _plan(self, step: OwnerStep) -> list[Stage]:
         """The stages of a step of these entries."""
-        owned = [home for home in step.homes if isinstance(home, Owned)]
-        if len(owned) < len(step.homes):  # gathered whole, one after the other
-            stages = [list(range(len(step.homes)))]
-        else:
-            shapes = [tuple(entry.shape) for entry in step.entries]
-            work = [step.spec_of(i).work(shape) for i, shape in enumerate(shapes)]
-            stages = staged(work, [home.owner for home in owned], shapes, owned[0].comm.size)
+        chosen = list(step.grads)
+        owned = [home for i in chosen if isinstance(home := self.homes[i], Owned)]
+        stages = [chosen]
+        if len(owned) == len(chosen):  # others are gathered whole, one after the other
+            entries = [self.entries[i] for i in chosen]
+            shapes = [tuple(entry.shape) for entry in entries]
+            work = [step.spec_of(entry).work(shape) for entry, shape in zip(entries, shapes, strict=True)]
+            places = staged(work, [home.owner for home in owned], shapes, owned[0].comm.size)
+            stages = [[chosen[k] for k in each] for each in places]
         found = []
         for members in stages:
-            computed = [i for i in members if not isinstance(home := step.homes[i], Owned) or home.is_owner]
-            records = [record for i in computed for record in step.entries[i].records]
+            records = [record for i in members if self.homes[i].computes for record in self.entries[i].records]
             pointers = PointerTable(len(records))
             found.append(Stage(members, pointers, make_parts(enumerate(records), step.specs, self.engine, pointers)))
         return found
 
-    def find_readers(self, specs: Sequence[Spec]) -> set[int]:
-        """The entries whose p must travel, since their rule reads it: of what is stacked in many shapes all or none."""
-        groups = [entry.records[0].group for entry in self.entries]
-        found = {
-            i
-            for i, group in enumerate(groups)
-            if i in self.readers or any(reads_p(specs[group], shape) for shape in self.shapes[i])
-        }
-        mixed = {groups[i] for i in found if specs[groups[i]].mixed_shapes()}
-        return found | {i for i, group in enumerate(groups) if group in mixed}
-
     def _gather(self, stage: Stage, step: OwnerStep) -> Arriving:
         """Send the gradients of a stage to their owners, and p of those whose rule reads it. Gives the whole gradients of what is
-        computed on this rank, by place, and the whole parameters."""
+        computed on this rank, by entry, and the whole parameters."""
         wholes: tuple[dict[int, torch.Tensor], ...] = {}, {}
         travelling = []
         for side, i in [*((0, i) for i in stage.members), *((1, i) for i in stage.members if i in step.reading)]:
-            entry, home, part = step.entries[i], step.homes[i], bf16.held(step.entries[i]) if side else step.grads[i]
+            entry, home = self.entries[i], self.homes[i]
+            part = bf16.held(entry) if side else step.grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
                 wholes[side][i] = layout.wrapped(part.contiguous(), layout.shape, layout.placements).full_tensor()
             elif home.layout is not None:
                 travelling.append(((side, i), Transfer(tuple(entry.shape), part.dtype, home.dim, home.owner), part, home.comm))
-            elif home.is_owner:
+            elif home.computes:
                 wholes[side][i] = part
         if not travelling:
             return lambda: wholes
@@ -202,15 +196,15 @@ class Owner(Placement):
         return finish
 
     def _compute(
-        self, stage: Stage, step: OwnerStep, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, torch.Tensor], dict[int, list[float]], dict[int, Exception]]:
+        self, stage: Stage, step: OwnerStep, grads: Tensors, params: Tensors
+    ) -> tuple[Tensors, dict[int, list[float]], dict[int, Exception]]:
         """The directions of what is computed on this rank; with each what became of it, the numbers that it is to be committed
         with, then the counters; and what was raised."""
         directions: dict[int, torch.Tensor] = {}
         sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        first: dict[int, int] = {}  # of each place's records, among all
+        first: dict[int, int] = {}  # of each entry's records, among all
         for i, whole in grads.items():
-            entry, grad = step.entries[i], packed(whole.to(self.dtype).contiguous(), step.entries[i])
+            entry, grad = self.entries[i], packed(whole.to(self.dtype).contiguous(), self.entries[i])
             directions[i] = torch.empty_like(grad)
             if i in params:  # where the direction will be
                 directions[i].copy_(packed(params[i], entry))
@@ -220,7 +214,7 @@ class Owner(Placement):
         types = [self.dtype] * len(sides[0])
         stage.pointers.set(slice(None), [t.data_ptr() for t in sides[0]], [t.data_ptr() for t in sides[1]], types, types)
         views = [[self.view(piece) for piece in side] for side in sides]
-        whose = [i for i in first for _ in step.entries[i].records]
+        whose = [i for i in first for _ in self.entries[i].records]
         self.numbers, committed, raised = {}, dict[int, list[float]](), dict[int, Exception]()
         for part in stage.parts:
             index: list[int] = part.bundle.index
@@ -235,22 +229,20 @@ class Owner(Placement):
             committed |= dict(zip(index, map(list, zip(*columns, strict=True)), strict=True))
         numbers = {}
         for i, k in first.items():
-            entry = step.entries[i]
+            entry = self.entries[i]
             if i in raised:
                 begun = any(k + j in committed for j in range(len(entry.records)))  # another of its pieces has been stepped
                 verdict = BLIND if isinstance(raised[i], NotSent) and not begun else FAILED
-                numbers[i] = [verdict, *[0.0] * (step.length(i) - 1)]
+                numbers[i] = [verdict, *[0.0] * (step.count_numbers(entry) - 1)]
                 continue
-            nothing = [0.0] * len(step.spec_of(i).committed)  # of an empty matrix
+            nothing = [0.0] * len(step.spec_of(entry).committed)  # of an empty matrix
             beside = [x for j in range(count_sets(entry)) for x in committed.get(k + j, nothing)]
             numbers[i] = [DONE, *beside, *entry.records[0].counters.values()]
-        return {i: unpacked(each, step.entries[i]) for i, each in directions.items()}, numbers, raised
+        return {i: unpacked(each, self.entries[i]) for i, each in directions.items()}, numbers, raised
 
-    def _scatter(
-        self, stage: Stage, step: OwnerStep, directions: Mapping[int, torch.Tensor], numbers: Mapping[int, list[float]]
-    ) -> Arriving:
-        """Send directions to where they are committed. Gives this rank's part of each, by place, and the numbers of each."""
-        members, homes = stage.members, [step.homes[i] for i in stage.members]
+    def _scatter(self, stage: Stage, step: OwnerStep, directions: Tensors, numbers: Mapping[int, list[float]]) -> Arriving:
+        """Send directions to where they are committed. Gives this rank's part of each, by entry, and the numbers of each."""
+        members, homes = stage.members, [self.homes[i] for i in stage.members]
         owned = [home for home in homes if isinstance(home, Owned)]
         if not owned:
             layouts = {i: home.layout for i, home in zip(members, homes, strict=True) if isinstance(home, Shards)}
@@ -258,12 +250,11 @@ class Owner(Placement):
                 {i: layout.part(directions[i], layout.placements).contiguous() for i, layout in layouts.items()},
                 numbers,
             )
-        lengths = [step.length(i) for i in members]
-        items = [
-            Transfer(tuple(step.entries[i].shape), self.dtype, at.dim, at.owner) for i, at in zip(members, owned, strict=True)
-        ]
+        entries = [self.entries[i] for i in members]
+        lengths = [step.count_numbers(entry) for entry in entries]
+        items = [Transfer(tuple(e.shape), self.dtype, home.dim, home.owner) for e, home in zip(entries, owned, strict=True)]
         items += [Transfer((n,), torch.float64, None, home.owner) for n, home in zip(lengths, owned, strict=True)]
-        computed = [k for k, home in enumerate(owned) if home.is_owner]
+        computed = [k for k, home in enumerate(owned) if home.computes]
         flat = torch.tensor([x for k in computed for x in numbers[members[k]]], dtype=torch.float64, device=self.device)
         wholes = {k: directions[members[k]] for k in computed}
         tails = flat.split([lengths[k] for k in computed])
@@ -279,29 +270,22 @@ class Owner(Placement):
         return finish
 
     def _commit(
-        self,
-        stage: Stage,
-        step: OwnerStep,
-        parts: Mapping[int, torch.Tensor],
-        numbers: Mapping[int, list[float]],
-        problems: Mapping[int, Exception],
+        self, stage: Stage, step: OwnerStep, parts: Tensors, numbers: Mapping[int, list[float]], problems: Mapping[int, Exception]
     ) -> None:
         """Move this rank's shards along their directions, and count the step of matrices that others have computed."""
         done = [i for i in stage.members if numbers[i][0] == DONE]
-        step.left |= {step.chosen[i]: (int(numbers[i][0]), problems.get(i)) for i in stage.members if numbers[i][0] != DONE}
+        step.left |= {i: (int(numbers[i][0]), problems.get(i)) for i in stage.members if numbers[i][0] != DONE}
         for i in done:
-            entry, home, names, given = step.entries[i], step.homes[i], step.spec_of(i).committed, numbers[i][1:]
+            entry, home, names, given = self.entries[i], self.homes[i], step.spec_of(self.entries[i]).committed, numbers[i][1:]
             last = count_sets(entry) * len(names)
-            if isinstance(home, Owned) and not home.is_owner:
+            if not home.computes:
                 for each in entry.records:
                     each.t += bool(each.size)
                     each.counters = dict(zip(each.counters, given[last:], strict=True))
-            for record, lo in zip(self.shards.entries[step.chosen[i]].records, range(0, last, len(names)), strict=True):
+            for record, lo in zip(self.shards.entries[i].records, range(0, last, len(names)), strict=True):
                 record.counters, record.t = dict(zip(names, given[lo:], strict=False)), entry.records[0].t - 1
-        if not done:
-            return
-        batch = Batch(self.shards, [step.chosen[i] for i in done], [parts[i] for i in done])
-        self.shards.step(batch, step.specs, step.fusion_keys, 1.0)
+        if done:
+            self.shards.step(Batch(self.shards, done, [parts[i] for i in done]), step.specs, step.fusion_keys, 1.0)
 
     def _failure(self, left: Mapping[int, tuple[int, Exception | None]]) -> Exception:
         """What is raised of updates that failed, on all ranks. Their records count what their state counts."""

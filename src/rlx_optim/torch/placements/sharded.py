@@ -1,38 +1,78 @@
-"""Parameters that are spread over ranks: their entries, and who steps them.
+"""Parameters that are spread over ranks, and who steps them.
 
-Elementwise rules run on this rank's shards, in the ordinary placements; rules that measure whole tensors do too, with `Reducing`,
+Elementwise rules run on this rank's shards, in the ordinary placements; rules that measure whole tensors do too, in `Sharded`,
 which adds their sums up over ranks. Matrix rules are for `Owner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from ...engine import Engine
-from ...program import commit_has_reduction, has_reduction, reduces_over_all
+from ...engine import Bundle, Engine
+from ...engines.torch_ import Torch
+from ...language import Reduction
+from ...program import Pass, commit_has_reduction, has_reduction, reduced_axis, reduces_over_all
 from ...routing import bare
-from ...spec import Spec
-from ...splits import WHOLE, shapes_of, slots_of
-from ...splits import part as part_of
-from ...stepping import Grouping, TensorState
-from ...storage import COMPONENTS, Quantized
+from ...spec import Shape, Spec
+from ...stepping import Grouping
 from ..memory import local_part
-from ..state import HOST, Slots, dtype_of, in_pieces, kept_slots, names_of, shape_in_state, split_in
-from ..state_dict import canonicalize, read_component
-from .comm import Comm, DTensorLayout, Together, splitting
-from .consensus import Consensus
-from .homes import Home, Owned
+from ..state import Slots
+from .comm import Comm, DTensorLayout, Together, sharing
+from .consensus import Consensus, local_grad
+from .homes import Owned
 from .local import LocalTensors, ParamEntry, Placement
 from .owner import Owner
-from .reducing import Reducing
 
 if TYPE_CHECKING:
-    from ..stepping import Stepper
     from .build import Planned
+
+
+class Reducing(Torch):
+    """The torch engine on shards: what a rule measures over whole tensors is summed here and all-reduced.
+
+    All tensors of a bundle and all results of one map travel in one flat float64 buffer per process group, so a step costs as
+    many all-reduces as the rule has dependent measurements. An empty shard adds nothing and takes part.
+    `bundle.pointers` holds the layouts of a step's tensors, `bundle.index` says which of them are in the bundle."""
+
+    def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
+        self.layouts: list[DTensorLayout] = [bundle.pointers[i] for i in bundle.index]
+        return super().run(bundle, move)
+
+    def reduce_array(self, array: torch.Tensor, how: Reduction) -> torch.Tensor:
+        """The sum over what is here, in float64."""
+        if how.largest and not array.numel():
+            return torch.full_like(array.double().sum(how.axis), -math.inf)
+        return super().reduce_array(array.double(), how)
+
+    def finish_reductions(self, step: Pass, shapes: Sequence[Shape], raw: Sequence[Sequence[torch.Tensor]]) -> dict[int, Any]:
+        sums = [list(each) for each in raw]
+        self._add_up([
+            (layout, None if how.axis is None else reduced_axis(step.domain, how), how.largest, each, i)
+            for (_, _, how), each in zip(step.reduces, sums, strict=True)
+            for i, layout in enumerate(self.layouts)
+        ])  # fmt: skip
+        found = super().finish_reductions(step, [layout.shape for layout in self.layouts], sums)
+        return {n: [t.to(self.dtype) for t in value] if isinstance(value, list) else value for n, value in found.items()}
+
+    @staticmethod
+    def _add_up(entries: list[tuple[DTensorLayout, int | None, bool, list[torch.Tensor], int]]) -> None:
+        """Make the sums of this rank those of all ranks that share what was summed over."""
+        shared: dict[tuple[str, bool], tuple[Comm, list[tuple[list[torch.Tensor], int]]]] = {}
+        for layout, axis, largest, sums, i in entries:
+            for (_, dim), comm in zip(layout.shards, layout.comms, strict=True):
+                if comm.size > 1 and axis in (None, dim - len(layout.shape)):
+                    shared.setdefault((comm.name, largest), (comm, []))[1].append((sums, i))
+        for (_, largest), (comm, members) in shared.items():
+            flat = torch.cat([sums[i].reshape(-1) for sums, i in members])
+            op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(flat, op, group=comm.group)
+            for (sums, i), total in zip(members, flat.split([sums[i].numel() for sums, i in members]), strict=True):
+                sums[i] = total.reshape(sums[i].shape)
 
 
 class Sharded(LocalTensors):
@@ -40,101 +80,48 @@ class Sharded(LocalTensors):
 
     together = True
 
+    def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
+        reducing: Any = Reducing(device, dtype)
+        super().__init__(reducing, "sums over ranks are taken by the torch engine", device, dtype, sign)
+
     def group(self) -> Grouping:
         return Grouping(self.engine, self.records, [DTensorLayout(cast(Any, entry.param)) for entry in self.entries])
 
-
-def make_entry(
-    owner: str, placement: Placement, spec: Spec, param: torch.Tensor, name: str, group: int, state: Any, home: Home
-) -> ParamEntry:
-    """An entry with the views of its state that a placement needs."""
-    owned = isinstance(placement, Owner)
-    split = (split_in(state) or WHOLE) if spec.matrix else WHOLE
-    canonicalize(owner, state, spec, name)
-    found = ParamEntry(param, state, name, group, split, spec.counters())
-    if not owned:
-        shapes = shapes_of(tuple(local_part(param).shape), split)
-        whole = found.records[0].size
-        found.records = [TensorState(record.name, shape, group) for record, shape in zip(found.records, shapes, strict=True)]
-        if isinstance(placement, Sharded):
-            found.records[0].size = whole  # an empty shard is stepped, too
-    held = not isinstance(home, Owned) or home.is_owner
-    slots = kept_slots(spec, param, split, home)
-    local_slots = slots if owned else in_part(slots, slots_of(spec, tuple(local_part(param).shape), split))
-    for i, record in enumerate(found.records):
-        record.slots = {slot: each[i] for slot, each in local_slots.items()}
-        record.t = int(state["step"])
-        record.counters = {counter: float(state[counter]) for counter in spec.counters()}
-    first = 0 if owned or isinstance(home, Owned) else home.first()
-    for slot, key in names_of(spec, slots).items() if held else ():
-        views = []
-        for end in COMPONENTS[slots[slot][0].storage]:
-            kept, dtype = read_component(owner, state, key + end, name), dtype_of(slots[slot], param, end)
-            buffer, shape = local_part(kept), shape_in_state(part_of(slots[slot], end), param, split)
-            if not home.fits(kept, shape) or buffer.dtype is not dtype or not buffer.is_contiguous():
-                raise RuntimeError(
-                    f"{owner}: {key + end!r} of {name} must be as this optimizer made it: a contiguous {dtype} of shape {shape}, "
-                    f"spread like the parameter; it is {kept.dtype} of shape {tuple(kept.shape)}"
-                )
-            views.append([placement.view(each) for each in in_pieces(buffer, part_of(local_slots[slot], end))])
-        for record, *arrays in zip(found.records, *views, strict=True):
-            kind = record.slots[slot].storage
-            record.state[slot] = Quantized(kind, *arrays, first=first) if kind else arrays[0]
-    return found
+    def cut_to_part(self, entry: ParamEntry, spec: Spec, slots: Mapping[str, Slots]) -> Mapping[str, Slots]:
+        size, found = entry.records[0].size, super().cut_to_part(entry, spec, slots)
+        entry.records[0].size = size  # an empty shard is stepped, too
+        return found
 
 
-def in_part(slots: Mapping[str, Slots], local: Mapping[str, Slots]) -> dict[str, Slots]:
-    """The slots of what is here of a parameter, kept as those of the whole are."""
-    return {name: tuple(replace(slot, storage=slots[name][0].storage) for slot in each) for name, each in local.items()}
-
-
-def add(
-    opt: Stepper, placements: dict[Any, Placement], make: type[Placement], engine: tuple[Engine, str], each: Planned
-) -> Placement:
-    """Give a parameter an entry in the placement that suits its home, made if need be, and give the placement."""
-    spec, home, name = each.spec, each.home, bare(each.name)
-    device, dtype, maximize = each.key
-    kind, what = kind_of(make, spec, home)
-    if kind is Owner and commit_has_reduction(spec):
+def find_kind(make: type[Placement], each: Planned) -> tuple[type[Placement], str]:
+    """The placement for a parameter that is spread, and what it does in words. make: that of its shards by themselves."""
+    spec, home = each.spec, each.home
+    if isinstance(home, Owned):
+        kind, what = Owner, f"each matrix on its owner, one of {home.comm.size} ranks"
+    elif not home.layout.shards and not reduces_over_all(spec, home.layout.shape):
+        return make, "replicated: every rank steps it"
+    elif spec.matrix:
+        kind, what = Owner, "gathered whole: its placement is not one plain shard"
+    else:
+        return (Sharded, "on shards, sums all-reduced") if has_reduction(spec, home.layout.shape) else (make, "on shards")
+    if commit_has_reduction(spec):
         whose, instead = "decay='hyperball'", "use decay='decoupled' or 'cautious' there"
         if type(spec).commit is not Spec.commit:
             whose, instead = "its commit", "let `update` take it from p and u, and the commit from numbers"
+        name = bare(each.name)
         raise spec.refuse(f"{whose} needs the norm of a whole matrix, and {name!r} is shared out over ranks ({what}); {instead}")
-    place = (*each.key, kind, home.comm.name if isinstance(home, Owned) else None)
-    if place not in placements:
-        if kind is Sharded:
-            reducing: Any = Reducing(device, dtype)
-            engine = reducing, "sums over ranks are taken by the torch engine"
-        placements[place] = kind(*engine, device, dtype, -1.0 if maximize else 1.0)
-        placements[place].spread = what
-    placement = placements[place]
-    placement.entries.append(make_entry(opt._owner, placement, spec, each.param, name, each.place, opt.state[each.param], home))
-    if isinstance(placement, Owner):
-        placement.homes.append(home)
-        placement.shapes.append({record.shape for record in placement.entries[-1].records if record.size})
-    return placement
-
-
-def kind_of(make: type[Placement], spec: Spec, home: Home) -> tuple[type[Placement], str]:
-    """The placement for a home, and what it does in words."""
-    if isinstance(home, Owned):
-        return Owner, f"each matrix on its owner, one of {home.comm.size} ranks"
-    if not home.layout.shards and not reduces_over_all(spec, home.layout.shape):
-        return make, "replicated: every rank steps it"
-    if spec.matrix:
-        return Owner, "gathered whole: its placement is not one plain shard"
-    measured = has_reduction(spec, home.layout.shape)
-    return (Sharded, "on shards, sums all-reduced") if measured else (make, "on shards")
+    return kind, what
 
 
 def make_consensus(owner: str, found: Sequence[Any], comm: Comm | None, watched: bool) -> Consensus | None:
     """The ranks that step some of these parameters together, or (`watched`) must decide together; None where each goes its own
     way. found: of each parameter what it is to be placed by (`placements.build`)."""
-    spread = [each for each in found if each.home is not None and each.home is not HOST]
-    kinds = [kind_of(LocalTensors, each.spec, each.home)[0] for each in spread]
+    spread = [each for each in found if each.spread]
+    kinds = [find_kind(LocalTensors, each)[0] for each in spread]
     working = {i: kind for i, kind in enumerate(kinds) if kind.together}
     deciding = [i for i in range(len(spread)) if watched or i in working]
-    together = splitting(spread[i].param for i in deciding)
+    params = [spread[i].param for i in deciding]
+    together = sharing([p for p in params if isinstance(p, DTensor) and DTensorLayout(p).comms], None)
     owned = [spread[i].home.comm for i in working if isinstance(spread[i].home, Owned)]
     together = Together([*together.comms, *owned])
     if not together.comms:
@@ -144,3 +131,23 @@ def make_consensus(owner: str, found: Sequence[Any], comm: Comm | None, watched:
         device, *key = spread[i].key  # of which ranks have several
         layout[spread[i].number] = (kind.__name__, device.type, *map(str, key), spread[i].place)
     return Consensus(owner, together, spread[min(working, default=0)].param.device, layout, comm is not None)
+
+
+def sum_over_ranks(params: Iterable[Any], reduce: Callable[[list[torch.Tensor]], torch.Tensor], largest: bool) -> torch.Tensor:
+    """What `reduce` gives of the gradients that are here, added up over all ranks, or the largest: one all-reduce for those
+    that are split in one way. A gradient may be missing, the parameter is there."""
+    found: dict[tuple[str, ...], tuple[list[Comm], list[torch.Tensor]]] = {}
+    for param in params:
+        comms = [comm for comm in (DTensorLayout(param).comms if isinstance(param, DTensor) else []) if comm.size > 1]
+        _, grads = found.setdefault(tuple(comm.name for comm in comms), (comms, []))
+        if param.grad is not None:
+            spread = isinstance(param, DTensor)
+            grads.append(local_grad("clip_grad_norm_", "a parameter", param, param.grad) if spread else local_part(param.grad))
+    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+    values = []
+    for comms, grads in found.values():
+        values.append(value := reduce(grads))
+        for comm in comms:
+            torch.distributed.all_reduce(value, op, group=comm.group)
+    each = torch.stack(values)
+    return each.max() if largest else each.sum()
