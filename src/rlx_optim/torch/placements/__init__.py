@@ -4,7 +4,7 @@
 counts on the device too, for CUDA graphs, and `host` has state in the host's memory.
 
 For parameters that torch.distributed spreads over ranks (DTensors: FSDP2, HSDP, tensor parallel; DDP models): `comm` reads where
-a parameter lies and who shares it, `homes` says where its state is kept. `sharded` steps each rank's shards and adds up over ranks
-what a rule measures of whole tensors; `owner` has one rank step each matrix, and `exchange` sends shards to owners and back.
+a parameter lies and who shares it, `homes` says where its state is kept. `sharded` steps shards and adds up over ranks what a
+rule measures of whole tensors; `owner` has one rank step each matrix, and `exchange` sends shards to owners and back.
 `consensus` lets ranks agree before anything is touched. None of these is imported before the first such parameter.
 """

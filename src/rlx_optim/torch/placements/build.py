@@ -59,8 +59,7 @@ class Planned(NamedTuple):
 @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
 @torch.no_grad()
 def make_placements(opt: Stepper) -> None:
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before")
     opt._refresh()
     dormant: list[torch.Tensor] = []
@@ -123,7 +122,8 @@ def add_entry(opt: Stepper, placements: dict[Any, Placement], each: Planned) -> 
     where = opt._reached(param, type(spec))
     engine, why = choose(opt.engine, where, dtype, is_fake(param))
     make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
-    key, spread = each.key, ""
+    key: tuple[Any, ...] = each.key
+    spread = ""
     if each.spread:
         if opt.capturable:
             raise ValueError(f"{opt._owner}: capturable=True is for parameters that are not spread over ranks; {each.name} is")
