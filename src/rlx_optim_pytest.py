@@ -33,7 +33,7 @@ class Target(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         from rlx_optim.check import subject_of
-        from rlx_optim.check.table import chosen
+        from rlx_optim.check.table import choose_checks
 
         option = self.config.getoption
         quick, ranks = option("--optim-quick"), option("--optim-ranks")
@@ -43,7 +43,7 @@ class Target(pytest.Collector):
             subject = subject_of(self.name, settings, **given)
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as problem:
             raise pytest.UsageError(f"--optim {self.name}: {problem}") from problem
-        for check in chosen(subject, subject.checks(), quick=quick, ranks=ranks):
+        for check in choose_checks(subject, quick=quick, ranks=ranks):
             name = ", ".join(filter(None, (check.name, check.engine)))
             yield One.from_parent(self, name=name, check=check, subject=subject)
 

@@ -11,7 +11,7 @@ ROOT = Path(rlx_optim.__file__).parent
 #: is to be 22,500
 LINES = {
     "": 4_980,
-    "check": 3_510,
+    "check": 3_505,
     "checkpoint": 1_700,
     "cli": 1_540,
     "data": 20,

@@ -15,14 +15,15 @@ from helpers import slowly
 from rlx_optim.check import check_optimizer, checks_of, subject_of
 from rlx_optim.check.engines import present
 from rlx_optim.check.page import page
-from rlx_optim.check.rules import REASONS, RuleSubject, check_rule
-from rlx_optim.check.table import Check, Skip, Wrong, run_check
+from rlx_optim.check.rules import check_rule
+from rlx_optim.check.table import Check, Skip, Wrong, choose_checks, run_check
 from rlx_optim.cli import main
 from rlx_optim.registry import OURS as RULES
 from rlx_optim.registry import spec_class
 
 TORCH = {check.name: check for check in checks_of("torch")}
 OPTAX = {check.name: check for check in checks_of("optax")}
+RULE = {check.name: check for check in checks_of("rule")}
 FACTORIES = [kind.optax.factory or kind.name for kind in RULES]
 TASTE = {"Prodigy": ["independence"]}  # whose estimate is one for all tensors
 ODD = ("bfloat16-accumulates",)  # nobody's bfloat16 parameter has more bits
@@ -208,10 +209,9 @@ def test_the_command(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["settings"] == {"momentum": 0.9}
     assert main(["check", "--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{name} " in shown for name in [*TORCH, *OPTAX, *REASONS])
-    asked = {each.name for each in RuleSubject(spec_class("adamw"), {}).checks()}
-    assert all(any(kind.startswith(name) for name in REASONS) for kind in asked)
-    assert all(any(kind.startswith(name) for kind in asked) for name in REASONS)
+    assert all(f"{name} " in shown for name in [*TORCH, *OPTAX, *RULE])
+    asked = {each.name for each in choose_checks(subject_of("adamw"))}
+    assert all(any(kind.startswith(name) for kind in asked) for name in RULE)
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_what_check_lacks_is_named_with_its_extra(capsys, monkeypatch):
     def absent(target):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(check, "found", absent)
+    monkeypatch.setattr(check, "load_target", absent)
     assert 'torch is not installed: pip install "rlx-optim[torch]"' in refused(capsys, "check", "torch.optim:AdamW")
 
 

@@ -18,7 +18,7 @@ from lab.constructs import BROKE, CONSTRUCTS, Small
 from lab.language import check_construct, check_language
 from rlx_optim import language, ops
 from rlx_optim.check.engines import present, speaker
-from rlx_optim.check.rules import RuleSubject
+from rlx_optim.check.rule_subject import RuleSubject
 from rlx_optim.check.table import Wrong
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
 from rlx_optim.numpy.optimizer import NamedOptimizer
@@ -1206,12 +1206,12 @@ def test_what_a_rule_makes_of_a_last_bit_is_no_fault_of_an_engine(engine):
 def test_an_engine_that_is_off_is_found_whatever_the_rule():
     for rule, off in ((Momentum, 1e-4), (Follows, 1e-2)):
         asked = RuleSubject(rule, {}, [])
-        start, gradients = asked.problem()
-        want = asked.walked([rule()], speaker("reference"), start, gradients)["p"]
-        assert asked.judged(want, [rule()], start, gradients) == 0
+        start, gradients = asked.draw_problem()
+        want = asked.walk([rule()], speaker("reference"), start, gradients)["p"]
+        assert asked.judge(want, [rule()], start, gradients) == 0
         wrong = [p + np.float32(off) * (p - s) for p, s in zip(want, start, strict=True)]
         with pytest.raises(Wrong, match="ends elsewhere"):
-            asked.judged(wrong, [rule()], start, gradients)
+            asked.judge(wrong, [rule()], start, gradients)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------

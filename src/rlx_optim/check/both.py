@@ -38,8 +38,7 @@ def keywords(s: OptimizerSubject) -> Any:
             acting += 1
         else:
             idle.append(name)
-    if idle:
-        raise Wrong(f"changed, alone and beside others, and nothing moved: {', '.join(idle)}", f"{len(idle)} idle")
+    expect(not idle, f"changed, alone and beside others, and nothing moved: {', '.join(idle)}", f"{len(idle)} idle")
     if not acting:
         raise Skip(f"no keyword takes another value that could be guessed: {', '.join(untried) or 'there is none'}")
     return f"{acting} act" + (f", not tried: {', '.join(untried)}" if untried else "")
@@ -121,8 +120,7 @@ def shapes(s: OptimizerSubject) -> Any:
 def zero_gradients(s: OptimizerSubject) -> Any:
     start, plain = drawn(s.shapes), replayed(s.shapes)
     got = s.walk(start, lambda t, p: plain(t, p) if t > 2 else {n: np.zeros_like(g) for n, g in plain(t, p).items()}, 5)
-    if not finite(got):
-        raise Wrong("three gradients of zero end in NaN or infinity", "NaN")
+    expect(finite(got), "three gradients of zero end in NaN or infinity", "NaN")
     return "finite"
 
 
@@ -131,8 +129,7 @@ def zero_stays(s: OptimizerSubject) -> Any:
     start = drawn(s.shapes)
     got = s.walk(start, lambda t, p: {n: np.zeros_like(x) for n, x in start.items()}, 2, **s.without_decay())
     moved = max(float(np.abs(got[n] - start[n]).max()) for n in start)
-    if not moved <= 0:
-        raise Wrong(f"parameters moved by {moved:.1e} on gradients of zero", moved)
+    expect(moved <= 0, f"parameters moved by {moved:.1e} on gradients of zero", moved)
     return 0.0
 
 
@@ -188,8 +185,7 @@ def bfloat16(s: OptimizerSubject) -> Any:
     for name, p in got.items():
         if not np.isfinite(p).all() or not p.any():
             raise Wrong(f"the bfloat16 parameter {name} is not finite, or did not move", "NaN" if p.any() else 0.0)
-    if not finite(rest):
-        raise Wrong("gradients of zero end in NaN: eps is 0 in bfloat16", "NaN")
+    expect(finite(rest), "gradients of zero end in NaN: eps is 0 in bfloat16", "NaN")
     return max(float(np.abs(p).max()) for p in got.values())
 
 

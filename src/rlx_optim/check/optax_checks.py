@@ -77,8 +77,7 @@ def empty_tree(s: OptaxSubject) -> Any:
     for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
         state = tx.init(tree)
         got, _ = s.eager(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
-        if not same_tree(got, tree):
-            raise Wrong(f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
+        expect(same_tree(got, tree), f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
     return "kept"
 
 
@@ -127,8 +126,7 @@ def inject_hyperparams(s: OptaxSubject) -> Any:
     still, going = begun(0.0), begun(rate)
     led = [n for n in params if not jnp.array_equal(still[n], going[n])]  # the others are left to a rule with a rate of its own
     far = max((float(jnp.abs(still[n] - params[n]).max()) for n in led), default=rate)
-    if far > 1e-12:
-        raise Wrong(f"parameters moved by {far:.1e} with an injected learning rate of 0", far)
+    expect(not far > 1e-12, f"parameters moved by {far:.1e} with an injected learning rate of 0", far)
     return seen
 
 

@@ -11,12 +11,12 @@ import math
 import re
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .table import CHECKS, Check, Report, Skip, Wrong, expect
+from .table import Check, Report, Skip, Wrong, expect
 
 Arrays = dict[str, np.ndarray]
 Gradient = Callable[[int, Arrays], Arrays]
@@ -87,19 +87,22 @@ def finite(arrays: Arrays) -> bool:
 
 
 class Subject:
-    """What is checked. described: how a message names it."""
+    """What is checked. described: how a message names it. crash: the status of a check that raised."""
 
     kind: str
     described: str
-    report = Report
+    report, crash = Report, "error"
 
     def __init__(self, target: str, settings: Mapping[str, Any]):
         self.target, self.settings = target, dict(settings)
         self.asked: set[str] = set()  # checks of taste that the user asked for by a word of their own
 
-    def checks(self) -> Iterable[Check]:
-        """Return every check that can be asked, in the order in which they run."""
-        return [each for each in CHECKS.values() if self.kind in each.kinds]
+    def refuse_check(self, check: Check) -> None:
+        """Raise Skip where a check cannot be asked."""
+
+    def explain_crash(self, problem: Exception, hint: str) -> str:
+        """Return what was raised, in a line."""
+        return f"{type(problem).__name__}: {(str(problem).strip() or '(no message)').splitlines()[0][:200]}"
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -168,8 +171,7 @@ class OptimizerSubject(Subject, abc.ABC):
         """What is taken for rounding: a multiple of what a unit in the last place of a gradient makes."""
         start, plain = drawn(self.shapes), replayed(self.shapes)
         want = self.walk(start, plain, 6)
-        if not finite(want):
-            raise Wrong("six plain steps end in NaN or infinity", "NaN")
+        expect(finite(want), "six plain steps end in NaN or infinity", "NaN")
         noise = 0.0
         for sign in (1, -1):
             got = self.walk(start, lambda t, p: {n: g * np.float32(1 + sign * 1.2e-7) for n, g in plain(t, p).items()}, 6)  # noqa: B023

@@ -1,8 +1,8 @@
-"""What a check is, what comes of it, and how a report reads.
+"""The framework: a subject is asked checks, some of them case by case; each gives a result, and all results are the report.
 
-A check is a function of a subject that returns what it saw: a number, a word, "" where there is nothing to show, or one of
-these with a note. It fails by raising `Wrong`, and says by `Skip` why it cannot be asked. One that returns None has not run,
-which is an error: nothing passes unseen.
+A check is a function of a subject (and of a case) that returns what it saw: a number, a word, "" where there is nothing to show,
+or one of these with a note. It fails by raising `Wrong`, and says by `Skip` why it cannot be asked. One that returns None has not
+run, which is an error: nothing passes unseen.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 STATUS = ("passed", "failed", "skipped", "error")
-KINDS = ("torch", "optax")
+KINDS = ("torch", "optax", "rule")
 CHECKS: dict[tuple[str, tuple[str, ...]], Check] = {}  # by name and kinds, in the order in which they run
-Run = Callable[[Any], Any]
+Run = Callable[..., Any]
 
 
 class Skip(Exception):
@@ -42,18 +42,26 @@ def expect(holds: bool, otherwise: str, seen: Any = "") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """reason: why it matters, in a line. taste: good people differ, so it is shown and not counted. ranks: needs processes.
-    engine: where it runs, for checks of rules. essential: the others are asked only where it passes."""
+    """reason: why it matters, in a line. hint: how to mend what it finds. cases: gives its cases for a subject, each a check.
+    taste: good people differ, so it is shown and not counted. ranks: needs processes. engine: where a case runs. essential: the
+    others are asked only where it passes."""
 
     name: str
     reason: str
     kinds: tuple[str, ...]
     run: Run
+    hint: str = ""
+    cases: Callable[[Any, Check], Iterable[Check]] | None = None
     quick: bool = True
     taste: bool = False
     ranks: bool = False
     engine: str = ""
     essential: bool = False
+
+    def case(self, engine: str, *given: Any, name: str = "") -> Check:
+        """Return the check of one case, which its function gets after the subject."""
+        run = lambda subject: self.run(subject, *given)  # noqa: E731
+        return dataclasses.replace(self, name=name or self.name, engine=engine, run=run, cases=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,22 +187,23 @@ class RuleReport(Report):
         return {"rule": self.rule, "ok": self.ok, "rows": rows}
 
 
-def check(
-    reason: str, kind: str = "both", *, name: str = "", quick: bool = True, taste: bool = False, ranks: bool = False
-) -> Callable[[Run], Run]:
-    """Enter a function into the table, under its own name unless another is given."""
+def check(reason: str, *kinds: str, name: str = "", **settings: Any) -> Callable[[Run], Run]:
+    """Enter a function into the table, under its own name unless another is given; without kinds it is for every library.
+    settings: the other fields of a `Check`."""
 
     def enter(run: Run) -> Run:
-        kinds, called = KINDS if kind == "both" else (kind,), name or run.__name__.strip("_").replace("_", "-")
-        CHECKS[called, kinds] = Check(called, reason, kinds, run, quick, taste, ranks)
+        own, called = kinds or KINDS[:2], name or run.__name__.strip("_").replace("_", "-")
+        CHECKS[called, own] = Check(called, reason, own, run, **settings)
         return run
 
     return enter
 
 
-def chosen(subject: Any, known: Iterable[Check], *, quick: bool = False, only: Sequence[str] = (), ranks: int = 0) -> list[Check]:
-    """Return the checks to run. only: names, or patterns like resume*; an essential check is always among them."""
-    known = list(known)
+def choose_checks(subject: Any, *, quick: bool = False, only: Sequence[str] = (), ranks: int = 0) -> list[Check]:
+    """Return the checks to run, case by case and in order. only: names, or patterns like resume*; an essential check is always
+    among them."""
+    asked = [each for each in CHECKS.values() if subject.kind in each.kinds]
+    known = [case for each in asked for case in (each.cases(subject, each) if each.cases else [each])]
     if not only:
         return [each for each in known if (each.quick or not quick) and (ranks > 1 or not each.ranks)]
     named = [any(fnmatch.fnmatchcase(each.name, word) for word in only) for each in known]
@@ -210,15 +219,16 @@ def run_check(each: Check, subject: Any) -> Result:
     seen: Any = None
     try:
         with subject.undisturbed():
+            subject.refuse_check(each)
             seen = each.run(subject)
         seen, note = seen if isinstance(seen, tuple) else (seen, "")
         status, note = ("passed", note) if seen is not None else ("error", "the check ended without having seen anything")
     except Skip as why:
         status, note = "skipped", str(why)
     except Wrong as wrong:
-        status, seen, note = "failed", wrong.seen, str(wrong)
+        status, seen, note = "failed", wrong.seen, "; ".join(filter(None, (str(wrong), each.hint)))
     except Exception as problem:
-        status, note = "error", f"{type(problem).__name__}: {(str(problem).strip() or '(no message)').splitlines()[0][:200]}"
+        status, note = subject.crash, subject.explain_crash(problem, each.hint)
     seen = float(seen) if isinstance(seen, float) else seen if seen is None or isinstance(seen, int) else str(seen) or None
     taste = each.taste and each.name not in subject.asked
     return Result(each.name, status, seen, note, each.reason, taste, round(time.perf_counter() - began, 3), each.engine)

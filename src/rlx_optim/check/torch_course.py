@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .table import Skip, Wrong, check
+from .table import Skip, Wrong, check, expect
 from .torch_subject import TorchSubject, bitwise, copies, different, moved, state_of
 
 KEPT = 1e-12
@@ -112,8 +112,7 @@ def leave(s: TorchSubject) -> Any:
     place = next(i for i, p in enumerate(params) if p is out)
     before = out.detach().clone()
     s.run(opt, params, 3, 6)
-    if not torch.equal(out, before):
-        raise Wrong("a parameter that was taken out is still stepped", moved([out], [before]))
+    expect(torch.equal(out, before), "a parameter that was taken out is still stepped", moved([out], [before]))
     rest = [i for i in range(len(params)) if i != place]
     s.independent()
     want, start = s.after(), s.params()
@@ -143,8 +142,7 @@ def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]
 def lr_read(s: TorchSubject) -> Any:
     s.lr()
     far = stopped(s, 2, None, lambda group: group.update(lr=0.0))
-    if far > KEPT:
-        raise Wrong(f"parameters moved by {far:.1e} with group['lr'] = 0", far)
+    expect(not far > KEPT, f"parameters moved by {far:.1e} with group['lr'] = 0", far)
     return 0.0
 
 
@@ -156,8 +154,7 @@ def lr_tensor(s: TorchSubject) -> Any:
     seen = s.close(params, s.after(lr=lr, **s.without_decay()), "lr as a tensor ends elsewhere than lr as a number")
     if isinstance(opt.param_groups[0]["lr"], torch.Tensor):
         far = stopped(s, 6, lambda: torch.tensor(lr), lambda group: group["lr"].fill_(0.0))
-        if far > KEPT:
-            raise Wrong("an lr that is filled with 0 in place is not read", far)
+        expect(not far > KEPT, "an lr that is filled with 0 in place is not read", far)
     return seen
 
 
@@ -213,8 +210,7 @@ def maximize(s: TorchSubject) -> Any:
 # ---- randomness, memory -----------------------------------------------------------------------------------------------------
 @check("a step that draws from torch's generator changes dropout and data order", "torch", taste=True)
 def rng_free(s: TorchSubject) -> Any:
-    if s.draws:
-        raise Wrong("step draws from torch's global generator", "drawn")
+    expect(not s.draws, "step draws from torch's global generator", "drawn")
     return "not drawn"
 
 
@@ -230,8 +226,7 @@ def memory(s: TorchSubject) -> Any:
     finally:
         gc.unfreeze()
     grown = max(after - before for before, after in zip(*sizes, strict=True))
-    if grown > 0:
-        raise Wrong(f"12 steps left {grown} bytes behind", grown)
+    expect(not grown > 0, f"12 steps left {grown} bytes behind", grown)
     return 0
 
 

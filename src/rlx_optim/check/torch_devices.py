@@ -113,7 +113,7 @@ def train(module: nn.Module, opt: Any) -> None:
 
 
 def train_on_rank(rank: int, join: Callable[[], Any], how: str, target: str, settings: dict[str, Any], bias: bool) -> Any:
-    from . import found
+    from . import load_target
 
     mesh = join()
     whole: Any = small_model(bias)
@@ -125,7 +125,7 @@ def train_on_rank(rank: int, join: Callable[[], Any], how: str, target: str, set
 
         for layer in (*(layer for layer in whole if isinstance(layer, nn.Linear)), whole):
             fully_shard(layer, mesh=mesh)
-    train(module, found(target)(list(module.parameters()), **settings))
+    train(module, load_target(target)(list(module.parameters()), **settings))
     return numbers([p.full_tensor() if how == "sharded" else p for p in whole.parameters()])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as base
 
-from .table import Skip, Wrong, check
+from .table import Skip, Wrong, check, expect
 from .torch_subject import TorchSubject, accepts, bitwise, copies, different, moved, numbers, seed, state_of
 
 FAR = 2**24  # float32 counts no further
@@ -206,8 +206,7 @@ def closure(s: TorchSubject) -> Any:
 
     with torch.no_grad():
         given = opt.step(loss)
-    if calls != [True]:
-        raise Wrong(f"the closure ran {len(calls)} times, with gradients {'on' if all(calls) else 'off'}", len(calls))
+    expect(calls == [True], f"the closure ran {len(calls)} times, with gradients {'on' if all(calls) else 'off'}", len(calls))
     if given is None or float(given) != 1.5:
         raise Wrong(f"step(closure) gave {given!r}, not the loss", str(given))
     seed(1000)
@@ -237,8 +236,7 @@ def hooks(s: TorchSubject) -> Any:
         for handle in handles:
             handle.remove()
     opt.step()
-    if log != ["all before", "before", "after", "all after"]:
-        raise Wrong(f"the hooks of a step ran as {log}", len(log))
+    expect(log == ["all before", "before", "after", "all after"], f"the hooks of a step ran as {log}", len(log))
     opt.register_state_dict_pre_hook(note("save"))
     opt.register_state_dict_post_hook(lambda o, saved: log.append("saved"))
     saved = copy.deepcopy(opt.state_dict())
@@ -246,8 +244,7 @@ def hooks(s: TorchSubject) -> Any:
     again.register_load_state_dict_pre_hook(lambda o, given: log.append("load"))
     again.register_load_state_dict_post_hook(note("loaded"))
     again.load_state_dict(saved)
-    if log[4:] != ["save", "saved", "load", "loaded"]:
-        raise Wrong(f"the hooks of saving and loading ran as {log[4:]}", len(log) - 4)
+    expect(log[4:] == ["save", "saved", "load", "loaded"], f"the hooks of saving and loading ran as {log[4:]}", len(log) - 4)
     return f"{len(log)} ran"
 
 
@@ -269,8 +266,7 @@ def zero_grad(s: TorchSubject) -> Any:
     if not all(p.grad is not None and not p.grad.any() for p in params):
         raise Wrong("zero_grad(set_to_none=False) does not leave zeros", "no zeros")
     opt.zero_grad()
-    if any(p.grad is not None for p in params):
-        raise Wrong("zero_grad() leaves gradients", "kept")
+    expect(not any(p.grad is not None for p in params), "zero_grad() leaves gradients", "kept")
     return "None, and zeros"
 
 

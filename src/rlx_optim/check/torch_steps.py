@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .subject import NEUTRAL, SHAPES
-from .table import Skip, Wrong, check
+from .table import Skip, Wrong, check, expect
 from .torch_subject import TorchSubject, moved, numbers
 
 
@@ -43,8 +43,7 @@ def all_refused(s: TorchSubject, asked: list[tuple[str, Any]], otherwise: str) -
         except Exception:
             continue
         taken.append(f"{name}={value}")
-    if taken:
-        raise Wrong(f"taken without a word: {', '.join(taken)}", f"{len(taken)} of {len(asked)}")
+    expect(not taken, f"taken without a word: {', '.join(taken)}", f"{len(taken)} of {len(asked)}")
     return f"{len(asked)} refused"
 
 
@@ -196,6 +195,5 @@ def bfloat16_accumulates(s: TorchSubject) -> Any:
         for t in range(100):
             p.grad = torch.ones_like(p)
             s.step(opt, [p], t)
-    if torch.equal(p, start):
-        raise Wrong("a hundred equal steps left a bfloat16 parameter where it was", 0.0)
+    expect(not torch.equal(p, start), "a hundred equal steps left a bfloat16 parameter where it was", 0.0)
     return moved([p], [start])

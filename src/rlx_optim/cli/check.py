@@ -20,10 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..check import CHECKS, FILES, checks_of, found, missing, subject_of
+from ..check import CHECKS, FILES, checks_of, explain_missing, load_target, subject_of
 from ..check.page import page
-from ..check.rules import REASONS
-from ..check.table import Check, chosen, run_checks
+from ..check.table import choose_checks, run_checks
 from ..numpy.classes import list_optimizers
 from ..registry import aliases
 from . import Problem, check_place, load_lab, one, progress, say, write_json
@@ -34,7 +33,7 @@ def target_of(name: str) -> str:
     if ":" not in name:
         return one("optimizer", name, list_optimizers(), aliases())
     try:
-        found(name)
+        load_target(name)
     except ModuleNotFoundError as problem:
         extra = {"torch": "torch", "jax": "jax", "optax": "jax"}.get(problem.name or "")
         install = f'{problem.name} is not installed: pip install "rlx-optim[{extra}]"'
@@ -50,15 +49,14 @@ def target_of(name: str) -> str:
 def list_all(as_json: bool) -> None:
     """Show every check."""
     for kind in FILES:
-        if (why := missing(kind)) is None:
+        if (why := explain_missing(kind)) is None:
             checks_of(kind)
         else:
             say(f"{kind}: {why}", sys.stderr)
-    known = [*CHECKS.values(), *(Check(name, reason, ("rule",), found) for name, (reason, _) in REASONS.items())]
     if as_json:
         fields = ("name", "kinds", "quick", "taste", "ranks", "reason")
-        return write_json([{field: getattr(each, field) for field in fields} for each in known])
-    for c in known:
+        return write_json([{field: getattr(each, field) for field in fields} for each in CHECKS.values()])
+    for c in CHECKS.values():
         marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
         say(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
 
@@ -108,7 +106,7 @@ def command(
                 raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
             for name in settings.keys() - subject.rule.fields.keys():
                 raise Problem(f"--kwargs: {target} has no {name!r}; it has {', '.join(subject.rule.fields)}")
-        checks = chosen(subject, subject.checks(), quick=quick, only=words, ranks=ranks)
+        checks = choose_checks(subject, quick=quick, only=words, ranks=ranks)
         with progress(len(checks)) as tick:
             report = run_checks(subject, checks, tick)
     except (TypeError, ValueError) as problem:

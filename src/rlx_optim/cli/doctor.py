@@ -18,7 +18,7 @@ import typer
 from rich.markup import escape
 
 from ..check.engines import ENGINES, Speaker, Walk
-from ..check.rules import BAR, MATRIX_BAR
+from ..check.rule_subject import BAR, MATRIX_BAR
 from ..check.subject import distance
 from ..engines import list_engines
 from ..registry import spec_class
