@@ -136,3 +136,27 @@ def test_torch_split_parameters(tmp_path):
 
 def split_prefixed(split):
     return {**split, "split": {f"module.{k}": v for k, v in split["split"].items()}}
+
+
+def test_a_group_of_several_types_stays_one(tmp_path):
+    """Adafactor's eps follows the type of a parameter; a file says it for each, and the group still says it once."""
+    torch = pytest.importorskip("torch")
+    from rlx_optim.torch import Adafactor
+
+    def build():
+        params = [("a", torch.nn.Parameter(torch.ones(4, 3))), ("b", torch.nn.Parameter(torch.ones(5, 3).bfloat16()))]
+        params.append(("c", torch.nn.Parameter(torch.ones(6))))
+        return params, Adafactor(params)
+
+    params, opt = build()
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    opt.save(tmp_path / "kinds.safetensors")
+    _, other = build()
+    other.load(tmp_path / "kinds.safetensors")
+    assert [group["param_names"] for group in other.param_groups] == [["a", "b", "c"]]
+    assert {k: v for k, v in other.param_groups[0].items() if k != "params"} == {
+        k: v for k, v in opt.param_groups[0].items() if k != "params"
+    }
+    build()[1].load_state_dict(other.state_dict())

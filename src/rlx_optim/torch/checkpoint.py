@@ -220,16 +220,25 @@ def _regrouped(
         parts: dict[Any, list[int]] = {}
         for i, (param, place) in enumerate(zip(group["params"], places, strict=True)):
             parts.setdefault(beside if place is None and opt._is_dormant(param) else place, []).append(i)
-        contents = [_content(snapshot, group, place, which, values) for place, which in parts.items()] or [dict(group)]
-        kept.append((group, contents[0]))
-        new += [({}, content) for content in contents[1:]]
+        contents: list[tuple[dict[str, Any], list[int]]] = []
+        for place, which in parts.items():
+            content = _content(snapshot, group, place, [group["params"][i] for i in which], values)
+            if same := next((members for each, members in contents if plain(each) == plain(content)), None):
+                same += which  # parameters of other types, whose settings in the file say what the group's say of each type
+            else:
+                contents.append((content, which))
+        for content, which in contents:
+            content |= {key: [group[key][i] for i in sorted(which)] for key in ("params", "param_names")}
+        kept.append((group, contents[0][0] if contents else dict(group)))
+        new += [({}, content) for content, _ in contents[1:]]
     return [*kept, *new]
 
 
 def _content(
-    snapshot: Snapshot, group: Mapping[str, Any], place: Any, which: list[int], values: Mapping[Any, Any]
+    snapshot: Snapshot, group: Mapping[str, Any], place: Any, params: Sequence[torch.Tensor], values: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    content = {**group, "params": [group["params"][i] for i in which], "param_names": [group["param_names"][i] for i in which]}
+    """The settings of a group of these parameters."""
+    content = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if place is None:
         return content
     member = snapshot.members[place[0]]
@@ -244,7 +253,7 @@ def _content(
     if member.optimizer == group["rule"] and kind.torch.in_dtype:  # a None that follows the dtype stays where it means the file's
         follows = {k: group[k] for k, v in in_dtype(kind, group, torch.float32).items() if v is not group[k]}
         unsaid = {**content, **follows}
-        meant = [in_dtype(kind, unsaid, p.dtype) for p in content["params"] if p.dtype in ARITHMETIC]
+        meant = [in_dtype(kind, unsaid, p.dtype) for p in params if p.dtype in ARITHMETIC]
         return unsaid if all(each[k] == content[k] for each in meant for k in follows) else content
     return content
 

@@ -15,11 +15,11 @@ import torch
 
 from ...partition import DIGEST
 from ...spec import Spec
+from ..aliasing import Work
 from ..memory import is_dtensor, local_part
 from .comm import RemoteError, Together
 from .local import Batch, Placement
 
-Work = list[Batch]
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED, VERDICTS = range(5)
 ABSENT, PRESENT, READ = range(3)  # of a parameter: whether it has a gradient, and whether its rule reads p too
 

@@ -286,17 +286,14 @@ class Hosted(Placement):
         bucket.placement.arrange()
 
     def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:
-        if self.above:
+        def take(records: Sequence[TensorState], parts: Iterable[torch.Tensor]) -> None:
+            for record, part in zip(records, parts, strict=True):
+                observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
 
-            def take(work: BucketStep) -> None:
-                record = work.chunks[0].records[0]
-                observe(record, spec, self.engine, self.inner.view(work.grads[0].reshape(record.shape)))
-
-            self.run_buckets([self.entries.index(entry)], [estimate], take)
-            return self.copies.drain()
-        parts = estimate.to(self.where).reshape(-1).split([record.size for record in entry.records])
-        for record, part in zip(entry.records, parts, strict=True):
-            observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
+        if not self.above:
+            return take(entry.records, estimate.to(self.where).reshape(-1).split([record.size for record in entry.records]))
+        self.run_buckets([self.entries.index(entry)], [estimate], lambda work: take(work.chunks[0].records, work.grads))
+        self.copies.drain()
 
     def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Step bucket by bucket."""

@@ -210,17 +210,13 @@ class Batch(NamedTuple):
     grads: list[torch.Tensor]
     addresses: Addresses | None = None
 
-    @property
-    def selection(self) -> Selection:
-        """What is known of the entries."""
-        return self.placement.select(self.chosen)
-
     def is_finite(self) -> bool:
         """Whether all gradients are finite. Where their addresses are known, tensors are not asked again."""
         found = self.addresses
         if found is None or found.odd or self.placement.device.type != "cpu":
             return are_finite(self.grads)
-        return are_finite_at(found.grads, self.selection.expected.sizes, found.grad_types)
+        sizes = self.placement.select(self.chosen).expected.sizes
+        return are_finite_at(found.grads, sizes, found.grad_types)
 
 
 #: types of tensors as NumPy has them

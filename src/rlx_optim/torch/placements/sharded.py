@@ -126,10 +126,8 @@ def make_consensus(owner: str, found: Sequence[Any], comm: Comm | None, watched:
     together = Together([*together.comms, *owned])
     if not together.comms:
         return None
-    layout = {}
-    for i, kind in working.items():
-        device, *key = spread[i].key  # of which ranks have several
-        layout[spread[i].number] = (kind.__name__, device.type, *map(str, key), spread[i].place)
+    keys = {i: (spread[i].param.device.type, *map(str, spread[i].key[1:])) for i in working}  # ranks have several devices
+    layout = {spread[i].number: (kind.__name__, *keys[i], spread[i].place) for i, kind in working.items()}
     return Consensus(owner, together, spread[min(working, default=0)].param.device, layout, comm is not None)
 
 
