@@ -44,7 +44,7 @@ def skip_above(inner: optax.GradientTransformation, sigmas: float = 6.0) -> opta
         return SkipState(inner.init(params), fresh(), fresh(), jnp.zeros((), jnp.int32))
 
     def update(grads: Any, state: SkipState, params: Any = None, *, loss: Any = None, **extra: Any) -> tuple[Any, SkipState]:
-        if loss is not None and (not isinstance(loss, ARRAYS) or jnp.ndim(loss)):
+        if loss is not None and (not isinstance(loss, ARRAYS) or jnp.asarray(loss).ndim):
             raise TypeError(f"skip_above: loss must be a number, got {loss!r:.80}")
         bad = jnp.zeros((), bool)
         after: dict[str, Any] = {}
