@@ -107,10 +107,10 @@ def in_jax(name: str, params: Tensors, grads: Tensors) -> Contender:
     """Ours as an optax transformation."""
     factories = importlib.import_module("rlx_optim.optax.factories")
     kind = spec_class(name)
-    given = {k: value for k, (_, value) in factories.written(kind, kind(**settings_of(name)).values()).items()}
+    given = {k: value for k, (_, value) in factories.to_keywords(kind, kind(**settings_of(name)).values()).items()}
     if not kind.accepts_any_shape:
         given["route"] = functools.partial(_route, frozenset(k for k, tensor in params.items() if hidden(tensor)))
-    return jitted("ours, in JAX", factories.made(kind)(**given), *_for_jax(params, grads))
+    return jitted("ours, in JAX", factories.make_factory(kind)(**given), *_for_jax(params, grads))
 
 
 def _for_jax(params: Tensors, grads: Tensors) -> tuple[Any, Any, Any]:

@@ -212,13 +212,13 @@ def test_golden_in_torch(file, engine):
 @pytest.mark.parametrize("file", GOLDEN)
 def test_golden_in_jax(file):
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-    from rlx_optim.optax.factories import made
+    from rlx_optim.optax.factories import make_factory
 
     kind, given, start, want, gradients = golden(file)
     given = {kind.optax.settings.get(k, k): v for k, v in given.items()}
     given |= {f"b{i}": b for i, b in enumerate(given.pop("betas", ()), 1)} | {"learning_rate": given.pop("lr")}
     given |= {"beta": given.pop("momentum"), "otherwise": None} if "momentum" in given else {}
-    tx = made(kind)(**given)
+    tx = make_factory(kind)(**given)
     params = jax.tree.map(jax.numpy.asarray, start)
     state, update = tx.init(params), jax.jit(tx.update)
     for t, grads in enumerate(gradients, 1):

@@ -66,7 +66,7 @@ def signature(front_end: str, kind: type[Spec]) -> str:
 
 
 def default(argument: Argument, kind: type[Spec]) -> str:
-    given = documentation.shown(kind.otherwise_default) if argument.default == "..." else str(argument.default)
+    given = documentation.format_default(kind.otherwise_default) if argument.default == "..." else str(argument.default)
     return given.replace("e-0", "e-")
 
 

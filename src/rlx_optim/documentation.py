@@ -120,14 +120,14 @@ def meanings(kind: type[Spec], beside: Beside) -> dict[str, str]:
     return found
 
 
-def documented(kind: type[Spec], signature: inspect.Signature, beside: Beside) -> str:
+def describe_class(kind: type[Spec], signature: inspect.Signature, beside: Beside) -> str:
     """The documentation of a class or factory: that of the rule, and its arguments with type, default and meaning."""
     explanations, lines = meanings(kind, beside), ["Arguments."]
     for name, parameter in signature.parameters.items():
         if name != "self":
             lines.append(
                 f"    {name}: {parameter.annotation}"
-                + ("" if parameter.default is parameter.empty else f" = {shown(parameter.default)}")
+                + ("" if parameter.default is parameter.empty else f" = {format_default(parameter.default)}")
             )
             lines += textwrap.wrap(explanations[name], 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join([documentation(kind), "", *lines])
@@ -143,7 +143,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
+def unknown_keyword_error(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError:
     """The error about keywords that nobody has, with what they are called here."""
     bad = sorted(set(given) - set(known))
     meant: dict[str, str] = {}
@@ -155,18 +155,20 @@ def unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> TypeError
     return TypeError(f"{owner}: unknown hyperparameter {', '.join(map(repr, bad))}; known are {', '.join(known)}{hint}")
 
 
-def bound(owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+def bind_arguments(
+    owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
     """A call's arguments, or an error that says which there are."""
     known = [name for name in signature.parameters if name != "self"]
     if not kwargs.keys() <= set(known):
-        raise unknown(owner, kwargs, known)
+        raise unknown_keyword_error(owner, kwargs, known)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as problem:
         raise TypeError(f"{owner}: {problem}; known are {', '.join(known)}") from None
 
 
-def lacking(problem: ModuleNotFoundError, module: str, extra: str, libraries: Sequence[str]) -> ModuleNotFoundError:
+def missing_library_error(problem: ModuleNotFoundError, module: str, extra: str, libraries: Sequence[str]) -> ModuleNotFoundError:
     """The error where a library is not installed, with what to do; any other module that is missing stays what it is."""
     name = (problem.name or "").partition(".")[0]
     if name not in libraries:
@@ -174,7 +176,7 @@ def lacking(problem: ModuleNotFoundError, module: str, extra: str, libraries: Se
     return ModuleNotFoundError(f'{module} needs {name}: pip install "rlx-optim[{extra}]"', name=problem.name)
 
 
-def shown(default: object) -> str:
+def format_default(default: object) -> str:
     """A default as one writes it."""
     if isinstance(default, Otherwise):
         return f"{spec_class(default.name).title}({', '.join(f'{k}={v!r}' for k, v in default.settings.items())})"

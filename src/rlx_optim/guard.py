@@ -19,7 +19,7 @@ FLOOR = 1e-6  # of the mean: the least standard deviation, so that rounding is n
 SIGMAS = real(None, open_low=True, optional=True)
 
 
-def judged(xp: Any, places: Any, window: Any, count: Any, value: Any, sigmas: float) -> tuple[Any, Any, Any]:
+def judge(xp: Any, places: Any, window: Any, count: Any, value: Any, sigmas: float) -> tuple[Any, Any, Any]:
     """Whether a value is out of line, and the window and the count of values after it: all of them arrays of the library xp, so
     that nobody waits. places: 0, 1, … of the window."""
     known, nothing = places < count, xp.zeros_like(window)
@@ -32,7 +32,7 @@ def judged(xp: Any, places: Any, window: Any, count: Any, value: Any, sigmas: fl
     return ~finite | ((n >= HALF) & far), window, xp.where(finite, count + 1, count)
 
 
-def checked(owner: str, sigmas: Any) -> float | None:
+def check_sigmas(owner: str, sigmas: Any) -> float | None:
     """The setting itself: a number of standard deviations, or None."""
     found: float | None = SIGMAS.validated(owner, "skip_above", sigmas)
     if found is not None and not math.isfinite(found):
@@ -67,7 +67,7 @@ class Guard:
         verdicts = []
         for what, value in (("norm", norm), ("loss", loss)):
             if value is not None:
-                verdict, *after = judged(sys.modules[self.library], self.places, *self.seen[what], value, sigmas)
+                verdict, *after = judge(sys.modules[self.library], self.places, *self.seen[what], value, sigmas)
                 self.keep(what, *after)
                 verdicts.append(verdict)
         return verdicts[0] if loss is None else verdicts[0] | verdicts[1]

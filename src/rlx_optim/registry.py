@@ -86,7 +86,7 @@ def register(kind: Kind) -> Kind:
     before = []
     for other in _KINDS.values():
         if words := own_names.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
-            if other.name in FILES or not again(kind, other):
+            if other.name in FILES or not is_redefined(kind, other):
                 raise ValueError(
                     f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is already {other.__module__}.{other.__qualname__}; "
                     "give the class another name"
@@ -100,7 +100,7 @@ def register(kind: Kind) -> Kind:
     return kind
 
 
-def again(kind: type[Spec], other: type[Spec]) -> bool:
+def is_redefined(kind: type[Spec], other: type[Spec]) -> bool:
     """Whether one is the other, defined again."""
     return (kind.__module__, kind.__qualname__) == (other.__module__, other.__qualname__)
 
@@ -133,9 +133,9 @@ def aliases() -> dict[str, str]:
     return {alias: kind.name for kind in known().values() for alias in kind.aliases}
 
 
-def registered(kind: type[Spec]) -> bool:
+def is_registered(kind: type[Spec]) -> bool:
     """Whether it is known by its name, or what it was defined again as."""
-    return kind.name in _KINDS and again(kind, _KINDS[kind.name])
+    return kind.name in _KINDS and is_redefined(kind, _KINDS[kind.name])
 
 
 def spec_class(name: str) -> type[Spec]:
@@ -171,7 +171,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return min(near, key=lambda name: (slips(name), not name.startswith(word), abs(len(name) - len(word))), default=None)
 
 
-def titled(title: str, module: str) -> type[Spec]:
+def find_titled(title: str, module: str) -> type[Spec]:
     """The spec whose classes have that name, where it is asked of a module."""
     if not title.islower() and not title.startswith("_"):  # modules are in lower case, and no optimizer's title is
         titles = {kind.title: kind for kind in _KINDS.values()}

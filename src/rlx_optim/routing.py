@@ -19,7 +19,7 @@ OWN, OTHERWISE = "own", "otherwise"
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: what torch.nn.utils.parametrize makes of "weight"; weight_norm and spectral_norm of old keep theirs in the module itself
 PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
-# Names as `spelled` gives them: lower case, words joined by "_", parts by ".".
+# Names as `normalize_name` gives them: lower case, words joined by "_", parts by ".".
 EMBEDDING = re.compile(
     r"(^|[._])(emb|embed|embeddings?|wte|wpe)\d*([._]|$)|(^|[._])embedder(\.|$)|(^|\.)relative_(attention|position)_bias"
     r"|(^|\.)(cls|class|mask|dist|distillation|reg|register)_tokens?(\.|$)"
@@ -46,7 +46,7 @@ def original(name: str) -> str:
     return PARAMETRIZED.sub(r"\1", bare(name))
 
 
-def spelled(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name in the one spelling that patterns are written for: haiku's "net/~/lmHead" is "net.lm_head"."""
     return re.sub(r"[./~]+", ".", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", original(name))).lower()
 
@@ -59,7 +59,7 @@ def quote(names: Any, most: int = 5) -> str:
 
 def reason_by_name(name: str) -> str | None:
     """What a name says of a tensor that is no hidden matrix."""
-    name = spelled(name)
+    name = normalize_name(name)
     if HEAD.search(name):
         return "output head (by name)"
     return "embedding (by name)" if EMBEDDING.search(name) else None

@@ -143,10 +143,10 @@ def updated_by_optax(spec: Spec, start: Sequence[np.ndarray], gradients: Any, sc
     """Parameters after jitted updates of the factory of this rule in `rlx_optim.optax`, called as those of a `Walk`. scheduled:
     the learning rate is traced."""
     jax, factories = importlib.import_module("jax"), importlib.import_module("rlx_optim.optax.factories")
-    settings = {keyword: value for keyword, (_, value) in factories.written(type(spec), spec.values()).items()}
+    settings = {keyword: value for keyword, (_, value) in factories.to_keywords(type(spec), spec.values()).items()}
     rate = settings["learning_rate"]
     given = settings | ({"learning_rate": lambda count: rate + 0.0 * count} if scheduled else {})
-    tx = factories.made(type(spec))(**given).init.__self__  # without estimates
+    tx = factories.make_factory(type(spec))(**given).init.__self__  # without estimates
     params = {f"tensor {i}": jax.numpy.asarray(p) for i, p in enumerate(start)}
     state, update = tx.init(params), jax.jit(tx.update)
     for grads in gradients:

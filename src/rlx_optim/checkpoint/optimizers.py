@@ -11,7 +11,7 @@ import numpy as np
 from ..numpy import classes
 from ..numpy.optimizer import NamedOptimizer
 from ..numpy.settings import Settings
-from ..registry import registered, spec_class
+from ..registry import is_registered, spec_class
 from ..routing import OTHERWISE
 from ..spec import TRAINED, Spec
 from ..stepping import TensorState
@@ -55,7 +55,7 @@ def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, 
 
 
 def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
-    if not registered(opt.spec) or classes.made(opt.spec) is not type(opt):
+    if not is_registered(opt.spec) or classes.made(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
 

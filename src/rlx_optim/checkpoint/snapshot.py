@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from .. import random, storage
-from ..guard import checked, window_error
+from ..guard import check_sigmas, window_error
 from ..numpy.optimizer import NONFINITE
 from ..registry import spec_class
 from ..rounding import LOW
@@ -214,7 +214,7 @@ def check(snapshot: Snapshot) -> None:
     if snapshot.nonfinite not in NONFINITE:
         raise CheckpointError(f"the manifest: 'nonfinite' cannot be {snapshot.nonfinite!r:.80}")
     try:
-        checked("the manifest", snapshot.skip_above)
+        check_sigmas("the manifest", snapshot.skip_above)
     except (TypeError, ValueError) as problem:
         raise CheckpointError(str(problem)) from None
     if wrong := window_error(snapshot.window):

@@ -57,19 +57,19 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
         if fallback is None and not kind.matrix and "otherwise" in kwargs:
             raise TypeError(f"{title}: takes every tensor itself and has no otherwise")
         if not kwargs.keys() <= signature.parameters.keys():
-            raise documentation.unknown(title, kwargs, list(signature.parameters))
+            raise documentation.unknown_keyword_error(title, kwargs, list(signature.parameters))
         if fallback is not None and kwargs.setdefault("otherwise", _DEFAULT) is _DEFAULT:
             kwargs["otherwise"] = create(fallback.name, **fallback.settings)
         base.__init__(self, **given, **kwargs)
 
     return type(title, (base,), {
-        "__init__": __init__, "__doc__": documentation.documented(kind, signature, documentation.NAMED), "__module__": __name__,
-        "__signature__": signature, "spec": kind,
+        "__init__": __init__, "__doc__": documentation.describe_class(kind, signature, documentation.NAMED),
+        "__module__": __name__, "__signature__": signature, "spec": kind,
     })  # fmt: skip
 
 
 def __getattr__(title: str) -> Any:
-    return made(registry.titled(title, __name__))
+    return made(registry.find_titled(title, __name__))
 
 
 def create(name: str, **settings: Any) -> NamedOptimizer:

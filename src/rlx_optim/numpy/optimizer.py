@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from ..engine import Engine
-from ..guard import checked
+from ..guard import check_sigmas
 from ..program import reduces_over_all
 from ..routing import quote, report
 from ..stats import Stats, summarize_stats
@@ -67,7 +67,7 @@ class NamedOptimizer(Member):
             known = ", ".join([*self.spec.fields, "nonfinite", "skip_above"])
             raise AttributeError(f"{self._owner} has no hyperparameter {name!r}; known are {known}")
         else:
-            object.__setattr__(self, name, checked(self._owner, value) if name == "skip_above" else value)
+            object.__setattr__(self, name, check_sigmas(self._owner, value) if name == "skip_above" else value)
 
     def __repr__(self) -> str:
         given = {**self._settings.given, **({"otherwise": self.otherwise} if self.otherwise is not None else {})}

@@ -15,12 +15,12 @@ from .. import documentation, registry
 
 try:
     from .checkpoint import load_state, save_state
-    from .factories import create, known, made, name_of
+    from .factories import create, known, make_factory, name_of
     from .guard import skip_above
     from .nested import routing_report
     from .transform import RuleState, averaged
 except ModuleNotFoundError as problem:
-    raise documentation.lacking(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
+    raise documentation.missing_library_error(problem, __name__, "jax", ("jax", "jaxlib", "optax")) from None
 
 
 __all__ = ["RuleState", "averaged", "create", "load_state", "routing_report", "save_state", "skip_above"]
@@ -30,7 +30,7 @@ __all__ += [name_of(kind) for kind in registry.OURS]
 def __getattr__(factory: str) -> Any:
     if factory.startswith("_") or factory not in known():
         raise AttributeError(f"module {__name__!r} has no attribute {factory!r}")
-    return made(known()[factory])
+    return make_factory(known()[factory])
 
 
 def __dir__() -> list[str]:

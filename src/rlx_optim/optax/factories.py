@@ -37,7 +37,7 @@ def find(name: str) -> type[Spec]:
 
 
 # ---- keywords ---------------------------------------------------------------------------------------------------------------
-def endless(field: Field) -> bool:
+def is_unbounded(field: Field) -> bool:
     """Whether None means no bound, as in optax: it may be infinite, and None is nothing else."""
     try:
         field.check(math.inf)
@@ -82,13 +82,13 @@ def _values(kind: type[Spec], given: Mapping[str, Any]) -> dict[str, Any]:
         if foreign is not None:
             field, value = kind.fields[foreign.field], given[keyword]
             if value is None and "None" not in field.annotation:
-                values[foreign.field] = math.inf if endless(field) else field.default
+                values[foreign.field] = math.inf if is_unbounded(field) else field.default
             else:
                 values[foreign.field] = foreign.read(value)
     return values
 
 
-def written(kind: type[Spec], values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def to_keywords(kind: type[Spec], values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """A spec's settings as a factory's keywords: the field, and the value."""
     found = {"learning_rate": ("lr", values["lr"])}
     for pair, letter in kind.optax.spread.items():
@@ -99,7 +99,7 @@ def written(kind: type[Spec], values: Mapping[str, Any]) -> dict[str, tuple[str,
 
 def put_over(kind: type[Spec], values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A spec's settings with some of a factory's keywords put over them."""
-    here = {keyword: value for keyword, (_, value) in written(kind, values).items()}
+    here = {keyword: value for keyword, (_, value) in to_keywords(kind, values).items()}
     fields = _values(kind, {**dict.fromkeys(keywords(kind)), **here, **given})
     return {name: fields.get(name, value) for name, value in values.items()}
 
@@ -154,7 +154,7 @@ def _annotation(kind: type[Spec], keyword: str, default: Any) -> str:
         found = "int | jax.Array"
     else:
         found = field.annotation
-    optional = (default is None or (field is not None and endless(field))) and "None" not in found.split(" | ")
+    optional = (default is None or (field is not None and is_unbounded(field))) and "None" not in found.split(" | ")
     return f"{found} | None" if optional else found
 
 
@@ -175,13 +175,13 @@ def signature(kind: type[Spec]) -> inspect.Signature:
 
 
 def _bound(kind: type[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    bound = documentation.bound(name_of(kind), signature(kind), args, kwargs)
+    bound = documentation.bind_arguments(name_of(kind), signature(kind), args, kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
 @functools.cache
-def made(kind: type[Spec]) -> Any:
+def make_factory(kind: type[Spec]) -> Any:
     """The factory of that rule."""
 
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -194,17 +194,17 @@ def made(kind: type[Spec]) -> Any:
     function: Any = make
     function.__name__ = function.__qualname__ = name_of(kind)
     function.__module__, function.__signature__ = __package__, signature(kind)
-    function.__doc__ = documentation.documented(kind, signature(kind), documentation.OPTAX)
+    function.__doc__ = documentation.describe_class(kind, signature(kind), documentation.OPTAX)
     return function
 
 
 def create(name: str, *args: Any, **keywords: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation by name: create("adamw", 1e-3, weight_decay=0.1)."""
-    found: optax.GradientTransformationExtraArgs = made(find(name))(*args, **keywords)
+    found: optax.GradientTransformationExtraArgs = make_factory(find(name))(*args, **keywords)
     return found
 
 
-def sketched(name: str, keywords: Mapping[str, Any]) -> Transform:
+def build_by_name(name: str, keywords: Mapping[str, Any]) -> Transform:
     """What a factory would make of these keywords, at any rate."""
     kind = find(name)
     return _build(kind, _bound(kind, (), {"learning_rate": 1.0, **keywords}))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..guard import WINDOW, checked, judged
+from ..guard import WINDOW, check_sigmas, judge
 from .leaves import ARRAYS
 
 
@@ -33,7 +33,7 @@ def skip_above(inner: optax.GradientTransformation, sigmas: float = 6.0) -> opta
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"skip_above: inner must be a transformation, as rlx_optim.optax.adamw(1e-3) is, got {inner!r:.80}")
     inner = optax.with_extra_args_support(inner)
-    limit = checked("skip_above", sigmas)
+    limit = check_sigmas("skip_above", sigmas)
     if limit is None:
         raise ValueError("skip_above: sigmas must be a number of standard deviations, got None")
 
@@ -51,7 +51,7 @@ def skip_above(inner: optax.GradientTransformation, sigmas: float = 6.0) -> opta
         for what, value in (("norm", global_norm(grads)), ("loss", loss)):
             if value is not None:
                 window, count = getattr(state, what)
-                verdict, *seen = judged(jnp, jnp.arange(WINDOW), window, count, jnp.asarray(value, float), limit)
+                verdict, *seen = judge(jnp, jnp.arange(WINDOW), window, count, jnp.asarray(value, float), limit)
                 bad, after[what] = bad | verdict, tuple(seen)
         updates, inside = inner.update(grads, state.inner, params, **extra)
         updates = jax.tree.map(lambda u: jnp.where(bad, jnp.zeros_like(u), u), updates)

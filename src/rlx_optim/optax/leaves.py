@@ -35,7 +35,7 @@ class ScheduledRule:
         now = {
             k: v(count) if callable(v) and not self.kind.fields[k].callable else v for k, v in {**self.values, **changes}.items()
         }
-        return unchecked(self.kind, now if dtype is None else {k: converted(v, dtype) for k, v in now.items()})
+        return build_spec(self.kind, now if dtype is None else {k: to_dtype(v, dtype) for k, v in now.items()})
 
     @property
     def undecayed(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, (jax.Array, jax.core.Tracer)) or (isinstance(value, tuple) and any(map(is_traced, value)))
 
 
-def converted(value: Any, dtype: Any) -> Any:
+def to_dtype(value: Any, dtype: Any) -> Any:
     """Traced reals in the arithmetic of a bundle, so that a float64 learning rate does not widen float32 state."""
     if isinstance(value, tuple):
-        return tuple(converted(each, dtype) for each in value)
+        return tuple(to_dtype(each, dtype) for each in value)
     return value.astype(dtype) if is_traced(value) and jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
@@ -70,10 +70,10 @@ def numbers_of(spec: Spec, t: Any, counters: Mapping[str, Any], dtype: Any) -> d
     """What a spec gives at a traced step, in the arithmetic of a bundle: what NumPy made of plain numbers is float64, which JAX
     would widen a bundle to."""
     found = spec.numbers(t, counters)
-    return {name: float(value) if isinstance(value, np.floating) else converted(value, dtype) for name, value in found.items()}
+    return {name: float(value) if isinstance(value, np.floating) else to_dtype(value, dtype) for name, value in found.items()}
 
 
-def unchecked(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
+def build_spec(kind: type[Spec], values: Mapping[str, Any]) -> Spec:
     """A spec in which traced numbers stand as they are; plain ones are checked as always."""
     spec = object.__new__(kind)
     for name, field in kind.fields.items():
@@ -126,7 +126,7 @@ class LeafEntry:
         return {name: ((*self.stack, *shape), dtype) for name, (shape, dtype) in parts}
 
 
-def admitted(owner: str, what: str, leaf: Any) -> Any:
+def to_array(owner: str, what: str, leaf: Any) -> Any:
     """A leaf as an array: numbers and NumPy arrays as JAX takes them. Arithmetic here is real, so complex ones are refused."""
     if not isinstance(leaf, ARRAYS) and not hasattr(leaf, "__jax_array__"):
         raise TypeError(f"{owner}: {what} is {leaf!r:.80}, which is neither an array nor a number")
@@ -141,7 +141,7 @@ def admitted(owner: str, what: str, leaf: Any) -> Any:
 def read_leaves(owner: str, params: Any) -> tuple[list[str], list[Any]]:
     """Return the names of the parameters, and each as an array. Integers and booleans are refused: optax's own rules give them
     real updates, which `apply_updates` then cuts, so that 5 becomes 4 by whatever small step."""
-    found = [(name, admitted(owner, repr(name), leaf)) for name, leaf in named_leaves(params)]
+    found = [(name, to_array(owner, repr(name), leaf)) for name, leaf in named_leaves(params)]
     for name, array in found:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .factories import put_over, sketched, written
+from .factories import build_by_name, put_over, to_keywords
 from .leaves import ScheduledRule
-from .transform import RuleState, Transform, begun, find_transform
+from .transform import RuleState, Transform, find_transform, watch_inits
 
 Tree = Any
 TAKES = "tx must be made by rlx_optim.optax, as adamw(1e-3) is, or hold one such part, as optax.chain(clip, adamw(1e-3)) does"
@@ -79,7 +79,7 @@ class NestedTransform:
 
     def _injected(self, settings: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         given = hyperparams(self.whole)
-        return {k: each for k, each in written(self.transform.own.kind, settings).items() if k in given} if given else {}
+        return {k: each for k, each in to_keywords(self.transform.own.kind, settings).items() if k in given} if given else {}
 
 
 def hyperparams(state: Any) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ def part_of(tx: Any, params: Tree) -> NestedTransform:
         return NestedTransform(transform, params, None)
     if not callable(getattr(tx, "init", None)):
         raise TypeError(f"{TAKES}; got {tx!r:.200}")
-    with begun() as found:
+    with watch_inits() as found:
         whole = tx.init(params)
     if len(found) != 1:
         many = f"has {len(found)} of them; save each with its own tx and state" if found else f"is {tx!r:.200}"
@@ -114,7 +114,7 @@ def routing_report(tx: str | optax.GradientTransformation, params: Any, **keywor
     """Which parameter goes to which rule, and why, as a table. tx: one of our transformations, or a chain that holds one, or the
     name of a factory, with its keywords: routing_report("muon", params, route={"*head*": "own"})."""
     if isinstance(tx, str):
-        return sketched(tx, keywords).routing_report(params)
+        return build_by_name(tx, keywords).routing_report(params)
     if keywords:
         given = ", ".join(keywords)
         raise TypeError(f"routing_report: {given} beside a transformation, which has its own; give the name of a factory")

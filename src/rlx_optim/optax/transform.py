@@ -26,13 +26,13 @@ from ..storage import COMPONENTS
 from .leaves import (
     LeafEntry,
     ScheduledRule,
-    admitted,
     arithmetic,
     decode_slots,
     encode_slots,
     init_arrays,
     numbers_of,
     read_leaves,
+    to_array,
 )
 
 Tree = Any
@@ -53,18 +53,18 @@ class RuleState(NamedTuple):
     counters: dict[str, Any]
 
 
-_begun: contextvars.ContextVar[list[tuple[Transform, Tree]] | None] = contextvars.ContextVar("begun", default=None)
+_watched: contextvars.ContextVar[list[tuple[Transform, Tree]] | None] = contextvars.ContextVar("watched", default=None)
 
 
 @contextlib.contextmanager
-def begun() -> Iterator[list[tuple[Transform, Tree]]]:
+def watch_inits() -> Iterator[list[tuple[Transform, Tree]]]:
     """Which of ours are asked for a state in this block, and for what parameters."""
     found: list[tuple[Transform, Tree]] = []
-    token = _begun.set(found)
+    token = _watched.set(found)
     try:
         yield found
     finally:
-        _begun.reset(token)
+        _watched.reset(token)
 
 
 def probe_slots(member: ScheduledRule, shapes: Iterable[Shape]) -> Iterator[tuple[Shape, str, Slot]]:
@@ -198,8 +198,8 @@ class Transform:
     def read_state(self, state: Any, tree: Any, entries: list[LeafEntry]) -> list[dict[str, Any]]:
         """Return what is kept of each leaf, by name; refuse a state that does not fit."""
         self.check_state(state)
-        what = f"{self.owner}: the state was made for other parameters, tx.init(params) makes a new one; its slots have"
-        factors = tree.flatten_up_to(state.factors) if jax.tree.leaves(state.factors) else [{}] * tree.num_leaves
+        what = f"{self.owner}: the state was made for other parameters, tx.init(params) makes a new one; its arrays have"
+        factors = flatten_like(tree, state.factors, what) if jax.tree.leaves(state.factors) else [{}] * tree.num_leaves
         kept = [dict(each) for each in factors]
         for name, slots in state.slots.items():
             for arrays, array in zip(kept, flatten_like(tree, slots, what), strict=True):
@@ -224,7 +224,7 @@ class Transform:
 
     # ---- optax's pair ----------------------------------------------------------------------------------------------------
     def init(self, params: Tree) -> RuleState:
-        if (found := _begun.get()) is not None:
+        if (found := _watched.get()) is not None:
             found.append((self, params))
         leaves, tree, entries = self.lay_out(params)
         kept = [init_arrays(entry, leaf) for entry, leaf in zip(entries, leaves, strict=True)]
@@ -262,7 +262,7 @@ class Transform:
         """Return the gradient of each leaf as an array; refuse one of another shape."""
         found = []
         for entry, given in zip(entries, flatten_like(tree, grads, f"{self.owner}: the gradients have"), strict=True):
-            g = admitted(self.owner, f"the gradient of {entry.name!r}", given)
+            g = to_array(self.owner, f"the gradient of {entry.name!r}", given)
             if tuple(g.shape) != entry.shape:
                 raise ValueError(
                     f"{self.owner}: the gradient of {entry.name!r} has shape {tuple(g.shape)}, its parameter {entry.shape}"

@@ -24,7 +24,7 @@ try:
     from .curvature import CurvatureRuleOptimizer
     from .optimizer import RuleOptimizer
 except ModuleNotFoundError as problem:
-    raise documentation.lacking(problem, __name__, "torch", ("torch",)) from None
+    raise documentation.missing_library_error(problem, __name__, "torch", ("torch",)) from None
 
 __all__ = ["Graphed", "RuleOptimizer", "clip_grad_norm_", "create", "qk_clip_"] + [kind.title for kind in registry.OURS]
 
@@ -60,7 +60,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     signature = _signature(kind)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(documentation.bound(kind.title, signature, (self, *args), kwargs).arguments)
+        given = dict(documentation.bind_arguments(kind.title, signature, (self, *args), kwargs).arguments)
         self, params = given.pop("self"), given.pop("params")
         if kind.otherwise_default is not None and "otherwise" not in given:
             settings = {**kind.otherwise_default.settings, **{k: given[k] for k in given.keys() & {"rounding"}}}
@@ -73,7 +73,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
     base = CurvatureRuleOptimizer if kind.observes else RuleOptimizer
     space = {
         "__init__": __init__,
-        "__doc__": documentation.documented(kind, signature, documentation.TORCH),
+        "__doc__": documentation.describe_class(kind, signature, documentation.TORCH),
         "__module__": __name__,
         "spec": kind,
         "rule": kind.name,
@@ -83,7 +83,7 @@ def made(kind: type[Spec]) -> type[RuleOptimizer]:
 
 
 def __getattr__(title: str) -> Any:
-    return made(registry.titled(title, __name__))
+    return made(registry.find_titled(title, __name__))
 
 
 def __dir__() -> list[str]:

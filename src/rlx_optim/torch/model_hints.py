@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..routing import HEAD, PARAMETRIZED, bare, original, spelled
+from ..routing import HEAD, PARAMETRIZED, bare, normalize_name, original
 from ..spec import Shape
 from ..splits import WHOLE, Split
 
@@ -38,7 +38,7 @@ def kinds_of(model: nn.Module) -> dict[torch.Tensor, str]:
     uses = collections.Counter(parameter for _, _, parameter in owned)
     found |= {parameter: f"tied weight ({count} uses)" for parameter, count in uses.items() if count > 1}
     last = next((path for path, module in reversed([*model.named_modules()]) if isinstance(module, nn.Linear)), "")
-    if bare(last) and not any(HEAD.search(spelled(path)) for path, _, _ in owned):  # a lone Linear has no head beside it
+    if bare(last) and not any(HEAD.search(normalize_name(path)) for path, _, _ in owned):  # a lone Linear has no head beside it
         for path, leaf, parameter in owned:
             if path == last and leaf != "bias":
                 found.setdefault(parameter, f"output head (the last Linear, {bare(last)})")

@@ -102,7 +102,7 @@ class RuleOptimizer(Stepper):
         self._ignored = " and ".join(name for name, on in (("fused", fused), ("foreach", foreach)) if on is not None)
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
-        self.skip_above, self._guard = guard.checked(self._owner, skip_above), None
+        self.skip_above, self._guard = guard.check_sigmas(self._owner, skip_above), None
         self._split, self._split_used = self._patterns(split, heads), set[str]()
         self._offload, self._hosted, self._offload_used = self._hosts(offload), set[torch.Tensor](), set[str]()
         if self._offload and capturable:
