@@ -13,8 +13,8 @@ from helpers import NAMES, copies, make, problem, run, same_bits
 import rlx_optim
 from rlx_optim import CheckpointError
 from rlx_optim.checkpoint import latest
-from rlx_optim.checkpoint.files import opened
-from rlx_optim.random import halves, key
+from rlx_optim.checkpoint.files import open_checkpoint
+from rlx_optim.random import key, split_key
 
 
 # ---- the named API --------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_schedules_are_marked_and_demanded_again(tmp_path):
     run(opt, params, gradients[:2])
     path = tmp_path / "a.safetensors"
     opt.save(path)
-    with opened(path) as snapshot:
+    with open_checkpoint(path) as snapshot:
         assert snapshot.members[0].values.callables == ["lr"]
         assert snapshot.members[0].values.hyperparameters["lr"] == lr(2) == 0.1
         assert snapshot.members[1].groups[0].values.callables == ["lr", "eps"]
@@ -313,10 +313,10 @@ def test_the_safetensors_library_reads_it(tmp_path):
 def test_keys_of_noise_are_kept(tmp_path):
     opt = rlx_optim.KronPSGD(seed=7, engine="reference")
     opt.step("w", np.ones((3, 2), np.float32), np.ones((3, 2), np.float32))
-    assert opt.state("w")["key"].tolist() == halves(key(7, "w"))
+    assert opt.state("w")["key"].tolist() == split_key(key(7, "w"))
     opt.save(tmp_path / "a.safetensors")
-    with opened(tmp_path / "a.safetensors") as file:
-        assert file.tensors()["w/key"].read().tolist() == halves(key(7, "w"))
+    with open_checkpoint(tmp_path / "a.safetensors") as file:
+        assert file.tensors()["w/key"].read().tolist() == split_key(key(7, "w"))
 
 
 # ---- from one optimizer to another ------------------------------------------------------------------------------------------

@@ -146,13 +146,13 @@ def test_several_writers_at_once(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("after", ["by_age", "latest"])
+@pytest.mark.parametrize("after", ["sort_by_age", "latest"])
 def test_the_latest_is_found_while_a_writer_removes_old_ones(after, tmp_path, monkeypatch):
     """The file that was listed, or chosen, is gone when it is opened, and another one is there."""
     opt, (params, grads) = rlx_optim.AdamW(lr=0.1), ({"w": np.ones(3)}, {"w": np.ones(3)})
     opt.step_all(params, grads)
     opt.save(tmp_path / "{iteration}.safetensors", keep=1)
-    module = files if after == "by_age" else rlx_optim.checkpoint
+    module = files if after == "sort_by_age" else rlx_optim.checkpoint
     usual = getattr(module, after)
 
     def rotated(*given):

@@ -14,7 +14,7 @@ from helpers import NAMES, copies, distance, problem, run, slowly
 import rlx_optim
 from rlx_optim import CheckpointError
 from rlx_optim.checkpoint import summary
-from rlx_optim.checkpoint.files import opened
+from rlx_optim.checkpoint.files import open_checkpoint
 
 # ---- other people's states --------------------------------------------------------------------------------------------------
 TORCH_OPTIM = [
@@ -240,8 +240,8 @@ def test_our_own_state_dicts_convert(tmp_path):
         torch.save(ours.opt.state_dict(), tmp_path / "a.pt")
         convert(tmp_path / "a.pt", tmp_path / "a.safetensors", name)
         ours.opt.save(tmp_path / "b.safetensors")
-        with opened(tmp_path / "a.safetensors") as one, opened(tmp_path / "b.safetensors") as two:
-            assert not [d for d in summary.differences(one, two) if not d.startswith("optimizer: ")], name
+        with open_checkpoint(tmp_path / "a.safetensors") as one, open_checkpoint(tmp_path / "b.safetensors") as two:
+            assert not [d for d in summary.find_differences(one, two) if not d.startswith("optimizer: ")], name
 
 
 class AuthorsSOAP:

@@ -9,7 +9,7 @@ from helpers import MATRIX, NAMES, copies, distance, problem, run, same_bits, sl
 
 import rlx_optim
 from rlx_optim import CheckpointError
-from rlx_optim.checkpoint.files import opened
+from rlx_optim.checkpoint.files import open_checkpoint
 from rlx_optim.registry import spec_class
 
 
@@ -120,7 +120,7 @@ def test_optax_refusals_and_warnings(tmp_path):
     path = tmp_path / "a.safetensors"
     ours = Optax("adamw", params, learning_rate=optax.linear_schedule(0.1, 0.0, 10), mask=lambda p: {k: k != "b" for k in p})
     ours.run(gradients).save(path)
-    with opened(path) as snapshot:
+    with open_checkpoint(path) as snapshot:
         assert snapshot.members[0].values.callables == ["lr"]
         assert snapshot.members[0].values.hyperparameters["lr"] == pytest.approx(0.08)
         assert snapshot.spec(snapshot.parameters["b"]).weight_decay == 0
@@ -167,7 +167,7 @@ def test_optax_nested_trees_and_stacks(tmp_path):
     back = front.load_state(tmp_path / "a.safetensors", tx, params)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True))
-    with opened(tmp_path / "a.safetensors") as snapshot:
+    with open_checkpoint(tmp_path / "a.safetensors") as snapshot:
         assert list(snapshot.parameters) == ["blocks.0.kernel", "blocks.1.kernel", "out.0"]
         assert snapshot.parameters["blocks.0.kernel"].tensors["L1"].shape == (2, 3, 3)
         assert snapshot.parameters["blocks.1.kernel"].piece == (3, 3)

@@ -7,7 +7,7 @@ from helpers import NAMES, problem, same_bits
 
 import rlx_optim
 from rlx_optim import CheckpointError
-from rlx_optim.checkpoint.files import opened
+from rlx_optim.checkpoint.files import open_checkpoint
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])
@@ -50,7 +50,7 @@ def test_torch_names_are_needed_and_prefixes_go(tmp_path):
     with pytest.raises(CheckpointError, match="two parameters are called 'w'"):
         rlx_optim.torch.AdamW(twice).save(tmp_path / "a.safetensors")
     rlx_optim.torch.AdamW(torch.nn.DataParallel(model)).save(tmp_path / "a.safetensors")
-    with opened(tmp_path / "a.safetensors") as snapshot:
+    with open_checkpoint(tmp_path / "a.safetensors") as snapshot:
         assert list(snapshot.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
@@ -113,7 +113,7 @@ def test_torch_wide_narrow_and_half_parameters(tmp_path):
     with pytest.raises(CheckpointError, match=r"is float64, expected float32, which would lose bits"):
         opt(torch.float32)[1].load(wide)
     assert rlx_optim.load(wide).state("w")["m"].tobytes() == mine.state[p]["exp_avg"].numpy().tobytes()
-    with opened(narrow) as snapshot:
+    with open_checkpoint(narrow) as snapshot:
         assert snapshot.parameters["w"].dtype == "bfloat16"
         assert snapshot.parameters["w"].tensors["m"].dtype == np.float32
 

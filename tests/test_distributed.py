@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import ALL, KINDS, MATRIX, REDUCING, STEPS, TOGETHER, coded_ranks, reading_ranks
 
 import rlx_optim.torch as ours
-from rlx_optim.checkpoint.files import opened
+from rlx_optim.checkpoint.files import open_checkpoint
 from rlx_optim.partition import extent, share_out, traffic
 from rlx_optim.program import NotSent, Unsent
 from rlx_optim.reading import reads_p
@@ -410,7 +410,7 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(results):
     assert given["same"]
     assert given["left"] == ["killed.safetensors"]
     assert given["problem"] is not None
-    with opened(results.folder / "killed.safetensors") as snapshot:
+    with open_checkpoint(results.folder / "killed.safetensors") as snapshot:
         assert snapshot.iteration == 1
 
 

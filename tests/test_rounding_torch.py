@@ -13,8 +13,8 @@ from torch import nn
 import rlx_optim
 import rlx_optim.torch as ours
 from rlx_optim import rounding
-from rlx_optim.checkpoint.format import CheckpointError, tensor
-from rlx_optim.checkpoint.snapshot import check
+from rlx_optim.checkpoint.format import CheckpointError, make_tensor
+from rlx_optim.checkpoint.snapshot import check_snapshot
 from rlx_optim.cli import main
 from rlx_optim.torch import bf16, foreign
 
@@ -254,14 +254,14 @@ def test_a_damaged_low_half_is_refused(damage, tmp_path):
 
 
 def test_files_keep_it_and_say_so(tmp_path, capsys):
-    from rlx_optim.checkpoint.files import opened
+    from rlx_optim.checkpoint.files import open_checkpoint
 
     params = start(torch.bfloat16)
     opt = made("AdamW", params, rounding="exact")
     walk(opt, params, 0, 2)
     path = tmp_path / "exact.safetensors"
     opt.save(path)
-    with opened(path) as snapshot:
+    with open_checkpoint(path) as snapshot:
         p = snapshot.parameters["w"]
         assert p.tensors["low"].dtype == np.uint8
         assert p.tensors["low"].shape == (*SHAPES["w"], 2)
@@ -284,12 +284,12 @@ def test_files_keep_it_and_say_so(tmp_path, capsys):
         (np.zeros(3, np.uint8), "has shape"),
         (np.zeros((*SHAPES["w"], 2), np.int8), "is int8, expected uint8"),
     ):
-        back.parameters["w"].tensors["low"] = tensor(wrong)
+        back.parameters["w"].tensors["low"] = make_tensor(wrong)
         with pytest.raises(CheckpointError, match=f"state 'low' of 'w' {words}"):
-            check(back)
+            check_snapshot(back)
     back.parameters["w"].dtype = "float32"
     with pytest.raises(CheckpointError, match="state 'low' of 'w' is unknown to AdamW"):
-        check(back)
+        check_snapshot(back)
 
 
 def test_memory_counts_it(capsys):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..numpy.optimizer import NamedOptimizer
 from .files import latest as latest
-from .files import opened
+from .files import open_checkpoint
 from .format import CheckpointError as CheckpointError
 from .format import Gone
 from .optimizers import optimizer_from
@@ -30,7 +30,7 @@ def load(
     Hyperparameters that were schedules must be given again: load(path, lr=f); in a group, groups={"*.bias": {"lr": f}}; in the
     optimizer behind it, otherwise={"lr": f}.
     """
-    with opened(path, allow_nan) as snapshot:
+    with open_checkpoint(path, allow_nan) as snapshot:
         return optimizer_from(snapshot, engine, precision, callables)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .format import CheckpointError, Gone, NotOurs, saying, write
-from .manifest import decode, encode, parsed, saved_ns
+from .format import CheckpointError, Gone, NotOurs, translate_errors, write
+from .manifest import decode, encode, parse_manifest, saved_ns
 from .reader import Reader
-from .snapshot import Snapshot, check
+from .snapshot import Snapshot, check_snapshot
 
 try:
     import fcntl
@@ -34,11 +34,11 @@ IN_A_FOLDER = f"checkpoint-{NUMBER}{SUFFIX}"
 
 # ---- one file -----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], allow_nan: bool = False) -> Iterator[Snapshot]:
+def open_checkpoint(path: str | os.PathLike[str], allow_nan: bool = False) -> Iterator[Snapshot]:
     """A checkpoint, verified to the last byte; its tensors can be read while it is open."""
     with Reader(path) as reader, reader.naming():
         try:
-            manifest = parsed(reader.manifest)
+            manifest = parse_manifest(reader.manifest)
             reader.check_table()
             reader.verify(allow_nan)
             snapshot = decode(manifest, reader.tensors())
@@ -47,37 +47,37 @@ def opened(path: str | os.PathLike[str], allow_nan: bool = False) -> Iterator[Sn
         yield snapshot
 
 
-def store(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
+def write_checkpoint(snapshot: Snapshot, path: Path, allow_nan: bool = False) -> None:
     """Write a checkpoint: all of it, or nothing."""
-    check(snapshot)
+    check_snapshot(snapshot)
     path = Path(os.path.realpath(path))  # a link stays one
-    with replacing(path, lambda name: _read_back(name, path, allow_nan)) as file:
-        write(file, encode(snapshot, _newest_ns(path)), snapshot.tensors(), allow_nan)
+    with replace_file(path, lambda name: _read_back(name, path, allow_nan)) as file:
+        write(file, encode(snapshot, _find_newest_ns(path)), snapshot.tensors(), allow_nan)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, look: Callable[[Path], None] = lambda name: None) -> Iterator[BinaryIO]:
+def replace_file(path: Path, look: Callable[[Path], None] = lambda name: None) -> Iterator[BinaryIO]:
     """A file that is at this path once all of it is on the disk, and nowhere if something fails. look: at it, before."""
     path = Path(os.path.realpath(path))
-    with saying(path, "cannot be written"):
+    with translate_errors(path, "cannot be written"):
         if path.is_symlink():  # what realpath could not resolve: a rename would replace the link
             raise CheckpointError(f"{path}: is a link that leads to itself; remove it, or write elsewhere")
         if path.is_dir():
             raise CheckpointError(f"{path}: is a folder")
         if path.exists() and not path.is_file():  # a rename would replace the device or the pipe itself
             raise CheckpointError(f"{path}: is a device or a pipe; give the name of a file")
-        clean(path.parent)
-        with _temporary(path) as (file, name):
+        remove_leftovers(path.parent)
+        with _create_temporary(path) as (file, name):
             yield file
             file.flush()
             os.fsync(file.fileno())
             look(name)
-            _let_go(file)
+            _close_on_windows(file)
             os.replace(name, path)
         _sync_folder(path.parent)
 
 
-def _newest_ns(path: Path) -> int:
+def _find_newest_ns(path: Path) -> int:
     """The latest date on a checkpoint in a file's folder, from their first bytes alone. A new one must not seem older: clocks go
     back, and those of two machines differ."""
     found = 0
@@ -93,37 +93,37 @@ def _newest_ns(path: Path) -> int:
 
 def _read_back(name: Path, path: Path, allow_nan: bool) -> None:
     try:
-        with opened(name, allow_nan):
+        with open_checkpoint(name, allow_nan):
             pass
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: what was written does not read back: {problem}") from problem
 
 
 @contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+def _create_temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A new, locked file beside the one to be written; gone afterwards unless it was renamed."""
     while True:
         name = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}{TEMPORARY}")
         with open(name, "xb") as file:  # the umask says who may read it
             try:
-                if _locked(file) is not False and os.fstat(file.fileno()).st_nlink:  # nobody took it for a leftover meanwhile
+                if _try_lock(file) is not False and os.fstat(file.fileno()).st_nlink:  # nobody took it for a leftover meanwhile
                     yield file, name
                     return
             finally:
                 try:
-                    _let_go(file)  # what a full disk did not take, it does not take now
+                    _close_on_windows(file)  # what a full disk did not take, it does not take now
                 finally:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(name)
 
 
-def _let_go(file: BinaryIO) -> None:
+def _close_on_windows(file: BinaryIO) -> None:
     """Windows renames and removes no file that is open; elsewhere it stays locked until it has its name."""
     if fcntl is None:
         file.close()
 
 
-def _locked(file: Any) -> bool | None:
+def _try_lock(file: Any) -> bool | None:
     """Lock a file unless another holds it; None where there are no locks. A lock ends with its process."""
     if fcntl is None:
         return None
@@ -136,13 +136,13 @@ def _locked(file: Any) -> bool | None:
     return True
 
 
-def clean(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what writers that died have left, as far as that is possible."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(".") and name.endswith(TEMPORARY):
                 with contextlib.suppress(OSError), open(folder / name, "r+b") as file:
-                    if _locked(file):
+                    if _try_lock(file):
                         os.unlink(folder / name)
 
 
@@ -166,38 +166,38 @@ def save(
             raise ValueError(f"save: {what} must be an integer >= 1, got {value!r}")
     if iteration % every:
         return None
-    template = _template(path)
+    template = _make_template(path)
     if not template.name:
         raise ValueError(f"save: path must name a file or a folder, got {path!r}")
     if keep is not None and NUMBER not in template.name:
         raise ValueError(f"save: keep={keep} needs a folder that is there, or {NUMBER} in the file's name, got {str(path)!r}")
-    made = target(path, iteration)
-    store(take(), made, allow_nan)
+    made = path_of_iteration(path, iteration)
+    write_checkpoint(take(), made, allow_nan)
     if keep is not None:
         _rotate(template, made, keep)
     return made
 
 
-def target(path: str | os.PathLike[str], iteration: int) -> Path:
+def path_of_iteration(path: str | os.PathLike[str], iteration: int) -> Path:
     """The file that a checkpoint of this iteration is written to."""
-    template = _template(path)
+    template = _make_template(path)
     return template.with_name(template.name.replace(NUMBER, f"{iteration:08d}"))
 
 
-def _template(path: str | os.PathLike[str]) -> Path:
+def _make_template(path: str | os.PathLike[str]) -> Path:
     folder = os.fspath(path).endswith((os.sep, "/")) or os.path.isdir(path)
     return Path(path) / IN_A_FOLDER if folder else Path(path)
 
 
-def _family(template: Path) -> list[Path]:
+def _list_named(template: Path) -> list[Path]:
     """The files that a template has named."""
     pattern = re.escape(template.name).replace(re.escape(NUMBER), r"\d{8,}")
-    with saying(template.parent, "cannot be read"):
+    with translate_errors(template.parent, "cannot be read"):
         return [template.parent / name for name in os.listdir(template.parent) if re.fullmatch(pattern, name)]
 
 
 def _rotate(template: Path, newest: Path, keep: int) -> None:
-    others = by_age([path for path in _family(template) if path.name != newest.name])
+    others = sort_by_age([path for path in _list_named(template) if path.name != newest.name])
     for path in others[keep - 1 :]:
         try:
             path.unlink(missing_ok=True)
@@ -205,14 +205,14 @@ def _rotate(template: Path, newest: Path, keep: int) -> None:
             warnings.warn(f"{path}: an old checkpoint cannot be removed: {problem.strerror}", stacklevel=4)
 
 
-def by_age(paths: list[Path]) -> list[Path]:
+def sort_by_age(paths: list[Path]) -> list[Path]:
     """The newest first: by the dates in them, which rise in the order of writing, or, where they cannot be read, by the file
     system's word."""
 
     def saved(path: Path) -> tuple[int, str]:
         try:
             with Reader(path) as reader, reader.naming():
-                return saved_ns(parsed(reader.manifest)), path.name
+                return saved_ns(parse_manifest(reader.manifest)), path.name
         except NotOurs:
             return -1, path.name
         except CheckpointError:
@@ -232,9 +232,9 @@ def latest(where: str | os.PathLike[str], allow_nan: bool = False) -> Path:
     place, before, problems = Path(where), None, list[str]()
     while (candidates := list_candidates(place)) != before:  # a writer may remove old ones as fast as they are read
         before, problems = candidates, []
-        for path in by_age(sorted(candidates)):
+        for path in sort_by_age(sorted(candidates)):
             try:
-                with opened(path, allow_nan):
+                with open_checkpoint(path, allow_nan):
                     return path
             except Gone:
                 continue
@@ -247,6 +247,6 @@ def latest(where: str | os.PathLike[str], allow_nan: bool = False) -> Path:
 def list_candidates(place: Path) -> set[Path]:
     """The files that may be checkpoints: in a folder, or those that a path with {iteration} in it has named."""
     if NUMBER in place.name:
-        return set(_family(place))
-    with saying(place, "cannot be read"):
+        return set(_list_named(place))
+    with translate_errors(place, "cannot be read"):
         return {place / name for name in os.listdir(place) if name.endswith(SUFFIX)}

@@ -58,7 +58,7 @@ FIXES = {
 
 
 @contextlib.contextmanager
-def saying(path: Path, what: str) -> Iterator[None]:
+def translate_errors(path: Path, what: str) -> Iterator[None]:
     """Turn the system's refusals into ours."""
     try:
         yield
@@ -86,19 +86,19 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def tensor(array: np.ndarray) -> Tensor:
+def make_tensor(array: np.ndarray) -> Tensor:
     return Tensor(array.shape, array.dtype, lambda: array)
 
 
-def in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def sort_for_writing(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """As they are written, and each of them fetched once: the wider types first, which keeps every tensor aligned."""
     return sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
 
 
 def write(file: BinaryIO, manifest: str, tensors: Mapping[str, Tensor], allow_nan: bool) -> None:
     """Write a checkpoint to a file at its start. Never holds more than one tensor and one chunk."""
-    ordered = in_order(tensors)
-    header = _header(manifest, ordered)
+    ordered = sort_for_writing(tensors)
+    header = _encode_header(manifest, ordered)
     digest = hashlib.sha256()
 
     def put(data: Any) -> None:
@@ -109,14 +109,14 @@ def write(file: BinaryIO, manifest: str, tensors: Mapping[str, Tensor], allow_na
     put(header)
     for name, each in ordered:
         array = np.ascontiguousarray(each.read(), each.dtype.newbyteorder("<"))
-        for piece in _pieces(array.reshape(-1).view(np.uint8)):
+        for piece in _split_chunks(array.reshape(-1).view(np.uint8)):
             refuse_nan(name, piece, array.dtype, allow_nan)
             put(piece.data)
     file.seek(DIGEST_AT)
     file.write(digest.hexdigest().encode())
 
 
-def _header(manifest: str, tensors: list[tuple[str, Tensor]]) -> bytes:
+def _encode_header(manifest: str, tensors: list[tuple[str, Tensor]]) -> bytes:
     start, table = 0, {}
     for name, each in tensors:
         table[name] = {"dtype": CODES[each.dtype], "shape": list(each.shape), "data_offsets": [start, start + each.nbytes]}
@@ -132,7 +132,7 @@ def _header(manifest: str, tensors: list[tuple[str, Tensor]]) -> bytes:
     return text
 
 
-def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
+def _split_chunks(data: np.ndarray) -> Iterator[np.ndarray]:
     return (data[lo : lo + CHUNK] for lo in range(0, data.size, CHUNK))
 
 

@@ -14,17 +14,17 @@ import numpy as np
 from ..registry import known
 from ..routing import OTHERWISE, OWN
 from .format import CheckpointError, Tensor
-from .reader import strict_json, whole
-from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check
+from .reader import is_shape, is_whole_number, parse_strict_json
+from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check_snapshot
 
 VERSIONS = (1, 2)  # 2: some state is in fewer bits
 
 
 # ---- to JSON ------------------------------------------------------------------------------------------------------------
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A hyperparameter as JSON has it: functions are null, infinity is a word, tuples are lists."""
     if isinstance(value, (tuple, list)):
-        return [plain(x) for x in value]
+        return [to_json_value(x) for x in value]
     if callable(value):
         return None
     if isinstance(value, (float, np.floating)):
@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def number(value: Any) -> float:
+def to_json_number(value: Any) -> float:
     """A counter, as an integer where it is one."""
     return int(value) if abs(value) < 2**53 and float(value).is_integer() else float(value)
 
@@ -51,45 +51,45 @@ def encode(snapshot: Snapshot, after: int = 0) -> str:
             "nonfinite": snapshot.nonfinite,
             "skip_above": snapshot.skip_above,
             **({"skip_window": snapshot.window} if snapshot.window else {}),
-            "optimizers": [_encoded_member(member) for member in snapshot.members],
-            "parameters": {name: _encoded_parameter(p) for name, p in snapshot.parameters.items()},
+            "optimizers": [_encode_member(member) for member in snapshot.members],
+            "parameters": {name: _encode_parameter(p) for name, p in snapshot.parameters.items()},
         },
         ensure_ascii=False,
         separators=(",", ":"),
     )
 
 
-def _encoded_values(values: SavedSettings) -> dict[str, Any]:
-    hyperparameters = {k: plain(v) for k, v in values.hyperparameters.items()}
+def _encode_values(values: SavedSettings) -> dict[str, Any]:
+    hyperparameters = {k: to_json_value(v) for k, v in values.hyperparameters.items()}
     return {"hyperparameters": hyperparameters, "callables": values.callables, "extra": values.extra}
 
 
-def _encoded_member(member: SavedOptimizer) -> dict[str, Any]:
+def _encode_member(member: SavedOptimizer) -> dict[str, Any]:
     groups = [
-        {"match": g.match, "otherwise": g.use == OTHERWISE, "overrides": g.overrides, **_encoded_values(g.values)}
+        {"match": g.match, "otherwise": g.use == OTHERWISE, "overrides": g.overrides, **_encode_values(g.values)}
         | ({} if g.use in (None, OTHERWISE) else {"use": g.use})
         for g in member.groups
     ]
-    return {"name": member.optimizer, **_encoded_values(member.values), "groups": groups}
+    return {"name": member.optimizer, **_encode_values(member.values), "groups": groups}
 
 
-def _encoded_parameter(p: Parameter) -> dict[str, Any]:
-    entry = {"optimizer": p.member, "counters": {k: number(v) for k, v in p.counters.items()}}
+def _encode_parameter(p: Parameter) -> dict[str, Any]:
+    entry = {"optimizer": p.member, "counters": {k: to_json_number(v) for k, v in p.counters.items()}}
     same = ("group", "shape", "dtype", "step", "reason", "stepped", "pieces", "piece", *(["parts"] if p.parts else []))
-    return entry | {name: plain(getattr(p, name)) for name in same}
+    return entry | {name: to_json_value(getattr(p, name)) for name in same}
 
 
 # ---- from JSON ----------------------------------------------------------------------------------------------------------
 #: what an entry may be, in words, and whether a value is that
-NATURAL = "must be a whole number from 0 on", whole
-DATE = "must be a whole number from 0 on", lambda value: whole(value, 2**63)
+NATURAL = "must be a whole number from 0 on", is_whole_number
+DATE = "must be a whole number from 0 on", lambda value: is_whole_number(value, 2**63)
 TEXT = "must be a text", lambda value: isinstance(value, str)
 FLAG = "must be true or false", lambda value: isinstance(value, bool)
 TABLE = "must be an object", lambda value: isinstance(value, dict)
 LIST = "must be a list", lambda value: isinstance(value, list)
 NAMES = "must be a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
 PATTERN = "must be a name, a list of names or null", lambda value: value is None or TEXT[1](value) or NAMES[1](value)
-SHAPE = "must be a list of whole numbers", lambda value: isinstance(value, list) and len(value) < 65 and all(map(whole, value))
+SHAPE = "must be a list of whole numbers", is_shape
 COUNTER = "must be a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
 Kind = tuple[str, Callable[[Any], bool]]
 
@@ -104,14 +104,14 @@ def get(table: Any, key: str, kind: Kind, where: str) -> Any:
     return tuple(table[key]) if kind is SHAPE else table[key]
 
 
-def entries(table: Any, where: str, **kinds: Kind) -> dict[str, Any]:
+def get_all(table: Any, where: str, **kinds: Kind) -> dict[str, Any]:
     """Some entries of the manifest."""
     return {key: get(table, key, kind, where) for key, kind in kinds.items()}
 
 
-def parsed(text: str) -> Any:
+def parse_manifest(text: str) -> Any:
     """The manifest as JSON, of a version that can be read."""
-    manifest = strict_json(text, "the manifest")
+    manifest = parse_strict_json(text, "the manifest")
     version = get(manifest, "format_version", NATURAL, "the manifest")
     if version not in VERSIONS:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def parsed(text: str) -> Any:
 def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
     """A snapshot from a manifest and the file's tensors."""
     what = "the manifest"
-    members = [_member(each, f"optimizer {i}") for i, each in enumerate(get(manifest, "optimizers", LIST, what))]
+    members = [_decode_member(each, f"optimizer {i}") for i, each in enumerate(get(manifest, "optimizers", LIST, what))]
     slots: dict[str, dict[str, Tensor]] = {}
     for full, each in tensors.items():
         name, slash, slot = full.rpartition("/")
@@ -138,13 +138,13 @@ def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
         raise CheckpointError(f"tensor {name + '/' + min(slots[name])!r} belongs to no parameter of the manifest")
     snapshot = Snapshot(
         members,
-        {name: _parameter(entry, slots.get(name, {}), f"parameter {name!r}") for name, entry in table.items()},
-        **entries(manifest, what, iteration=NATURAL, skipped=NATURAL, nonfinite=TEXT, front_end=TEXT, written_by=TEXT),
+        {name: _decode_parameter(entry, slots.get(name, {}), f"parameter {name!r}") for name, entry in table.items()},
+        **get_all(manifest, what, iteration=NATURAL, skipped=NATURAL, nonfinite=TEXT, front_end=TEXT, written_by=TEXT),
         saved_ns=saved_ns(manifest),
         skip_above=manifest.get("skip_above"),  # older files have none
         window=manifest.get("skip_window", {}),
     )
-    check(snapshot)
+    check_snapshot(snapshot)
     return snapshot
 
 
@@ -154,31 +154,31 @@ def saved_ns(manifest: Any) -> int:
     return value
 
 
-def _values(table: Any, where: str) -> SavedSettings:
+def _decode_values(table: Any, where: str) -> SavedSettings:
     def read(value: Any) -> Any:
         return tuple(map(read, value)) if isinstance(value, list) else math.inf if value == "Infinity" else value
 
-    found = SavedSettings(**entries(table, where, hyperparameters=TABLE, callables=NAMES, extra=TABLE))
+    found = SavedSettings(**get_all(table, where, hyperparameters=TABLE, callables=NAMES, extra=TABLE))
     found.hyperparameters = {k: read(v) for k, v in found.hyperparameters.items()}
     return found
 
 
-def _member(table: Any, where: str) -> SavedOptimizer:
+def _decode_member(table: Any, where: str) -> SavedOptimizer:
     name = get(table, "name", TEXT, where)
     if name not in known():
         raise CheckpointError(f"the checkpoint is of {name!r:.80}, which is not registered; import the package that defines it")
-    groups = [_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", LIST, where))]
-    return SavedOptimizer(name, _values(table, where), groups)
+    groups = [_decode_group(each, f"group {i} of {name}") for i, each in enumerate(get(table, "groups", LIST, where))]
+    return SavedOptimizer(name, _decode_values(table, where), groups)
 
 
-def _group(table: Any, where: str) -> Group:
+def _decode_group(table: Any, where: str) -> Group:
     use = OTHERWISE if get(table, "otherwise", FLAG, where) else table.get("use")
     if use not in (None, OWN, OTHERWISE):
         use = get(table, "use", NATURAL, where)
-    return Group(_values(table, where), use=use, **entries(table, where, match=PATTERN, overrides=NAMES))
+    return Group(_decode_values(table, where), use=use, **get_all(table, where, match=PATTERN, overrides=NAMES))
 
 
-def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
+def _decode_parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
     member, counters = get(table, "optimizer", NATURAL, where), get(table, "counters", TABLE, where)
     return Parameter(
         member,
@@ -187,5 +187,5 @@ def _parameter(table: Any, tensors: dict[str, Tensor], where: str) -> Parameter:
         counters={name: get(counters, name, COUNTER, f"{where}: counters") for name in counters},
         parts=get(table, "parts", SHAPE, where) if "parts" in table else (),
         generator=table.get("generator"),
-        **entries(table, where, shape=SHAPE, step=NATURAL, dtype=TEXT, pieces=NATURAL, piece=SHAPE, reason=TEXT, stepped=FLAG),
+        **get_all(table, where, shape=SHAPE, step=NATURAL, dtype=TEXT, pieces=NATURAL, piece=SHAPE, reason=TEXT, stepped=FLAG),
     )

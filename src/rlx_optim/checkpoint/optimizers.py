@@ -16,7 +16,7 @@ from ..routing import OTHERWISE
 from ..spec import TRAINED, Spec
 from ..stepping import TensorState
 from ..storage import fill_buffer, flatten_components
-from .format import CheckpointError, Tensor, tensor
+from .format import CheckpointError, Tensor, make_tensor
 from .snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot
 
 
@@ -25,7 +25,7 @@ def snapshot_of(opt: NamedOptimizer) -> Snapshot:
     """Everything an optimizer is and has; its buffers are looked at when they are written."""
     family = list(opt._family())
     return Snapshot(
-        [_member(each, family) for each in family],
+        [_save_member(each, family) for each in family],
         {name: p for _, _, name, p in parameters_of(opt)},
         opt.iteration,
         opt.skipped,
@@ -43,18 +43,18 @@ def parameters_of(opt: NamedOptimizer) -> Iterator[tuple[NamedOptimizer, Spec, s
         for name, record in member._records.items():
             spec, group = specs[record.group], record.group if record.group < len(member._settings.groups) else None
             yield member, spec, name, Parameter(
-                i, group, record.shape, record.t, _tensors(opt, record, spec), {**spec.counters(), **record.counters},
+                i, group, record.shape, record.t, _read_tensors(opt, record, spec), {**spec.counters(), **record.counters},
                 opt._engine_choice[2], piece=record.shape, reason=member._why[name], stepped=record.stepped == member._iteration,
             )  # fmt: skip
 
 
-def _tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
+def _read_tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[str, Tensor]:
     missing = {name: slot for name, slot in spec.stored_slots(record.shape).items() if name not in record.state}
     fresh = {name: opt._engine.allocate(slot) for name, slot in missing.items()}  # a setting has changed: a step would make it
-    return {name: tensor(np.asarray(part)) for name, part in flatten_components({**record.state, **fresh}).items()}
+    return {name: make_tensor(np.asarray(part)) for name, part in flatten_components({**record.state, **fresh}).items()}
 
 
-def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
+def _save_member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
     if not is_registered(opt.spec) or classes.made(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
@@ -77,13 +77,13 @@ def _member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer
 # ---- from a snapshot ----------------------------------------------------------------------------------------------------
 def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mapping[str, Any]) -> NamedOptimizer:
     """The optimizer a snapshot was taken of. `given`: what was marked as a callable, once more."""
-    stored = type_of(snapshot)
-    owed = [given_for(snapshot, depth, given) for depth in range(len(snapshot.members))]
-    line = line_of(snapshot)
+    stored = find_state_type(snapshot)
+    owed = [select_callables(snapshot, depth, given) for depth in range(len(snapshot.members))]
+    line = find_otherwise_line(snapshot)
     made: dict[int, NamedOptimizer] = {}
     for index in reversed(range(len(snapshot.members))):
         behind = made[line[line.index(index) + 1]] if index in line[:-1] else None
-        made[index] = _made(snapshot, index, owed[index], behind, made, engine, precision)
+        made[index] = _make_member(snapshot, index, owed[index], behind, made, engine, precision)
     opt = made[0]
     reached = list(opt._family())
     opt._used += tuple(made[index] for index in sorted(made) if made[index] not in reached)  # no pattern leads there
@@ -92,7 +92,7 @@ def optimizer_from(snapshot: Snapshot, engine: Any, precision: str, given: Mappi
     return opt
 
 
-def line_of(snapshot: Snapshot) -> list[int]:
+def find_otherwise_line(snapshot: Snapshot) -> list[int]:
     """The first optimizer, its `otherwise`, that one's and so on; the others are used by groups or by single parameters."""
     used = {group.use for member in snapshot.members for group in member.groups}
     line = [0]
@@ -102,7 +102,7 @@ def line_of(snapshot: Snapshot) -> list[int]:
     return line
 
 
-def type_of(snapshot: Snapshot) -> str:
+def find_state_type(snapshot: Snapshot) -> str:
     """The type of the state, and so of the parameters that are stepped here. What is not done here is refused."""
     types: dict[str, str] = {}
     for name, p in snapshot.parameters.items():
@@ -128,7 +128,7 @@ def refuse_evaluation(name: str, p: Parameter) -> None:
         )
 
 
-def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def select_callables(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the caller gave again for a member and for each of its groups; all that is marked must be there, and no more."""
     member, last = snapshot.members[depth], depth == len(snapshot.members) - 1
     for _ in range(depth):
@@ -137,7 +137,7 @@ def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple
         raise TypeError("load: the checkpoint has no such otherwise")
     how, title = "load(path, " + "otherwise=dict(" * depth + "{}" + ")" * depth + ")", spec_class(member.optimizer).title
     own = {k: v for k, v in given.items() if k not in ("groups", "otherwise")}
-    demand(title, member.values.callables, member.values, own, how.format("NAME=…"))
+    demand_callables(title, member.values.callables, member.values, own, how.format("NAME=…"))
     per_group: dict[str, dict[str, Any]] = {k: dict(v) for k, v in given.get("groups", {}).items()}
     if unknown := set(per_group) - {str(group.match) for group in member.groups}:
         raise TypeError(f"load: the checkpoint has no group {min(unknown)!r}")
@@ -145,11 +145,11 @@ def given_for(snapshot: Snapshot, depth: int, given: Mapping[str, Any]) -> tuple
         key = str(group.match)
         marked = [name for name in group.values.callables if name in group.overrides]
         again = how.format(f"groups={{{key!r}: dict(NAME=…)}}")
-        demand(f"{title}, group {key!r}", marked, group.values, per_group.setdefault(key, {}), again)
+        demand_callables(f"{title}, group {key!r}", marked, group.values, per_group.setdefault(key, {}), again)
     return own, [per_group[str(group.match)] for group in member.groups]
 
 
-def demand(title: str, marked: list[str], values: SavedSettings, given: Mapping[str, Any], how: str) -> None:
+def demand_callables(title: str, marked: list[str], values: SavedSettings, given: Mapping[str, Any], how: str) -> None:
     """Refuse what was not marked as a callable, and a marked NAME that is not given; `how` to give it."""
     if unknown := set(given) - set(marked):
         raise TypeError(
@@ -163,7 +163,7 @@ def demand(title: str, marked: list[str], values: SavedSettings, given: Mapping[
             )
 
 
-def _made(
+def _make_member(
     snapshot: Snapshot, index: int, given: Any, otherwise: NamedOptimizer | None, made: Mapping[int, NamedOptimizer],
     engine: Any, precision: str,
 ) -> NamedOptimizer:  # fmt: skip
@@ -205,13 +205,13 @@ def restore(members: Mapping[int, NamedOptimizer], parameters: Mapping[str, Para
         record = TensorState(name, p.shape, len(groups) if p.group is None else p.group)
         if record.group < len(groups):
             groups[record.group].matched = True
-        fill(record, specs[record.group], p, member)
+        fill_record(record, specs[record.group], p, member)
         if p.stepped:
             record.stepped = iteration
         member._records[name], member._why[name] = record, p.reason
 
 
-def fill(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
+def fill_record(record: TensorState, spec: Spec, p: Parameter, opt: NamedOptimizer) -> None:
     """A record's buffers, of the engine's own making, with the state of a snapshot in them; what it has none of starts anew."""
     record.counters, record.t = dict(p.counters), p.step
     for name, (slot,) in p.used(spec).items():

@@ -33,11 +33,11 @@ from .format import (
     NotOurs,
     Tensor,
     refuse_nan,
-    saying,
+    translate_errors,
 )
 
 
-def strict_json(text: str | bytearray, what: str) -> Any:
+def parse_strict_json(text: str | bytearray, what: str) -> Any:
     """JSON without its loopholes: no key twice, no NaN, no bottomless nesting."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        with saying(self.path, "cannot be read"):
+        with translate_errors(self.path, "cannot be read"):
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # before it is opened: a pipe would wait for a writer
                 raise CheckpointError(f"{self.path}: not a file")
             self._file = io.FileIO(self.path)
@@ -115,7 +115,7 @@ class Reader:
             )
         self.data_at = 8 + length
         raw = self._bytes(8, length)
-        header = strict_json(raw, "the header")
+        header = parse_strict_json(raw, "the header")
         metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
         if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
             damaged = raw.startswith(OPENING)
@@ -130,7 +130,7 @@ class Reader:
 
     def check_table(self) -> None:
         """Check that the tensors fill the file, one after the other."""
-        self.spans = {name: _span(name, entry) for name, entry in self._table.items()}
+        self.spans = {name: _parse_span(name, entry) for name, entry in self._table.items()}
         end = 0
         for name, span in sorted(self.spans.items(), key=lambda item: (item[1].start, item[1].stop)):
             if span.start != end:
@@ -144,11 +144,11 @@ class Reader:
         """Read every byte once: the digest must be right, no tensor may hold NaN unless allowed, no scale be below zero."""
         digest = hashlib.sha256(self._bytes(0, DIGEST_AT))
         digest.update(BLANK)
-        for start, stop in _steps(DIGEST_AT + 64, self.data_at):
+        for start, stop in _chunk_bounds(DIGEST_AT + 64, self.data_at):
             digest.update(self._bytes(start, stop - start))
         problem = None
         for name, span in sorted(self.spans.items(), key=lambda item: item[1].start):
-            for start, stop in _steps(self.data_at + span.start, self.data_at + span.stop):
+            for start, stop in _chunk_bounds(self.data_at + span.start, self.data_at + span.stop):
                 piece = np.frombuffer(self._bytes(start, stop - start), np.uint8)
                 digest.update(piece.data)
                 try:
@@ -186,7 +186,7 @@ class Reader:
 
     def _fill(self, buffer: np.ndarray, start: int) -> None:
         done = 0
-        with saying(self.path, "cannot be read"):
+        with translate_errors(self.path, "cannot be read"):
             self._file.seek(start)
             while done < buffer.size:
                 got = self._file.readinto(buffer[done:].data)
@@ -195,25 +195,30 @@ class Reader:
                 done += got
 
 
-def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _chunk_bounds(start: int, stop: int) -> Iterator[tuple[int, int]]:
     return ((lo, min(lo + CHUNK, stop)) for lo in range(start, stop, CHUNK))
 
 
-def whole(value: Any, most: int = 2**53) -> bool:
+def is_whole_number(value: Any, most: int = 2**53) -> bool:
     """Whether a value of JSON is a whole number from 0 on."""
     return type(value) is int and 0 <= value <= most
 
 
-def _span(name: str, entry: Any) -> Span:
+def is_shape(value: Any) -> bool:
+    """Whether a value of JSON is a list of so many whole numbers as NumPy's arrays may have dimensions."""
+    return isinstance(value, list) and len(value) <= 64 and all(map(is_whole_number, value))
+
+
+def _parse_span(name: str, entry: Any) -> Span:
     what = f"tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{what}: its entry must have dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{what}: its dtype is {entry['dtype']!r}; known are {', '.join(DTYPES)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not isinstance(shape, list) or not all(map(whole, shape)) or len(shape) > 64:
+    if not is_shape(shape):
         raise CheckpointError(f"{what}: its shape must be a list of whole numbers, got {shape!r:.80}")
-    if not isinstance(offsets, list) or not all(map(whole, offsets)) or len(offsets) != 2:
+    if not isinstance(offsets, list) or not all(map(is_whole_number, offsets)) or len(offsets) != 2:
         raise CheckpointError(f"{what}: its data_offsets must be two whole numbers, got {offsets!r:.80}")
     dtype = DTYPES[entry["dtype"]]
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:

@@ -21,8 +21,8 @@ from ..rounding import LOW
 from ..routing import quote
 from ..spec import KEY, TRAINED, Shape, Slot, Spec
 from ..splits import WHOLE, Split, exact, part, shapes_of, slots_of, stored
-from .format import CODES, CheckpointError, Tensor, tensor
-from .reader import whole
+from .format import CODES, CheckpointError, Tensor, make_tensor
+from .reader import is_whole_number
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 #: what slots are kept in, by the type of their arrays
@@ -111,7 +111,7 @@ class Parameter:
     def used(self, spec: Spec) -> dict[str, tuple[Slot, ...]]:
         """Those that there is state for, now or before a setting changed."""
         slots = self.slots(spec)
-        slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else possible(spec, self)[0]
+        slots = slots if self.tensors.keys() <= self.arrays(slots).keys() else list_possible_state(spec, self)[0]
         return {name: each for name, each in slots.items() if name in self.tensors}
 
     def kept(self, slots: Mapping[str, tuple[Slot, ...]]) -> dict[str, tuple[Slot, ...]]:
@@ -197,17 +197,17 @@ def check_fit(name: str, p: Parameter, shape: Shape, wide: bool) -> None:
 CORRUPT = "The checkpoint is corrupt or from another model"
 
 
-def wrong_shape(key: str, name: str, found: Shape, expected: Shape) -> str:
+def describe_wrong_shape(key: str, name: str, found: Shape, expected: Shape) -> str:
     """What is said of state of another shape, by every front end."""
     return f"state {key!r} of {name!r} has shape {found}, expected {expected}. {CORRUPT}"
 
 
-def missing(key: str, name: str, kind: str = "state") -> str:
+def describe_missing(key: str, name: str, kind: str = "state") -> str:
     """What is said of state that is not there."""
     return f"{kind} {key!r} of {name!r} is missing. {CORRUPT}"
 
 
-def check(snapshot: Snapshot) -> None:
+def check_snapshot(snapshot: Snapshot) -> None:
     """Refuse what could not be gone on with: settings out of range, state that is missing, too much or of another shape."""
     if not snapshot.members:
         raise CheckpointError("the manifest names no optimizer")
@@ -269,13 +269,13 @@ def _check_parameter(snapshot: Snapshot, p: Parameter, name: str) -> None:
 def _check_state(spec: Spec, p: Parameter, owner: str) -> None:
     what, slots, counters = f"parameter {owner!r}", p.slots(spec), spec.counters()
     for name in [name for name, each in slots.items() if each[0].meaning == KEY and name not in p.tensors]:
-        p.tensors[name] = tensor(_key(p, what).reshape(p.stored(slots[name])))
+        p.tensors[name] = make_tensor(_read_older_key(p, what).reshape(p.stored(slots[name])))
     parts = p.arrays(p.kept(slots))
     for kind, needed, given in (("state", parts, p.tensors), ("counter", counters, p.counters)):
         if lacking := set(needed) - set(given):
-            raise CheckpointError(missing(min(lacking), owner, kind))
+            raise CheckpointError(describe_missing(min(lacking), owner, kind))
     if left := (set(p.tensors) - set(parts)) | (set(p.counters) - set(counters)):
-        slots, known = possible(spec, p)
+        slots, known = list_possible_state(spec, p)
         parts = p.arrays(p.kept(slots))
         if left := left - set(parts) - set(known):
             raise CheckpointError(f"state {min(left)!r} of {owner!r} is unknown to {spec.title}. {CORRUPT}")
@@ -287,34 +287,34 @@ def _check_state(spec: Spec, p: Parameter, owner: str) -> None:
     for name, each in p.tensors.items():
         shape, dtype = parts[name]
         if each.shape != shape:
-            raise CheckpointError(wrong_shape(name, owner, each.shape, shape))
+            raise CheckpointError(describe_wrong_shape(name, owner, each.shape, shape))
         fits = each.dtype == storage.Words.types[dtype] if dtype else each.dtype in CODES and each.dtype.kind == "f"
         if not fits:
             expected = dtype or "float32 or float64"
             raise CheckpointError(f"state {name!r} of {owner!r} is {each.dtype}, expected {expected}. {CORRUPT}")
 
 
-def _key(p: Parameter, what: str) -> np.ndarray:
+def _read_older_key(p: Parameter, what: str) -> np.ndarray:
     """`random.key` of each piece, as an older file has it."""
-    pairs = isinstance(p.generator, list) and all(isinstance(each, list) and len(each) == 2 for each in p.generator)
-    if not pairs or len(p.generator) != p.pieces or not all(whole(word, 2**32 - 1) for each in p.generator for word in each):
+    pairs = p.generator if isinstance(p.generator, list) and len(p.generator) == p.pieces else [None]
+    if not all(isinstance(each, list) and len(each) == 2 and all(is_whole_number(n, 2**32 - 1) for n in each) for each in pairs):
         raise CheckpointError(f"{what} has no key of its noise: its generator cannot be {p.generator!r:.80}")
     return np.array(list(map(random.split_key, p.generator)), np.float64 if p.dtype == "float64" else np.float32)
 
 
-def possible(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:
+def list_possible_state(spec: Spec, p: Parameter) -> tuple[dict[str, tuple[Slot, ...]], dict[str, float]]:
     """Slots and counters that were in use before a changeable field was changed: they are kept, in case it changes back. p: of
     a torch optimizer in evaluation mode, where gradients are taken."""
     slots, counters = p.slots(spec), dict(spec.counters())
     shapes = shapes_of(p.shape, p.parts) if p.parts else [p.piece]
     slots |= {} if spec.evaluated is None else {TRAINED: tuple(map(Slot, shapes))}
-    for variant in _variants(spec):
+    for variant in _list_variants(spec):
         slots |= p.slots(variant)
         counters |= variant.counters()
     return slots, counters
 
 
-def _variants(spec: Spec) -> Iterator[Spec]:
+def _list_variants(spec: Spec) -> Iterator[Spec]:
     for name, field in spec.fields.items():
         for value in () if field.fixed else (True, False, None, 0.5):
             try:

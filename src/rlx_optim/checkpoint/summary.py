@@ -21,11 +21,11 @@ from .snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot
 HEAD = ("parameter", "optimizer", "shape", "dtype", "steps", "state", "bytes")
 
 
-def title(member: SavedOptimizer) -> str:
+def title_of(member: SavedOptimizer) -> str:
     return spec_class(member.optimizer).title
 
 
-def description(snapshot: Snapshot) -> list[str]:
+def describe_snapshot(snapshot: Snapshot) -> list[str]:
     """The file as a whole, line by line."""
     saved = datetime.datetime.fromtimestamp(snapshot.saved_ns / 1e9).astimezone().isoformat(timespec="seconds")
     total = sum(each.nbytes for each in snapshot.tensors().values())
@@ -34,27 +34,28 @@ def description(snapshot: Snapshot) -> list[str]:
         f"iteration {snapshot.iteration:,}, {len(snapshot.parameters):,} parameters, {total:,} bytes of state",
     ]
     for i, member in enumerate(snapshot.members):
-        lines.append(f"{'otherwise ' * i}{title(member)}({_words(member.values, list(member.values.hyperparameters))})")
+        values = _describe_values(member.values, list(member.values.hyperparameters))
+        lines.append(f"{'otherwise ' * i}{title_of(member)}({values})")
         for group in member.groups:
             where = "listed parameters" if group.match is None else f"{group.match!r}"
-            use = group.use if not isinstance(group.use, int) else title(snapshot.members[group.use])
-            use = f"to {use}" if use else _words(group.values, group.overrides)
+            use = group.use if not isinstance(group.use, int) else title_of(snapshot.members[group.use])
+            use = f"to {use}" if use else _describe_values(group.values, group.overrides)
             lines.append(f"  group {where}: {use}")
     return lines
 
 
-def _words(values: SavedSettings, names: list[str]) -> str:
+def _describe_values(values: SavedSettings, names: list[str]) -> str:
     def one(name: str) -> str:
         return f"{name}={values.hyperparameters[name]!r}" + (" (a callable)" if name in values.callables else "")
 
     return ", ".join(map(one, names))
 
 
-def _pieces(p: Parameter) -> str:
+def _describe_pieces(p: Parameter) -> str:
     return described(p.shape, p.parts) if p.parts else f"{p.pieces} of {sized(p.piece)}"
 
 
-def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
+def list_rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     """A row for each parameter, by HEAD."""
     table: list[tuple[str, ...]] = []
     for name, p in snapshot.parameters.items():
@@ -66,46 +67,46 @@ def rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
             or "–"
         )
         size = sum(each.nbytes for each in p.tensors.values())
-        shape = sized(p.shape) + (f" as {_pieces(p)}" if p.split else "")
-        table.append((name, title(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
+        shape = sized(p.shape) + (f" as {_describe_pieces(p)}" if p.split else "")
+        table.append((name, title_of(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
     return table
 
 
 # ---- two files ----------------------------------------------------------------------------------------------------------
-def differences(a: Snapshot, b: Snapshot) -> Iterator[str]:
+def find_differences(a: Snapshot, b: Snapshot) -> Iterator[str]:
     """What differs, in words, the settings first; tensors are compared one pair at a time."""
     if a.iteration != b.iteration:
         yield f"iteration: {a.iteration} and {b.iteration}"
-    yield from _settings(a, b)
+    yield from _compare_settings(a, b)
     for name in [*a.parameters, *(n for n in b.parameters if n not in a.parameters)]:
         if name not in a.parameters or name not in b.parameters:
             yield f"{name}: only in the {'first' if name in a.parameters else 'second'} file"
             continue
-        yield from _parameter(name, a, b)
+        yield from _compare_parameters(name, a, b)
 
 
-def _settings(a: Snapshot, b: Snapshot) -> Iterator[str]:
-    names = [", ".join(map(title, each.members)) for each in (a, b)]
+def _compare_settings(a: Snapshot, b: Snapshot) -> Iterator[str]:
+    names = [", ".join(map(title_of, each.members)) for each in (a, b)]
     if names[0] != names[1]:
         yield f"optimizer: {names[0]} and {names[1]}"
         return
     for one, other in zip(a.members, b.members, strict=True):
         if len(one.groups) != len(other.groups):
-            yield f"{title(one)}: {len(one.groups)} groups and {len(other.groups)}"
+            yield f"{title_of(one)}: {len(one.groups)} groups and {len(other.groups)}"
         for place in (None, *range(min(len(one.groups), len(other.groups)))):
-            label = title(one) if place is None else f"{title(one)}, group {one.groups[place].match!r}"
-            yield from _values(label, one.values_of(place).hyperparameters, other.values_of(place).hyperparameters)
+            label = title_of(one) if place is None else f"{title_of(one)}, group {one.groups[place].match!r}"
+            yield from _compare_values(label, one.values_of(place).hyperparameters, other.values_of(place).hyperparameters)
 
 
-def _values(label: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+def _compare_values(label: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys([*one, *other]):
         if one.get(name) != other.get(name):
             yield f"{label}: {name} is {one.get(name)!r} and {other.get(name)!r}"
 
 
-def _parameter(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
+def _compare_parameters(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
     one, other = a.parameters[name], b.parameters[name]
-    by = title(a.members[one.member]), title(b.members[other.member])
+    by = title_of(a.members[one.member]), title_of(b.members[other.member])
     for what, left, right in (
         ("optimizer", *by),
         ("shape", one.shape, other.shape),
@@ -115,13 +116,13 @@ def _parameter(name: str, a: Snapshot, b: Snapshot) -> Iterator[str]:
     ):
         if left != right:
             yield f"{name}: {what} {left} and {right}"
-    mine, its = _values_of(one, a.spec(one)), _values_of(other, b.spec(other))
+    mine, its = _decode_slots(one, a.spec(one)), _decode_slots(other, b.spec(other))
     for slot in [slot for slot in mine if slot in its]:
-        if found := _distance(mine[slot], its[slot]):
+        if found := _compare_tensors(mine[slot], its[slot]):
             yield f"{name}/{slot}: {found}"
 
 
-def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
+def _decode_slots(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     """What is in its slots, decoded where that is codes, when it is read."""
 
     def one(slot: str) -> Tensor:
@@ -138,7 +139,7 @@ def _values_of(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     return low | {slot: one(slot) if p.storage_of(slot) else p.tensors[slot] for slot in p.used(spec)}
 
 
-def _distance(one: Tensor, other: Tensor) -> str | None:
+def _compare_tensors(one: Tensor, other: Tensor) -> str | None:
     if one.shape != other.shape:
         return f"shape {one.shape} and {other.shape}"
     wide = max(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)

@@ -16,13 +16,13 @@ import typer
 from rich.markup import escape
 
 from ..checkpoint import CheckpointError, summary
-from ..checkpoint.files import opened
+from ..checkpoint.files import open_checkpoint
 from . import Problem, say, show_table, width, write_json
 
 
 def show(path: Path, as_json: bool) -> int:
-    with opened(path, allow_nan=True) as snapshot:
-        said, told = summary.description(snapshot), [list(row) for row in summary.rows(snapshot)]
+    with open_checkpoint(path, allow_nan=True) as snapshot:
+        said, told = summary.describe_snapshot(snapshot), [list(row) for row in summary.list_rows(snapshot)]
     if as_json:
         entries = [dict(zip(summary.HEAD, row, strict=True)) for row in told]
         write_json({"file": str(path), "verified": True, "description": list(said), "state": entries})
@@ -38,8 +38,8 @@ def show(path: Path, as_json: bool) -> int:
 
 
 def compare(path: Path, other: Path, as_json: bool) -> int:
-    with opened(path, allow_nan=True) as one, opened(other, allow_nan=True) as two:
-        found = list(summary.differences(one, two))
+    with open_checkpoint(path, allow_nan=True) as one, open_checkpoint(other, allow_nan=True) as two:
+        found = list(summary.find_differences(one, two))
     if as_json:
         write_json({"files": [str(path), str(other)], "equal": not found, "differences": found})
         return int(bool(found))

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from ..checkpoint import files
-from ..checkpoint.format import CheckpointError, tensor
+from ..checkpoint.format import CheckpointError, make_tensor
 from ..checkpoint.optimizers import refuse_evaluation
 from ..checkpoint.snapshot import Group, Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names
 from ..registry import spec_class
@@ -54,7 +54,7 @@ def load_state(path: str | os.PathLike[str], tx: optax.GradientTransformation, p
     A transformation cannot be changed: where its settings are not the file's, its own count, and a warning says so.
     """
     part = part_of(tx, params)
-    with files.opened(path, allow_nan) as snapshot:
+    with files.open_checkpoint(path, allow_nan) as snapshot:
         return part.put_into(restore_state(part, snapshot), snapshot.members[0].values.hyperparameters)
 
 
@@ -89,7 +89,7 @@ def build_snapshot(
             len(entry.names), entry.inner, entry.why,
         )  # fmt: skip
         kept = p.arrays({name: (slot,) for name, slot in entry.slots.items()})
-        p.tensors = {name: tensor(to_numpy(array).reshape(kept[name][0])) for name, array in arrays.items()}
+        p.tensors = {name: make_tensor(to_numpy(array).reshape(kept[name][0])) for name, array in arrays.items()}
     return Snapshot(members, parameters, count, front_end="optax")
 
 

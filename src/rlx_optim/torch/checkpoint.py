@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..checkpoint import files
-from ..checkpoint.format import CheckpointError, Tensor, in_order
-from ..checkpoint.optimizers import demand
-from ..checkpoint.snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names, possible
+from ..checkpoint.format import CheckpointError, Tensor, sort_for_writing
+from ..checkpoint.optimizers import demand_callables
+from ..checkpoint.snapshot import Parameter, SavedOptimizer, SavedSettings, Snapshot, check_fit, check_names, list_possible_state
 from ..registry import spec_class
 from ..rounding import LOW
 from ..routing import Choice, bare
@@ -104,7 +104,7 @@ def load_into(
     """Take over groups, routing and state from a file of any front end. Nothing changes before all of it has been checked."""
     with contextlib.ExitStack() as stack:
         with opt._agreed("the checkpoint was refused"):
-            snapshot = stack.enter_context(files.opened(path, allow_nan))
+            snapshot = stack.enter_context(files.open_checkpoint(path, allow_nan))
             known = parameters_of(opt)
             _check_names(opt, snapshot, known, strict)
             there = {name: p for name, p in snapshot.parameters.items() if name in known}
@@ -192,7 +192,7 @@ def _given_again(
         again = {k: here[k] for k in values.callables if callable(here.get(k))}  # KronPSGD's probe
         again |= {k: v for k, v in given[p.member].items() if k in values.callables}
         how = "load(path, " + "otherwise=dict(" * p.member + "NAME=…" + ")" * p.member + ")"
-        demand(spec_class(member.optimizer).title, values.callables, values, again, how)
+        demand_callables(spec_class(member.optimizer).title, values.callables, values, again, how)
         found[p.member, p.group] = {**values.hyperparameters, **again}
         try:
             member.specs[p.group].replace(**found[p.member, p.group])
@@ -274,7 +274,7 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index
     if opt._batch(name, param) != WHOLE:  # what was whole says so, where it would be split
         state["batch"] = p.way
     earlier = opt._current_specs()[index]
-    others, counters = possible(earlier, p)
+    others, counters = list_possible_state(earlier, p)
     ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}
 
@@ -319,7 +319,7 @@ def save_together(
                 return files.save(lambda: snapshot, steps, path, every, keep, allow_nan)
         finally:
             lockstep.finish()
-        return files.target(path, steps)
+        return files.path_of_iteration(path, steps)
 
 
 class Lockstep:
@@ -329,7 +329,7 @@ class Lockstep:
         self.next, self.broken = 0, False
         for p in snapshot.parameters.values():
             p.tensors = {slot: dataclasses.replace(each, read=self._reading(each)) for slot, each in p.tensors.items()}
-        self.tensors: list[Tensor] = [each for _, each in in_order(snapshot.tensors())]
+        self.tensors: list[Tensor] = [each for _, each in sort_for_writing(snapshot.tensors())]
 
     def _reading(self, each: Tensor) -> Any:
         def read() -> Any:

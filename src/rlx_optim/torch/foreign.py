@@ -27,7 +27,7 @@ from ..routing import bare
 from ..spec import MODIFIERS, Shape, Spec
 from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN
-from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, unwrapped
+from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, unwrap_state
 from .foreign_table import Origin
 from .hyper import in_dtype, plain
 from .state import names_of, outside, shape_in_state, split_in
@@ -59,7 +59,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> Any:
     except CheckpointError:
         raise
     except Exception as problem:  # torch has many ways to refuse a file
-        raise CheckpointError(f"{path}: torch cannot read it with weights_only=True: {first_reason(problem)}") from problem
+        raise CheckpointError(f"{path}: torch cannot read it with weights_only=True: {extract_reason(problem)}") from problem
     for key in (None, "optimizer", "optimizer_state_dict", "optim", "optimizer_state"):
         found = loaded if key is None else loaded.get(key) if isinstance(loaded, dict) else None
         if isinstance(found, dict) and {"state", "param_groups"} <= found.keys():
@@ -82,7 +82,7 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
 ASIDES = re.compile(r"\x1b\[\d*m|(Weights only load failed|In PyTorch|Please use|Check the documentation).*")
 
 
-def first_reason(problem: Exception) -> str:
+def extract_reason(problem: Exception) -> str:
     """The first line of torch's message that says what is wrong."""
     text = str(problem).rpartition("WeightsUnpickler error:")[2]
     lines = (line.strip() for line in ASIDES.sub("", text).splitlines())
@@ -99,17 +99,17 @@ def convert(
     """`rlx-optim convert`: a file of torch.save to a checkpoint or the other way, as the target's ending says."""
     if Path(target).suffix == files.SUFFIX:
         snapshot = from_state_dict(read_state_dict(source), optimizer, names)
-        files.store(snapshot, Path(target), allow_nan)
+        files.write_checkpoint(snapshot, Path(target), allow_nan)
         return snapshot
-    with files.opened(source, allow_nan) as snapshot:
+    with files.open_checkpoint(source, allow_nan) as snapshot:
         state_dict = to_state_dict(snapshot, optimizer)
-    with files.replacing(Path(target)) as file:
+    with files.replace_file(Path(target)) as file:
         try:
             torch.save(state_dict, file)
         except RuntimeError as problem:  # torch closes its archive, and says that it is not whole
             if isinstance(problem.__context__, OSError):
                 raise problem.__context__ from None
-            raise CheckpointError(f"{target}: cannot be written: {first_reason(problem)}") from None
+            raise CheckpointError(f"{target}: cannot be written: {extract_reason(problem)}") from None
     return snapshot
 
 
@@ -118,7 +118,7 @@ def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None,
     """A snapshot of an optimizer's state dict. Parameters that have no state yet are left out: they start afresh."""
     try:
         check_outline("convert", state_dict)
-        return _snapshot(state_dict, optimizer, names)
+        return _make_snapshot(state_dict, optimizer, names)
     except CheckpointError:
         raise
     except ValueError as problem:
@@ -127,15 +127,15 @@ def from_state_dict(state_dict: Mapping[str, Any], optimizer: str | None = None,
         raise CheckpointError(f"the state dict is not as torch makes it: {type(problem).__name__}: {problem}") from problem
 
 
-def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Sequence[str] | None) -> Snapshot:
-    groups, states = state_dict["param_groups"], {key: unwrapped(state) for key, state in state_dict["state"].items()}
+def _make_snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Sequence[str] | None) -> Snapshot:
+    groups, states = state_dict["param_groups"], {key: unwrap_state(state) for key, state in state_dict["state"].items()}
     of = [[{} if states.get(key) is None else states[key] for key in group["params"]] for group in groups]  # each group's
     for group, each in zip(groups, of, strict=True):
         if "rule" not in group:
             refuse_strangers("the state dict", group, [state for state in each if isinstance(state, Mapping)])
-    rules: list[str] = [group.get("rule") or _rule(group, optimizer) for group in groups]
+    rules: list[str] = [group.get("rule") or _find_rule(group, optimizer) for group in groups]
     order = sorted(dict.fromkeys(rules), key=lambda rule: rule != optimizer)
-    called = _names(groups, names)
+    called = _find_names(groups, names)
     for key, state in states.items():
         if key in called and not isinstance(state, Mapping | None):
             raise refuse_state("convert", called[key], state)
@@ -145,30 +145,30 @@ def _snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: Seque
         kind = spec_class(rule)
         mine = [(group, each) for group, each, its in zip(groups, of, rules, strict=True) if its == rule]
         layouts = [layout_of(kind.title, kind, group, each) for group, each in mine]
-        values = [_values(kind, layout, *each) for layout, each in zip(layouts, mine, strict=True)]
+        values = [_read_settings(kind, layout, *each) for layout, each in zip(layouts, mine, strict=True)]
         members.append(SavedOptimizer.of(rule, values))
         for place, ((group, each), layout) in enumerate(zip(mine, layouts, strict=True)):
             where = len(members) - 1, place - 1 if place else None
             spec = members[-1].specs[where[1]]
             for key, state in zip(group["params"], each, strict=True):
                 if state.keys() - {"step", "started"}:
-                    parameters[called[key]] = _parameter(
-                        called[key], where, spec, _in_our_words(spec, layout, group, state, called[key])
+                    parameters[called[key]] = _read_parameter(
+                        called[key], where, spec, _translate_state(spec, layout, group, state, called[key])
                     )
     iteration = max((p.step for p in parameters.values()), default=0)
     return Snapshot(members, parameters, iteration, front_end="torch")
 
 
-def _in_our_words(spec: Spec, layout: Origin | None, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> Any:
+def _translate_state(spec: Spec, layout: Origin | None, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> Any:
     """The state of a parameter whose shape nobody says."""
     if layout is None:
         return state
-    shape = _shape_in_their_words(state)
+    shape = _find_foreign_shape(state)
     names = list(outside(spec, spec.slots(shape)).values())
     return state_of(spec.title, spec, layout, group, state, names, shape, name)
 
 
-def _rule(group: Mapping[str, Any], optimizer: str | None) -> str:
+def _find_rule(group: Mapping[str, Any], optimizer: str | None) -> str:
     """Which optimizer a group of torch.optim is for."""
     if optimizer is not None:
         theirs = {kind.torch.like.lower(): kind.name for kind in OURS if kind.torch.like}
@@ -185,7 +185,7 @@ def _rule(group: Mapping[str, Any], optimizer: str | None) -> str:
     return "radam" if "amsgrad" not in group else "adamw" if decoupled else "adam"
 
 
-def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, str]:
+def _find_names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[Any, str]:
     keys = [key for group in groups for key in group["params"]]
     found = [name for group in groups for name in group.get("param_names") or ()] if names is None else list(names)
     if len(found) != len(keys):
@@ -197,7 +197,7 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
     return dict(zip(keys, stripped, strict=True))
 
 
-def _values(
+def _read_settings(
     kind: type[Spec], layout: Origin | None, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> SavedSettings:
     given = settings_of(kind.title, kind, layout, dict(group))
@@ -218,14 +218,14 @@ def _values(
     return SavedSettings(spec.values(), [k for k, v in spec.values().items() if callable(v)], extra)
 
 
-def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
+def _read_parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
     try:
         split = split_in(state) or WHOLE
     except (TypeError, ValueError) as problem:
         raise state_error("convert", "batch", name, state["batch"], f"how many parts it is split into ({problem})") from None
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
-    shape = _shape(spec, state)
+    shape = _find_shape(spec, state)
     for key, value in state.items():
         if torch.is_tensor(value) and not unreadable(value):
             refuse_repeated(value, f"state {key!r} of {name!r}")
@@ -242,7 +242,7 @@ def _parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapp
     return p
 
 
-def _shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
+def _find_shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
     """A parameter's shape, which is that of its moments."""
     if torch.is_tensor(state.get("row_var")):
         return (*state["row_var"].shape[:-1], state["col_var"].shape[-1])
@@ -254,7 +254,7 @@ def _shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
     raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {spec.title}'s; is it another optimizer's?")
 
 
-def _shape_in_their_words(state: Mapping[str, Any]) -> Shape:
+def _find_foreign_shape(state: Mapping[str, Any]) -> Shape:
     """A parameter's shape: of what most numbers are kept of, unless its second moment is factored."""
     row, column = (state.get(f"exp_avg_sq_{each}") for each in ("row", "col"))
     if torch.is_tensor(row) and torch.is_tensor(column):
@@ -268,10 +268,10 @@ def _shape_in_their_words(state: Mapping[str, Any]) -> Shape:
 def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | None = None) -> dict[str, Any]:
     """The state dict that torch.optim (or the authors' SOAP) loads. Where an `otherwise` is there too, say which of both."""
     if not isinstance(source, Snapshot):
-        with files.opened(source) as snapshot:
+        with files.open_checkpoint(source) as snapshot:
             return to_state_dict(snapshot, optimizer)
     known = [member.optimizer for member in source.members]
-    wanted = _rule({}, optimizer) if optimizer else known[0]
+    wanted = _find_rule({}, optimizer) if optimizer else known[0]
     if wanted not in known or (optimizer is None and len({p.member for p in source.parameters.values()}) > 1):
         raise CheckpointError(f"the checkpoint is of {' and '.join(known)}; say which of them (optimizer=…, --optimizer)")
     if not spec_class(wanted).torch.like and wanted != "soap":
@@ -283,9 +283,9 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
     for place in (None, *range(len(member.groups))):
         mine = {name: p for name, p in source.parameters.items() if (p.member, p.group) == (index, place)}
         keys = list(range(len(states), len(states) + len(mine)))
-        states |= dict(zip(keys, (_state(wanted, member.specs[place], *each) for each in mine.items()), strict=True))
+        states |= dict(zip(keys, (_write_state(wanted, member.specs[place], *each) for each in mine.items()), strict=True))
         if mine:
-            groups.append(_group(wanted, member.values_of(place)) | {"params": keys, "param_names": list(mine)})
+            groups.append(_write_group(wanted, member.values_of(place)) | {"params": keys, "param_names": list(mine)})
     return {"state": states, "param_groups": groups}
 
 
@@ -293,7 +293,7 @@ def to_state_dict(source: Snapshot | str | os.PathLike[str], optimizer: str | No
 KEPT = ("state_dtype", "rounding")
 
 
-def _group(rule: str, values: SavedSettings) -> dict[str, Any]:
+def _write_group(rule: str, values: SavedSettings) -> dict[str, Any]:
     kind, given = spec_class(rule), {k: v for k, v in values.hyperparameters.items() if k not in MODIFIERS}
     for name, field in MODIFIERS.items():
         if name not in KEPT and values.hyperparameters.get(name, field.default) != field.default:
@@ -309,7 +309,7 @@ def _group(rule: str, values: SavedSettings) -> dict[str, Any]:
     return {k: said.get(k, default) for k, default in defaults.items()}
 
 
-def _state(rule: str, spec: Spec, name: str, p: Parameter) -> dict[str, Any]:
+def _write_state(rule: str, spec: Spec, name: str, p: Parameter) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(float(p.step), device="cpu")} if spec.torch.counts else {}
     if p.split:
         raise CheckpointError(f"{name!r} is split into {p.pieces} of shape {p.piece}, which torch.optim does not do")
@@ -318,10 +318,10 @@ def _state(rule: str, spec: Spec, name: str, p: Parameter) -> dict[str, Any]:
     for slot, key in names_of(spec, slots).items() if not waits else ():
         state[key] = torch.from_numpy(p.values(slot)).reshape(shape_in_state(slots[slot], like, WHOLE))
     state |= {k: torch.tensor(float(v), device="cpu") for k, v in p.counters.items() if k == "mu_product"}
-    return _to_the_authors(state, spec, p) if rule == "soap" else state
+    return _write_authors_state(state, spec, p) if rule == "soap" else state
 
 
-def _to_the_authors(state: dict[str, Any], spec: Any, p: Parameter) -> dict[str, Any]:
+def _write_authors_state(state: dict[str, Any], spec: Any, p: Parameter) -> dict[str, Any]:
     theirs = {"step": max(p.step - 1, 0), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
     axes = range(1, len(spec.merged(p.shape)) + 1)
     matrices = {label: [state.get(f"{label}{i}", []) for i in axes] for label in ("L", "Q")}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import storage
-from ..checkpoint.snapshot import missing
+from ..checkpoint.snapshot import describe_missing
 from ..registry import OURS
 from ..routing import quote
 from ..spec import MODIFIERS, Foreign, Shape, Spec
@@ -164,7 +164,7 @@ def check_convention(owner: str, kind: type[Spec], layout: Origin, follows: Grou
 
 
 # ---- the state of a parameter -----------------------------------------------------------------------------------------------
-def unwrapped(state: Any) -> Any:
+def unwrap_state(state: Any) -> Any:
     """A parameter's state as one flat dict."""
     if not isinstance(state, Mapping) or not isinstance(state.get(WRAPPED), Mapping):
         return state
@@ -179,13 +179,13 @@ def state_of(
     if layout is None or not state:
         return dict(state)
     if lacking := [key for key in layout.kept.split() if key not in state]:
-        raise ValueError(f"{owner}: {missing(lacking[0], what)}{restart(what)}")
+        raise ValueError(f"{owner}: {describe_missing(lacking[0], what)}{restart(what)}")
     given = dequantize(owner, dict(state), what)
     for key, value in given.items():
         if key != "step" and torch.is_tensor(value) and (unreadable(value) or not value.is_floating_point()):
             raise state_error(owner, key, what, value, "a tensor of real numbers")
     step = group.get("step")
-    if step is not None and not _equal(given.setdefault("step", step), step):
+    if step is not None and not _is_equal(given.setdefault("step", step), step):
         raise ValueError(
             f"{owner}: 'step' of {what!r} is {described(given['step'])} in the checkpoint, and {described(step)} in its group"
         )
@@ -212,7 +212,7 @@ def state_of(
     return {k: v for k, v in given.items() if k in known}
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     try:
         return float(one) == float(other)
     except (TypeError, ValueError, RuntimeError):
@@ -234,12 +234,12 @@ def dequantize(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
             # AdEMAMix has both averages in one
             several = largest is not None and largest.ndim == 2 and codes.shape[:1] == largest.shape[:1]
             each: list[Any] = list(zip(codes, largest, strict=True)) if several and largest is not None else [(codes, largest)]
-            values = [decoded(owner, codes, table, largest, what) for codes, largest in each]
+            values = [decode_blocks(owner, codes, table, largest, what) for codes, largest in each]
             state[f"state{n}"] = torch.stack(values) if several else values[0]
     return {k: v for k, v in state.items() if k not in BESIDE}
 
 
-def decoded(owner: str, codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor | None, what: str) -> torch.Tensor:
+def decode_blocks(owner: str, codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor | None, what: str) -> torch.Tensor:
     """The numbers that bitsandbytes' codes stand for."""
     block = None if largest is None else next((b for b in BLOCKS if -(-codes.numel() // b) == largest.numel()), None)
     if largest is None or block is None:

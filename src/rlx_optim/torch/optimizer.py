@@ -25,7 +25,7 @@ from ..splits import WHOLE, Split, checked, described, shapes_of
 from .collect import find_ready
 from .engines import check_engine
 from .eval_mode import eager, named
-from .foreign_reader import layout_of, settings_of, state_of, unwrapped
+from .foreign_reader import layout_of, settings_of, state_of, unwrap_state
 from .foreign_table import Origin
 from .hyper import number
 from .model_hints import has_heads, kinds_of, splits_of
@@ -429,7 +429,7 @@ class RuleOptimizer(Stepper):
 
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             def boxed(state: Any) -> Any:
-                state = unwrapped(state)
+                state = unwrap_state(state)
                 if not isinstance(state, Mapping):
                     return Boxed(state)
                 return {k: Boxed(v) for k, v in state.items()}

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import random, storage
 from ..checkpoint.format import CheckpointError, Tensor
-from ..checkpoint.snapshot import CORRUPT, Parameter, missing, possible, wrong_shape
+from ..checkpoint.snapshot import CORRUPT, Parameter, describe_missing, describe_wrong_shape, list_possible_state
 from ..rounding import LOW
 from ..routing import bare
 from ..spec import KEY, Field, Shape, Spec
@@ -142,7 +142,7 @@ def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, 
     if unreadable(value):
         raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
-        raise ValueError(f"{owner}: {wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
+        raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
 
 
 def canonicalize(owner: str, state: dict[str, Any], spec: Spec, name: str) -> None:
@@ -218,7 +218,7 @@ def read_parameter(
     is in `extras`. live: it is the optimizer's own, as its home lays it out, perhaps with slots that a changed setting left."""
 
     def lack(key: str) -> ValueError:
-        return ValueError(f"{owner}: {missing(key, name)}{restart(name)}")
+        return ValueError(f"{owner}: {describe_missing(key, name)}{restart(name)}")
 
     kind, parts = str(param.dtype).removeprefix("torch."), () if isinstance(split, int) else split
     p = Parameter(0, None, tuple(param.shape), 0, {}, {}, kind, number(split), piece_shape(param, split), parts=parts)
@@ -228,7 +228,7 @@ def read_parameter(
     p.step = int(number_in(owner, "step", name, given.pop("step", 0.0)))
     low, pieces, slots = given.pop(LOW, None), p.slots(spec), kept_slots(spec, param, split, home)
     if live and given.keys() - {*first, *part_names(spec, slots)}:
-        pieces, first = possible(spec, p)
+        pieces, first = list_possible_state(spec, p)
         slots = {slot: each * (p.pieces // len(each)) for slot, each in pieces.items()}
     for label in first.keys() & given.keys():
         p.counters[label] = number_in(owner, label, name, given.pop(label), spec.counter_ranges.get(label))
