@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from test_rounding import SHAPES, bits, joined, made, same, start, walk
+from test_rounding import SHAPES, bits, made, same, start, walk
 from torch import nn
 
 import rlx_optim
@@ -16,6 +16,7 @@ from rlx_optim import rounding
 from rlx_optim.checkpoint.format import CheckpointError, make_tensor
 from rlx_optim.checkpoint.snapshot import check_snapshot
 from rlx_optim.cli import main
+from rlx_optim.engines.torch_ import join_halves
 from rlx_optim.torch import bf16, foreign
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +29,7 @@ def whole(opt, params):
     """Parameters with their low halves."""
     lows = {k: opt.state[p].get("low") for k, p in params.items()}
     return {
-        k: p.detach().float() if lows[k] is None else joined(p.detach(), lows[k].view(torch.int16)) for k, p in params.items()
+        k: p.detach().float() if lows[k] is None else join_halves(p.detach(), lows[k].view(torch.int16)) for k, p in params.items()
     }
 
 

@@ -116,8 +116,7 @@ def parse_manifest(text: str) -> Any:
     if version not in VERSIONS:
         raise CheckpointError(
             f"format version {version} is not known here (this rlx_optim reads {' and '.join(map(str, VERSIONS))}); "
-            "it was written by "
-            f"{manifest.get('written_by', 'another program')!r:.80}"
+            f"it was written by {manifest.get('written_by', 'another program')!r:.80}"
         )
     return manifest
 
@@ -150,8 +149,7 @@ def decode(manifest: Any, tensors: Mapping[str, Tensor]) -> Snapshot:
 
 def saved_ns(manifest: Any) -> int:
     """When it was saved, in nanoseconds since 1970."""
-    value: int = get(manifest, "saved_ns", DATE, "the manifest")
-    return value
+    return int(get(manifest, "saved_ns", DATE, "the manifest"))
 
 
 def _decode_values(table: Any, where: str) -> SavedSettings:

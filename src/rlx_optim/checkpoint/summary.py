@@ -59,16 +59,13 @@ def list_rows(snapshot: Snapshot) -> list[tuple[str, ...]]:
     """A row for each parameter, by HEAD."""
     table: list[tuple[str, ...]] = []
     for name, p in snapshot.parameters.items():
-        counters = [f"{k}={v:g}" for k, v in p.counters.items()]
-        kept = {slot: CODECS[p.storage_of(slot)] for slot in p.used(snapshot.spec(p))}
-        low = [LOW] if LOW in p.tensors else []
-        state = (
-            ", ".join([*(f"{slot} in {each.format}" if each.name else slot for slot, each in kept.items()), *low, *counters])
-            or "–"
-        )
+        codecs = {slot: CODECS[p.storage_of(slot)] for slot in p.used(snapshot.spec(p))}
+        parts = [f"{slot} in {codec.format}" if codec.name else slot for slot, codec in codecs.items()]
+        parts += [LOW] * (LOW in p.tensors) + [f"{name}={value:g}" for name, value in p.counters.items()]
         size = sum(each.nbytes for each in p.tensors.values())
         shape = sized(p.shape) + (f" as {_describe_pieces(p)}" if p.split else "")
-        table.append((name, title_of(snapshot.members[p.member]), shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
+        owner, state = title_of(snapshot.members[p.member]), ", ".join(parts) or "–"
+        table.append((name, owner, shape, p.dtype, f"{p.step:,}", state, f"{size:,}"))
     return table
 
 
@@ -131,12 +128,10 @@ def _decode_slots(p: Parameter, spec: Spec) -> dict[str, Tensor]:
     def halves() -> Any:
         return np.ascontiguousarray(p.tensors[LOW].read()).view("<u2").reshape(p.shape)
 
-    low = (
-        {LOW: dataclasses.replace(p.tensors[LOW], shape=p.shape, dtype=np.dtype(np.uint16), read=halves)}
-        if LOW in p.tensors
-        else {}
-    )
-    return low | {slot: one(slot) if p.storage_of(slot) else p.tensors[slot] for slot in p.used(spec)}
+    found = {slot: one(slot) if p.storage_of(slot) else p.tensors[slot] for slot in p.used(spec)}
+    if LOW in p.tensors:
+        found[LOW] = dataclasses.replace(p.tensors[LOW], shape=p.shape, dtype=np.dtype(np.uint16), read=halves)
+    return found
 
 
 def _compare_tensors(one: Tensor, other: Tensor) -> str | None:
