@@ -29,7 +29,8 @@ def whole(opt, params):
     """Parameters with their low halves."""
     lows = {k: opt.state[p].get("low") for k, p in params.items()}
     return {
-        k: p.detach().float() if lows[k] is None else join_halves(p.detach(), lows[k].view(torch.int16)) for k, p in params.items()
+        k: p.detach().float() if lows[k] is None else join_halves(p.detach(), lows[k].view(torch.int16))
+        for k, p in params.items()
     }
 
 

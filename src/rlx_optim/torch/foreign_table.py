@@ -35,14 +35,6 @@ class Only:
     hint: str = ""
 
 
-def make_nothing(_: Any) -> Mapping[str, Any]:
-    return {}
-
-
-def keep_state(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) -> dict[str, Any]:
-    return state
-
-
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """How a class of another library, the `writer`, keeps what our `rule` keeps.
@@ -70,9 +62,9 @@ class Origin:
     reads: Mapping[str, Foreign] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Only] = dataclasses.field(default_factory=dict)
     idle: str = ""
-    makes: Callable[[Group], Mapping[str, Any]] = make_nothing
+    makes: Callable[[Group], Mapping[str, Any]] = lambda group: {}
     slots: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    remade: Callable[[Spec, dict[str, Any], Shape, Group], dict[str, Any]] = keep_state
+    remade: Callable[[Spec, dict[str, Any], Shape, Group], dict[str, Any]] = lambda spec, state, shape, group: state
     counts: bool = True
     own: bool = False
     problem: Callable[[Group], str] = lambda group: ""
