@@ -20,6 +20,7 @@ from rlx_optim.partition import extent, share_out, traffic
 from rlx_optim.program import NotSent, Unsent
 from rlx_optim.reading import reads_p
 from rlx_optim.registry import spec_class
+from rlx_optim.torch.groups import spec_of
 
 WORLDS = (2, 3, 4)
 LIMIT = 150  # seconds for a world; a collective that nobody answers ends after 60
@@ -490,7 +491,7 @@ def test_bytes_sent_are_those_documented(results, size, name, dtype):
     params = ranks.parameters(ranks.plain, ranks.CUT, dtype)
     opt = ranks.make(name, params)
     shapes = {p: tuple(p.shape) for p in params.values()}
-    specs = [(shapes[p], opt._spec_of(group)) for group in opt.param_groups for p in group["params"]]
+    specs = [(shapes[p], spec_of(opt, group)) for group in opt.param_groups for p in group["params"]]
     wanted = traffic(specs, size, dtype.itemsize)
     given = [each[name, str(dtype)] for each in results[size]["bytes_sent"]]
     assert [each["sent"] for each in given] == wanted.sent
@@ -505,7 +506,7 @@ def test_bytes_sent_are_those_documented(results, size, name, dtype):
 def test_ddp_sends_updates_alone(results):
     everyone = [given["log"] for given in results[3]["data_parallel"]]
     opt = ours.Muon(ranks.net(), lr=0.02)
-    specs = [(tuple(p.shape), opt._spec_of(group)) for group in opt.param_groups for p in group["params"]]
+    specs = [(tuple(p.shape), spec_of(opt, group)) for group in opt.param_groups for p in group["params"]]
     assert [each["sent"] for each in everyone] == [5 * sent for sent in traffic(specs, 3, dim=None).sent]
 
 

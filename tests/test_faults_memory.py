@@ -147,7 +147,7 @@ def test_a_storage_that_was_given_up_is_refused():
         p.grad = torch.ones(100)
         opt.step()
     p.data.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the storage of w has been resized to 0 bytes"):
+    with pytest.raises(RuntimeError, match="w is in a storage that has been resized to 0 bytes"):
         opt.step()
 
 

@@ -15,6 +15,7 @@ import rlx_optim  # noqa: E402
 from rlx_optim import splits  # noqa: E402
 from rlx_optim.checkpoint import CheckpointError  # noqa: E402
 from rlx_optim.torch import SOAP, AdamW, KronPSGD, Muon, NorMuon, Scion  # noqa: E402
+from rlx_optim.torch.params import current_split  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Muon. it has matrices without names")
 
@@ -194,7 +195,7 @@ def llama(**config):
 def splits_of(model, **settings):
     """How a model's parameters are split, by the last part of their names."""
     opt = Muon(model, **settings)
-    return {name.removesuffix(".weight").split(".")[-1]: opt._pieces(name, p) for name, p in model.named_parameters()}
+    return {name.removesuffix(".weight").split(".")[-1]: current_split(opt, name, p) for name, p in model.named_parameters()}
 
 
 def test_llama_and_grouped_queries():
@@ -332,7 +333,7 @@ def test_modules_say_what_they_pack(title):
     make, settings, expected = PACKED[title]
     model = behind(make())
     opt = Muon(model, **settings)
-    found = {name.removeprefix("0."): opt._pieces(name, p) for name, p in model.named_parameters()}
+    found = {name.removeprefix("0."): current_split(opt, name, p) for name, p in model.named_parameters()}
     assert {name: split for name, split in found.items() if split != 1} == expected
     for name, p in model[0].named_parameters():
         rule = next(group["rule"] for group in opt.param_groups if any(p is each for each in group["params"]))
@@ -370,7 +371,7 @@ def apart(model, opt):
         split = split if isinstance(split, tuple) else (tensor.shape[0] // split,) * split
         return [(f"{name}[{i}]" if len(split) > 1 else name, part.clone()) for i, part in enumerate(tensor.split(list(split)))]
 
-    ways = {name: opt._pieces(name, p) for name, p in model.named_parameters()}
+    ways = {name: current_split(opt, name, p) for name, p in model.named_parameters()}
     return lambda tensors: [pair for name, t in tensors for pair in pieces_of(name, t, ways[name])]
 
 
@@ -422,16 +423,16 @@ def test_modules_are_seen_through_what_is_put_around_them():
     model = behind(nn.MultiheadAttention(16, 4))
     nn.utils.parametrizations.weight_norm(model[0], "in_proj_weight")
     opt = Muon(model)
-    assert opt._pieces("", model[0].parametrizations.in_proj_weight.original1) == 3
+    assert current_split(opt, "", model[0].parametrizations.in_proj_weight.original1) == 3
     model = behind(nn.LSTM(8, 6))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(model[0], "weight_hh_l0")
-    assert Muon(model)._pieces("", model[0].weight_hh_l0_v) == 4
+    assert current_split(Muon(model), "", model[0].weight_hh_l0_v) == 4
     model = behind(nn.MultiheadAttention(16, 4))
-    assert Muon(torch.compile(model))._pieces("", model[0].in_proj_weight) == 3
+    assert current_split(Muon(torch.compile(model)), "", model[0].in_proj_weight) == 3
     model[0] = checkpoint_wrapper(model[0])
-    assert Muon(model)._pieces("", next(model[0].parameters())) == 3
+    assert current_split(Muon(model), "", next(model[0].parameters())) == 3
 
 
 def test_modules_that_are_shared_or_have_other_shapes_stay_whole():
@@ -443,10 +444,10 @@ def test_modules_that_are_shared_or_have_other_shapes_stay_whole():
     assert "batch" not in opt.state[layer.in_proj_weight]
     other = nn.MultiheadAttention(16, 4)
     other.in_proj_weight = nn.Parameter(noise((40, 16), 0))
-    assert Muon(behind(other))._pieces("", other.in_proj_weight) == 1
+    assert current_split(Muon(behind(other)), "", other.in_proj_weight) == 1
     flat = nn.MultiheadAttention(16, 4)
     flat.in_proj_weight = nn.Parameter(noise((48,), 0))
-    assert Muon(behind(flat))._pieces("", flat.in_proj_weight) == 1
+    assert current_split(Muon(behind(flat)), "", flat.in_proj_weight) == 1
 
 
 def test_only_matrix_rules_ask_a_model():
@@ -458,7 +459,7 @@ def test_only_matrix_rules_ask_a_model():
     assert "batch" not in opt.state[p]
     assert "matches '*in_proj_weight'\n" in opt.routing_report()
     assert Muon(model, route={"*in_proj_weight": rlx_optim.SOAP()}).state[p]["batch"] == 3
-    assert Muon(model.named_parameters())._pieces("0.in_proj_weight", p) == 1  # names alone do not say it
+    assert current_split(Muon(model.named_parameters()), "0.in_proj_weight", p) == 1  # names alone do not say it
 
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon, Scion, SOAP, KronPSGD])
@@ -495,7 +496,7 @@ def test_a_run_goes_on_as_it_began(kind, before, tmp_path):
             again = copy.deepcopy(new.state_dict())  # keeps saying it
             step(resumed, new, 3)
             assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), model.parameters(), strict=True)), (split, way)
-            assert new._pieces("0.in_proj_weight", resumed[0].in_proj_weight) == (3 if before is None else 1)
+            assert current_split(new, "0.in_proj_weight", resumed[0].in_proj_weight) == (3 if before is None else 1)
             shown = " as 3 of 16×16 " in new.routing_report()
             assert shown == (before is None and split is None)
             third, last = begun(None)
@@ -517,6 +518,6 @@ def test_a_split_of_ones_own_holds_for_state_that_was_whole():
         saved[kind] = opt.state_dict()
     opt = Muon(model, split={"*in_proj_weight": 3})
     opt.load_state_dict(saved[Muon])
-    assert opt._pieces("0.in_proj_weight", model[0].in_proj_weight) == 3
+    assert current_split(opt, "0.in_proj_weight", model[0].in_proj_weight) == 3
     with pytest.raises(ValueError, match=r"SOAP: state 'L1' of '0.in_proj_weight' has shape \(48, 48\), expected"):
         SOAP(model, split={"*in_proj_weight": 3}).load_state_dict(saved[SOAP])

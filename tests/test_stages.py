@@ -12,6 +12,7 @@ from test_qk_clip import clipped
 from rlx_optim import partition
 from rlx_optim.partition import traffic
 from rlx_optim.registry import spec_class
+from rlx_optim.torch.groups import spec_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 WORLDS = (2, 4)
@@ -56,7 +57,7 @@ def alone(name):
     params = parameters(plain, CUT)
     opt = make(name, params)
     train(opt, params, 0, STEPS)
-    return params, [(tuple(p.shape), opt._spec_of(group)) for group in opt.param_groups for p in group["params"]]
+    return params, [(tuple(p.shape), spec_of(opt, group)) for group in opt.param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize("name", MATRIX)

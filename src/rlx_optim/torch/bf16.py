@@ -18,13 +18,6 @@ from .memory import is_dtensor, local_part
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def refusal(rounding: str, param: torch.Tensor) -> str | None:
-    """Why a parameter cannot be rounded so; None if it can."""
-    if rounding == EXACT and param.dtype is torch.float16:
-        return "is float16, which is not the upper half of a float32; use rounding='stochastic', or bfloat16"
-    return None
-
-
 def keeps_low(spec: Spec, param: torch.Tensor) -> bool:
     return spec.rounding == EXACT and param.dtype is torch.bfloat16
 

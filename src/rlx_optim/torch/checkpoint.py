@@ -21,9 +21,11 @@ from ..routing import Choice, bare
 from ..spec import Spec
 from ..splits import WHOLE, shapes_of
 from .eval_mode import dicts_in
-from .hyper import in_dtype, plain
+from .groups import in_dtype, plain
 from .optimizer import RuleOptimizer
+from .params import current_split, home_of, is_dormant, wanted_split
 from .placements.local import ARITHMETIC
+from .policy import resume_guard
 from .state import init_state, part_names
 from .state_dict import COUNTABLE, fill, make_room, read_parameter
 
@@ -49,15 +51,15 @@ def parameters_of(opt: RuleOptimizer) -> dict[str, tuple[int, torch.Tensor]]:
 # ---- to a snapshot ------------------------------------------------------------------------------------------------------
 def snapshot_of(opt: RuleOptimizer) -> Snapshot:
     """Everything a torch optimizer is and has."""
-    specs = opt._current_specs()
+    specs = opt._specs.update(opt)
     members, where = _members(opt)
     parameters = {}
     for name, (index, param) in parameters_of(opt).items():
-        if opt._is_dormant(param):
+        if is_dormant(opt, param):
             continue
         group, state = opt.param_groups[index], opt.state[param]
-        split = opt._pieces(name, param)
-        home = opt._home(name, param, specs[index], split)
+        split = current_split(opt, name, param)
+        home = home_of(opt, name, param, specs[index], split)
         init_state(state, specs[index], param, split, home)
         p = parameters[name] = read_parameter(opt._owner, specs[index], param, split, state, name, home, live=True)
         (p.member, p.group), p.reason = where[index, _kind(opt, group, param)], opt._why.get(param, "")
@@ -73,7 +75,7 @@ def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> 
 
 def _members(opt: RuleOptimizer) -> tuple[list[SavedOptimizer], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
     """The rules with their groups, and for each of torch's groups and kinds of parameters in it the place there."""
-    trained = [[p for p in group["params"] if not opt._is_dormant(p)] for group in opt.param_groups]
+    trained = [[p for p in group["params"] if not is_dormant(opt, p)] for group in opt.param_groups]
     kinds = [
         {_kind(opt, group, p): None for p in params} or {torch.float32: None}
         for group, params in zip(opt.param_groups, trained, strict=True)
@@ -115,7 +117,7 @@ def load_into(
             states = {known[name][1]: _room(opt, snapshot, name, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             here = _here(opt, snapshot, p, known[name][0])
-            fill(states[known[name][1]], here, p, opt._home(name, known[name][1], here, p.way))
+            fill(states[known[name][1]], here, p, home_of(opt, name, known[name][1], here, p.way))
         opt.state.update(states)
         opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
@@ -144,9 +146,9 @@ def _take_over(opt: RuleOptimizer, snapshot: Snapshot, groups: list[tuple[dict[s
     opt._rules = {rule: spec_class(rule) for rule in rules}
     opt.nonfinite, opt.skipped = snapshot.nonfinite, snapshot.skipped
     opt.skip_above = opt.skip_above if snapshot.skip_above is None else snapshot.skip_above
-    opt._resume_guard(snapshot.window)
+    resume_guard(opt, snapshot.window)
     opt._forget()
-    opt._current_specs()
+    opt._specs.update(opt)
 
 
 def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any], strict: bool) -> None:
@@ -156,7 +158,7 @@ def _check_names(opt: RuleOptimizer, snapshot: Snapshot, known: Mapping[str, Any
         raise CheckpointError(f"the checkpoint is of {title}; load it into rlx_optim.torch.{title}, not into {opt._owner}")
     if len(snapshot.members) > 2 and spec_class(snapshot.members[1].optimizer).otherwise_default is not None:
         raise CheckpointError("the checkpoint has an otherwise behind an otherwise, which the torch classes do not do")
-    needed = {name for name, (_, param) in known.items() if not opt._is_dormant(param)}
+    needed = {name for name, (_, param) in known.items() if not is_dormant(opt, param)}
     if strict:
         check_names(snapshot, needed, known.keys(), "; strict=False leaves such parameters as they are")
 
@@ -219,7 +221,7 @@ def _regrouped(
         beside = next((place for place in places if place is not None), None)  # frozen parameters, which no file has, stay there
         parts: dict[Any, list[int]] = {}
         for i, (param, place) in enumerate(zip(group["params"], places, strict=True)):
-            parts.setdefault(beside if place is None and opt._is_dormant(param) else place, []).append(i)
+            parts.setdefault(beside if place is None and is_dormant(opt, param) else place, []).append(i)
         contents: list[tuple[dict[str, Any], list[int]]] = []
         for place, which in parts.items():
             content = _content(snapshot, group, place, [group["params"][i] for i in which], values)
@@ -270,10 +272,10 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index
     """State for a parameter, to be filled: buffers that fit are used again, what is the user's own stays."""
     spec, before = _here(opt, snapshot, p, index), opt.state[param]
     alike = snapshot.members[p.member].optimizer == opt.param_groups[index]["rule"]
-    state = make_room(spec, p, param, opt._home(None, param, spec, p.way), before if alike else None)
-    if opt._batch(name, param) != WHOLE:  # what was whole says so, where it would be split
+    state = make_room(spec, p, param, home_of(opt, None, param, spec, p.way), before if alike else None)
+    if wanted_split(opt, name, param) != WHOLE:  # what was whole says so, where it would be split
         state["batch"] = p.way
-    earlier = opt._current_specs()[index]
+    earlier = opt._specs.update(opt)[index]
     others, counters = list_possible_state(earlier, p)
     ours = {"step", "batch", LOW, *part_names(earlier, others), *counters}
     return state | {k: v for k, v in before.items() if k not in state and k not in ours}

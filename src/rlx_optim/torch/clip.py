@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .memory import is_dtensor, is_fake, local_part
+
 MARK = "_rlx_optim_norm"
 
 
@@ -20,7 +22,7 @@ class Norm:
 
 def version(grad: Any) -> int:
     """The count of changes in place; a DTensor's is its part's, which FSDP changes directly."""
-    local: torch.Tensor = getattr(grad, "_local_tensor", grad)
+    local: torch.Tensor = local_part(grad)
     return 0 if local.is_inference() else local._version
 
 
@@ -58,7 +60,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}; not clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's own form
-    if total.device.type == "cpu" and float(factor) == 1.0:  # elsewhere the question would wait for the device
+    if total.device.type == "cpu" and not is_fake(total) and float(factor) == 1.0:  # elsewhere asking would wait for the device
         return total
     watched = getattr(parameters, "skip_above", None) is not None
     norm = Norm(total if norm_type == 2 else grad_norm(params), len(grads)) if watched else None
@@ -93,7 +95,7 @@ def grad_norm(params: list[Any], order: float = 2.0) -> torch.Tensor:
     """The norm of all gradients; every rank that shares one of the parameters must ask."""
     grads = [p.grad for p in params if p.grad is not None]
     device = grads[0].device if grads else params[0].device if params else torch.device("cpu")
-    if any(hasattr(p, "placements") for p in params):
+    if any(map(is_dtensor, params)):
         from .placements.sharded import sum_over_ranks
 
         combined = sum_over_ranks(params, lambda each: _power(each, order, device), math.isinf(order))

@@ -14,27 +14,22 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .aliasing import Work
-from .memory import DTYPE, in_bounds, is_dtensor, is_fake
+from .memory import DTYPE, GRAD, REPEATS, REQUIRES_GRAD, as_plain, has_repeats, in_bounds, is_dtensor, is_fake
 from .placements.build import make_placements
 from .placements.local import ARITHMETIC, Batch, ParamEntry, Placement, packed
 
 if TYPE_CHECKING:
-    from .stepping import Stepper
+    from .optimizer import RuleOptimizer
 
 
-def collect(opt: Stepper, only: torch.Tensor | None) -> Work:
+def collect(opt: RuleOptimizer, only: torch.Tensor | None) -> Work:
     """What is to be stepped: the parameters that have a gradient, once all of it has been checked."""
     return [check_batch(opt, placement, chosen, grads) for placement, chosen, grads in find_ready(opt, only) if chosen]
 
 
-def find_ready(opt: Stepper, only: torch.Tensor | None = None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
-    """The placements, with those of their entries that have a gradient, and the gradients. They are made anew where groups or
-    state, which hold the truth, are no longer what they were made from."""
-    if not opt.capturable and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
-    known = is_laid_out(opt) if only is None else only in opt._places
-    if opt._placements is None or not known or opt._has_woken():
-        make_placements(opt)
+def find_ready(opt: RuleOptimizer, only: torch.Tensor | None = None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
+    """The placements, with those of their entries that have a gradient, and the gradients."""
+    check_laid_out(opt, only)
     chosen = with_gradient(opt, only)
     if any(is_stale(opt, placement, which) for placement, which, _ in chosen):
         make_placements(opt)
@@ -42,16 +37,37 @@ def find_ready(opt: Stepper, only: torch.Tensor | None = None) -> list[tuple[Pla
     return chosen
 
 
-def is_stale(opt: Stepper, placement: Placement, chosen: Sequence[int]) -> bool:
+def list_placements(opt: RuleOptimizer) -> list[Placement]:
+    """The placements of all parameters. Gradients are not looked at: a thread of autograd may be writing them."""
+    check_laid_out(opt, None)
+    if any(is_stale(opt, placement, placement.every) for placement in opt._placements or []):
+        make_placements(opt)
+    return opt._placements or []
+
+
+def check_laid_out(opt: RuleOptimizer, only: torch.Tensor | None) -> None:
+    """Make the placements anew where groups, which hold the truth, are no longer what they were made from."""
+    if not opt.capturable and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make the optimizer with capturable=True")
+    known, dormant = is_laid_out(opt) if only is None else only in opt._places, opt._dormant
+    woken = any(map(REQUIRES_GRAD, dormant)) or any(grad is not None for grad in map(GRAD, dormant))
+    if opt._placements is None or not known or woken:
+        make_placements(opt)
+
+
+def is_stale(opt: RuleOptimizer, placement: Placement, chosen: Sequence[int]) -> bool:
     """Whether the state of these entries has been replaced or moved, or a parameter is read otherwise now."""
     if not chosen:
         return False
     expected = placement.select(chosen).expected
-    recast = list(map(DTYPE, expected.params)) != expected.dtypes and any(cast(placement, placement.entries[i]) for i in chosen)
+    dtypes = list(map(DTYPE, expected.params))
+    recast = any(
+        ARITHMETIC.get(dtype) is placement.dtype for dtype, was in zip(dtypes, expected.dtypes, strict=True) if dtype is not was
+    )
     return recast or not placement.counts_stand() or expected.is_stale(opt.state)
 
 
-def is_laid_out(opt: Stepper) -> bool:
+def is_laid_out(opt: RuleOptimizer) -> bool:
     """Whether the groups list the parameters that the placements were made from."""
     return len(opt._layout) == len(opt.param_groups) and all(
         len(params) == len(known) and all(map(operator.is_, params, known))
@@ -59,14 +75,14 @@ def is_laid_out(opt: Stepper) -> bool:
     )
 
 
-def with_gradient(opt: Stepper, only: torch.Tensor | None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
+def with_gradient(opt: RuleOptimizer, only: torch.Tensor | None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
     if only is not None:
         placement, place = opt._places[only]
         return [(placement, (place,), [only.grad])]
     return [(placement, *placement.with_gradient()) for placement in opt._placements or []]
 
 
-def check_batch(opt: Stepper, placement: Placement, chosen: Sequence[int], grads: list[Any]) -> Batch:
+def check_batch(opt: RuleOptimizer, placement: Placement, chosen: Sequence[int], grads: list[Any]) -> Batch:
     """The gradients of these entries. Those that are not such as nearly all are, are looked at one by one."""
     expected = placement.select(chosen).expected
     addresses = expected.locate(grads)
@@ -81,7 +97,7 @@ def check_batch(opt: Stepper, placement: Placement, chosen: Sequence[int], grads
     return Batch(placement, chosen, grads, addresses)
 
 
-def check_grad(opt: Stepper, placement: Placement, entry: ParamEntry) -> torch.Tensor:
+def check_grad(opt: RuleOptimizer, placement: Placement, entry: ParamEntry) -> torch.Tensor:
     check_entry(opt, placement, entry)
     if entry.fresh:
         refuse_zeros(opt, placement, entry)
@@ -102,41 +118,34 @@ def check_grad(opt: Stepper, placement: Placement, entry: ParamEntry) -> torch.T
         )
     if not in_bounds(grad):
         raise RuntimeError(f"{opt._owner}: the storage of the gradient of {entry.records[0].name} has been resized")
-    return grad.resolve_neg()  # autograd may leave the sign of a gradient for later
+    return as_plain(grad).resolve_neg()  # autograd may leave the sign of a gradient for later
 
 
-def check_entry(opt: Stepper, placement: Placement, entry: ParamEntry) -> None:
+def check_entry(opt: RuleOptimizer, placement: Placement, entry: ParamEntry) -> None:
     """Refuse a parameter that is no longer what its state was made for."""
     param, name = entry.param, entry.records[0].name
-    if param.shape == entry.shape and ARITHMETIC.get(param.dtype) is placement.dtype and param.device == placement.device:
-        if is_dtensor(param) or is_fake(param) or in_bounds(param):
-            return
-        raise RuntimeError(
-            f"{opt._owner}: the storage of {name} has been resized to {param.untyped_storage().nbytes()} bytes; give the "
-            "parameter its memory back before the step"
-        )
+    what, way_out = "", "move or cast the model before making the optimizer, or load its state_dict into a new one"
     if param.device != placement.device:
         what = f"has moved to {param.device}, its state is on {placement.device}"
     elif param.shape != entry.shape:
         what = f"has now shape {tuple(param.shape)}, its state is for {tuple(entry.shape)}"
-    else:
+    elif ARITHMETIC.get(param.dtype) is not placement.dtype:
         what = f"has become {param.dtype}, its state is {placement.dtype}"
-    raise RuntimeError(
-        f"{opt._owner}: {name} {what}; move or cast the model before making the optimizer, or load its state_dict into a new one"
-    )
+    elif has_repeats(param):
+        what, way_out = REPEATS
+    elif not (is_dtensor(param) or is_fake(param) or in_bounds(param)):
+        what = f"is in a storage that has been resized to {param.untyped_storage().nbytes()} bytes"
+        way_out = "give the parameter its memory back before the step"
+    if what:
+        raise RuntimeError(f"{opt._owner}: {name} {what}; {way_out}")
 
 
-def refuse_zeros(opt: Stepper, placement: Placement, entry: ParamEntry) -> None:
+def refuse_zeros(opt: RuleOptimizer, placement: Placement, entry: ParamEntry) -> None:
     """What is to keep its norm must have one, at the first step. Shards do not know it of the whole."""
     first = entry.records[0]
-    spec: Any = opt._specs[first.group][1]
+    spec: Any = opt._specs.at(first.group)
     if spec.decay != "hyperball" or first.t or not first.size or is_dtensor(entry.param):
         return
     for record, piece in zip(entry.records, placement.pieces(packed(entry.param.detach(), entry), entry), strict=True):
         if not bool(piece.any()):
             raise spec.zero_norm_error(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")
-
-
-def cast(placement: Placement, entry: ParamEntry) -> bool:
-    """Whether a parameter has since become of another type that is computed in the same: its memory is read otherwise now."""
-    return entry.param.dtype is not entry.dtype and ARITHMETIC.get(entry.param.dtype) is placement.dtype

@@ -39,7 +39,11 @@ class Graphed:
         self.stream: Any = None
 
     def __call__(self) -> Any:
-        placements = tuple(placement for opt in self.optimizers for placement in opt._captured_placements())
+        for opt in self.optimizers:
+            specs = opt._specs.update(opt)
+            for step in (step for placement in opt._placements or [] for step in placement.parts):
+                step.part.bundle.spec = specs[step.part.records[0].group]
+        placements: Any = tuple(placement for opt in self.optimizers for placement in opt._placements or [])
         if placements != self.placements:
             self._forget(placements)
         found = [placement.phase() for placement in placements]

@@ -10,10 +10,13 @@ import torch
 
 from .. import random
 from ..routing import bare
-from .collect import check_entry, find_ready
-from .eval_mode import named
-from .memory import is_dtensor
+from .calls import exclusive
+from .collect import check_entry, find_ready, list_placements
+from .groups import named
+from .memory import are_finite, is_dtensor
 from .optimizer import RuleOptimizer
+from .policy import skip_nonfinite
+from .state import count_of
 
 
 class CurvatureRuleOptimizer(RuleOptimizer):
@@ -33,10 +36,10 @@ class CurvatureRuleOptimizer(RuleOptimizer):
 
     def _advise(self) -> None:
         """Say so, once, if the first step comes before any estimate."""
-        for spec, group in zip(self._current_specs(), self.param_groups, strict=True):
+        for spec, group in zip(self._specs.update(self), self.param_groups, strict=True):
             for name, param in named(group):
                 if param.grad is not None:
-                    counters = {k: float(self.state.get(param, {}).get(k, first)) for k, first in spec.counters().items()}
+                    counters = {k: count_of(self.state.get(param, {}).get(k, first)) for k, first in spec.counters().items()}
                     if advice := spec.advice(counters):
                         warnings.warn(f"{self._owner}: {bare(name)!r} {advice}", stacklevel=6)
                         return
@@ -110,21 +113,28 @@ class CurvatureRuleOptimizer(RuleOptimizer):
         steps = [int(self.state.get(p, {}).get("step", 0)) for p in params] if every > 1 else [0] * len(params)
         return bool(params) and max(steps) % every == 0
 
+    @exclusive
+    @torch.no_grad()
     def _observed(self, estimates: dict[Any, torch.Tensor]) -> bool:
         """Take estimates over, unless there are none or they are not finite and should be."""
         if not estimates:
             return False
-        self._current_specs()
-        find_ready(self)
+        self._specs.update(self)
+        list_placements(self)
         local = {p: self._local(p, estimate) for p, estimate in estimates.items()}
-        verdict = None
+        bad = self.nonfinite != "propagate" and not are_finite(list(local.values()))
         if self._consensus is not None and self.nonfinite != "propagate":
-            bad = not all(bool(torch.isfinite(estimate).all()) for estimate in local.values())
-            verdict = bool(self._consensus.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
-        if not self._passes(lambda: local, list(local.values()), verdict):
+            bad = bool(self._consensus.together.highest([int(bad)], device=next(iter(local.values())).device)[0])
+        if bad and skip_nonfinite(self, local.items()):
             return False
         for p, estimate in local.items():
-            self._observe(p, estimate)
+            ((placement, (place,), _),) = find_ready(self, p)
+            entry = placement.entries[place]
+            check_entry(self, placement, entry)
+            record, given = entry.records[0], estimate.detach().resolve_neg().to(placement.dtype).contiguous()
+            placement.observe(entry, self._specs.current[record.group], given)
+            entry.state["estimates"].fill_(record.counters["estimates"])  # on the device, where it is captured
+            placement.write_counters()
         return True
 
     def _local(self, param: Any, tensor: Any) -> torch.Tensor:
@@ -148,15 +158,3 @@ class CurvatureRuleOptimizer(RuleOptimizer):
 
         layout = DTensorLayout(param)  # type: ignore[arg-type]
         return layout.wrapped(layout.part(signs, layout.placements), layout.shape, layout.placements)
-
-    @torch.no_grad()
-    def _observe(self, param: torch.Tensor, estimate: torch.Tensor) -> None:
-        spec_of = self._current_specs()
-        ((placement, (place,), _),) = find_ready(self, param)
-        entry = placement.entries[place]
-        check_entry(self, placement, entry)
-        given = estimate.detach().resolve_neg().to(placement.dtype).contiguous()
-        record = entry.records[0]
-        placement.observe(entry, spec_of[record.group], given)
-        entry.state["estimates"].fill_(record.counters["estimates"])  # on the device, where it is captured
-        placement.write_counters()

@@ -40,7 +40,6 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = F
     from ..engines.cpu import Cpu
 
     make: Any = Cpu
-
     name = "float64" if dtype is torch.float64 else "float32"
     return make(name, name), "asked for" if wanted == "cpu" else "CPU tensors, llvmlite installed"
 

@@ -29,7 +29,7 @@ from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN
 from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, unwrap_state
 from .foreign_table import Origin
-from .hyper import in_dtype, plain
+from .groups import in_dtype, plain
 from .state import names_of, outside, shape_in_state, split_in
 from .state_dict import (
     check_outline,

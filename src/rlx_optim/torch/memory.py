@@ -38,6 +38,21 @@ def local_part(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, without what a subclass makes of it (`__torch_function__`)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+#: what is said of such a parameter, and the way out
+REPEATS = "has several elements that are one number in memory (expand)", "give it memory of its own: p.data = p.data.contiguous()"
+
+
+def has_repeats(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one number in memory, as after `expand`."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def in_bounds(tensor: torch.Tensor) -> bool:
     """Whether the storage still has the bytes that a strided tensor reads: it may have been resized."""
     if not tensor.numel():

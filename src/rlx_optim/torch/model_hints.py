@@ -93,15 +93,15 @@ def sizes_of(config: Any) -> Sizes | None:
     return Sizes(heads, groups, found["size"] or width // heads, found["experts"], found["inner"])
 
 
-def heads_of(sizes: Sizes, shape: Shape, count: int) -> Split | None:
-    """So many heads, in rows or in columns."""
-    if shape[0] == count * sizes.size:
-        return count
-    return (sizes.size,) * count if shape[1] == count * sizes.size else None
+def heads_of(count: Callable[[Sizes], int]) -> Rule:
+    """A rule by which a matrix is split into so many heads, in rows or in columns, where heads are asked for."""
 
+    def split(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+        if by_head and shape[0] == count(sizes) * sizes.size:
+            return count(sizes)
+        return (sizes.size,) * count(sizes) if by_head and shape[1] == count(sizes) * sizes.size else None
 
-def queries(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
-    return heads_of(sizes, shape, sizes.heads) if by_head else None
+    return split
 
 
 def latent(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
@@ -109,20 +109,9 @@ def latent(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     return sizes.heads if by_head and shape[0] % sizes.heads == 0 else None
 
 
-def keys(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
-    return heads_of(sizes, shape, sizes.groups) if by_head else None
-
-
 def fused(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     """Queries, keys and values one after the other."""
-    if sum(sizes.parts) not in shape:
-        return None
-    return heads_of(sizes, shape, sizes.heads + 2 * sizes.groups) if by_head else sizes.parts
-
-
-def interleaved(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
-    """The query, key and value of one head after those of another: they come apart only head by head."""
-    return fused(sizes, shape, by_head) if by_head else None
+    return each_head(sizes, shape, by_head) or (sizes.parts if sum(sizes.parts) in shape and not by_head else None)
 
 
 def halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
@@ -133,12 +122,11 @@ def halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     return 2 * shape[0] if fits else shape[0]
 
 
-def stack(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
-    return shape[0]
-
-
-#: by the last part of a name but "weight": how it is split, and what that is called
+#: into what a rule splits a parameter of this shape, and whether heads are asked for
 Rule = Callable[[Sizes, Shape, bool], Split | None]
+queries, keys = heads_of(lambda sizes: sizes.heads), heads_of(lambda sizes: sizes.groups)
+each_head = heads_of(lambda sizes: sizes.heads + 2 * sizes.groups)
+#: by the last part of a name but "weight": how it is split, and what that is called
 KNOWN: dict[str, tuple[Rule, str]] = {
     "q_proj": (queries, "heads"),
     "k_proj": (keys, "heads"),
@@ -147,10 +135,9 @@ KNOWN: dict[str, tuple[Rule, str]] = {
     "kv_b_proj": (latent, "heads"),
     "qkv_proj": (fused, "queries, keys, values"),
     "c_attn": (fused, "queries, keys, values"),
-    "query_key_value": (interleaved, "queries, keys, values by head"),
+    "query_key_value": (each_head, "queries, keys, values by head"),  # one head after another: they come apart only so
     "gate_up_proj": (halves, "gate and up"),
 }
-
 
 GATES = ("weight_ih", "weight_hh")
 #: torch's own modules: how a parameter's name begins there, how many matrices it is, of how many rows each, and what they are
@@ -208,7 +195,7 @@ def splits_by_config(model: nn.Module, by_head: bool) -> dict[torch.Tensor, tupl
         shape, path = tuple(param.shape), original(name).removesuffix(".weight").split(".")
         rule, what = KNOWN.get(path[-1], (None, ""))
         if len(shape) == 3 and sizes is not None and shape[0] == sizes.experts:
-            rule, what = (rule, "experts, gate and up") if rule is halves else (stack, "experts")
+            rule, what = (rule, "experts, gate and up") if rule is halves else (lambda sizes, shape, _: shape[0], "experts")
         elif len(shape) != 2:
             continue
         split = None if rule is None or sizes is None else rule(sizes, shape, by_head)

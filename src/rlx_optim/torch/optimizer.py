@@ -1,17 +1,20 @@
 """Every optimizer as a torch.optim.Optimizer, from its spec.
 
-`param_groups` and `state` are torch's own and hold the truth; how they are stepped is in `stepping`.
+`param_groups` and `state` are torch's own and hold the truth; everything else is derived from them when it is needed, and dropped
+whenever they are replaced. What a step does is in `step`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -21,48 +24,60 @@ from ..numpy.optimizer import NONFINITE, NamedOptimizer
 from ..registry import known
 from ..routing import Choice, Router, first_match, quote, report
 from ..spec import Spec
-from ..splits import WHOLE, Split, checked, described, shapes_of
-from .collect import find_ready
+from ..stats import Row, Stats, summarize_stats
+from .calls import LOCKED, eager, exclusive
+from .collect import list_placements
 from .engines import check_engine
-from .eval_mode import eager, named
+from .eval_mode import is_evaluating, start_evaluating, stop_evaluating
 from .foreign_reader import layout_of, settings_of, state_of, unwrap_state
-from .foreign_table import Origin
-from .hyper import number
+from .groups import GroupSpecs, named, number, pair_with_names, spec_of, view_groups
 from .model_hints import has_heads, kinds_of, splits_of
-from .placements.local import ARITHMETIC
-from .replaced_params import list_params
-from .state import (
-    export_state,
-    init_state,
-    is_frozen,
-    kept_slots,
-    names_of,
-    piece_shape,
-    shapes_in_state,
-    split_in,
-)
-from .state_dict import check_outline, load_state, order_by_name, refuse_codes, refuse_state, split_of, torch_settings
-from .stepping import Stepper
+from .params import (
+    admit,
+    check_param,
+    current_split,
+    describe_split,
+    home_of,
+    is_dormant,
+    parse_offload,
+    parse_splits,
+    saved_split,
+    wanted_split,
+)  # fmt: skip
+from .placements.local import ARITHMETIC, Placement
+from .policy import resume_guard
+from .replaced_params import follow, list_params, pair_replaced
+from .state import export_state, is_frozen, kept_slots, names_of, piece_shape, shapes_in_state, tensor_of
+from .state_dict import check_outline, load_state, order_by_name, refuse_codes, refuse_state, torch_settings
+from .step import take_step
 
 
+@dataclasses.dataclass
 class Boxed:
-    """Carries a value past torch's loader, which would cast a tensor to the parameter's dtype and take a string to pieces."""
+    """Carries a state past torch's loader, which would cast its tensors to the parameter's dtype and take strings to pieces."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def unboxed(state: Any) -> Any:
-    """The state of a parameter, out of its boxes."""
-    if isinstance(state, Boxed):
-        return state.value
-    return {k: v.value if isinstance(v, Boxed) else v for k, v in state.items()}
+    value: Any
 
 
-class RuleOptimizer(Stepper):
+class RuleOptimizer(torch.optim.Optimizer):
     """Base of all optimizers. A group's "rule" says which rule steps it: this class's own, `otherwise`'s, or one of `route`'s."""
 
     spec: ClassVar[type[Spec]]
+    rule: ClassVar[str]
+    _specs: GroupSpecs
+    _guard: guard.Guard | None
+    _lock: Any = None  # one thread is in here at a time; copies and pickles have locks of their own
+    _comm: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
+    _homes: Any = None  # where parameters that are spread over ranks keep their state (`placements.homes`)
+    _gathering = False  # whether a rule reduces over all parameters
+    _stats_requested = False  # whether the next step is to say what it does
+    _rows: Sequence[Row] = ()  # what the last did that was asked
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        new = super().__new__(cls)
+        new._lock, new._specs = threading.RLock(), GroupSpecs()
+        LOCKED.add(new)
+        return new
 
     def __init__(
         self,
@@ -103,8 +118,8 @@ class RuleOptimizer(Stepper):
         self._step_supports_amp_scaling = amp_scaling  # GradScaler's and Lightning's name for it
         self.engine, self.nonfinite, self.capturable, self.skipped = engine, nonfinite, capturable, 0
         self.skip_above, self._guard = guard.check_sigmas(self._owner, skip_above), None
-        self._split, self._split_used = self._patterns(split, heads), set[str]()
-        self._offload, self._hosted, self._offload_used = self._hosts(offload), set[torch.Tensor](), set[str]()
+        self._split, self._split_used = parse_splits(self._owner, split, heads), set[str]()
+        self._offload, self._hosted, self._offload_used = parse_offload(self._owner, offload), set[torch.Tensor](), set[str]()
         if self._offload and capturable:
             raise ValueError(
                 f"{self._owner}: offload={offload!r} has state on the host, where no CUDA graph reaches; not with capturable=True"
@@ -130,12 +145,12 @@ class RuleOptimizer(Stepper):
             self._comm = Comm(process_group)
         self._consolidated: tuple[Any, Any] = (None, None)
         self._forget()
-        self._listed = []
+        self._listed: list[list[torch.Tensor]] = []  # the parameters of each group, as state was last in line with them
         self._why: dict[torch.Tensor, str] = {}
         given = {name: hyperparameters.get(name, field.default) for name, field in self.spec.fields.items()}
         if otherwise is not None:
             given["lr"] = number("lr", given["lr"])  # one tensor cannot stand for two learning rates
-        self._spec_of({"rule": self.rule, **given})
+        spec_of(self, {"rule": self.rule, **given})
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         self._router.warned = True  # not before everything is admitted
         super().__init__(params, {"rule": self.rule, **given, "maximize": maximize, **(beside or {})})
@@ -146,42 +161,6 @@ class RuleOptimizer(Stepper):
             raise ValueError(f"{self._owner}: split pattern {quote(unused)} matches no parameter name")
         if isinstance(offload, Mapping) and (unused := set(self._offload) - self._offload_used):
             raise ValueError(f"{self._owner}: offload pattern {quote(unused)} matches no parameter name")
-
-    def _hosts(self, offload: Any) -> dict[str, str | None]:
-        """Whose state is on the host, by pattern."""
-        if offload is None:
-            return {}
-        given = offload if isinstance(offload, Mapping) else {"*": offload}
-        if any(value not in ("cpu", None) for value in given.values()):
-            raise ValueError(
-                f'{self._owner}: offload must be "cpu", or a dict such as {{"*embed*": "cpu"}} (None: beside the parameter), got '
-                f"{offload!r}"
-            )
-        return dict(given)
-
-    def _choose_home(self, name: str | None, param: torch.Tensor) -> None:
-        """Whether the state of a parameter is on the host: as the first pattern says that matches."""
-        pattern, where = first_match(self._offload, name or "") or ("", None)
-        self._offload_used.add(pattern)
-        if where is not None:
-            self._hosted.add(param)
-
-    def _patterns(self, split: Any, heads: Any) -> dict[str, Split]:
-        """Splits by pattern, as the user says: of `split`, and of `heads`, which are equal parts."""
-        for what, given in (("split", split), ("heads", heads)):
-            if not isinstance(given, Mapping | None) and not (what == "heads" and isinstance(given, bool)):
-                raise TypeError(f'{self._owner}: {what} must be a dict such as {{"*.qkv.weight": 3}}, got {given!r}')
-        counted, found = heads if isinstance(heads, Mapping) else {}, dict[str, Split]()
-        for pattern, given in {**(split or {}), **counted}.items():
-            if pattern in counted and (not isinstance(given, int) or pattern in (split or {})):
-                raise ValueError(
-                    f"{self._owner}: heads of {pattern!r} must be their number, and not be in split too, got {given!r}"
-                )
-            try:
-                found[pattern] = checked(given)
-            except ValueError as problem:
-                raise ValueError(f"{self._owner}: split of {pattern!r} must be {problem}, got {given!r}") from None
-        return found
 
     def _choice(self, given: Any, what: str = "route's optimizer") -> Choice:
         """A further rule. Only its settings are taken over: what it has beside them must not be lost silently."""
@@ -203,9 +182,24 @@ class RuleOptimizer(Stepper):
         settings_of_rule = {"rule": rule, **given.hyperparameters(), "maximize": self._maximize}
         self._rules[rule] = given.spec
         self._others.setdefault(rule, settings_of_rule)
-        return Choice(self._spec_of(settings_of_rule), settings_of_rule)
+        return Choice(spec_of(self, settings_of_rule), settings_of_rule)
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out by nonfinite="skip" or skip_above."""
+        return self._skipped + (0 if self._skips is None else int(self._skips))
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped: int = count
+        self._skips: torch.Tensor | None = None  # steps skipped by a decision on the device
 
     # ---- groups --------------------------------------------------------------------------------------------------------
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Parameters that are for another rule form a group of their own, with that one's settings (`otherwise`'s,
         `route`'s) but for those that the group itself says."""
@@ -216,14 +210,14 @@ class RuleOptimizer(Stepper):
         params = param_group["params"]
         if isinstance(params, (set, torch.Tensor)) or "rule" in param_group:
             return self._add_all([{**param_group, "params": [params] if isinstance(params, torch.Tensor) else params}])
-        own = Choice(self._spec_of({**self.defaults, **param_group}), {})
+        own = Choice(spec_of(self, {**self.defaults, **param_group}), {})
         shares: list[tuple[dict[str, Any], list[Any]]] = [(own.rule, [])]  # settings that differ from the group's, and for whom
         for entry in params:
             name, tensor = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(tensor, torch.Tensor):
                 shares[0][1].append(entry)  # torch says what is wrong with it
                 continue
-            piece = piece_shape(tensor, self._batch(name, tensor))
+            piece = piece_shape(tensor, wanted_split(self, name, tensor))
             choice, why = self._router.decide(own, name, piece, tensor, self._kinds.get(tensor))
             if not choice.spec.matrix and choice.spec.takes(tuple(tensor.shape)) is None:
                 self._known_split.pop(tensor, None)  # matrix rules alone ask a model: others measure, and save, the whole
@@ -241,7 +235,7 @@ class RuleOptimizer(Stepper):
         """What a group says that holds too for those of its parameters that go to another rule."""
         known_fields = self._rules[rule].fields.keys() - (
             {"convention"} if rule != self.rule else ()
-        )  # whose words are each rule's own
+        )  # each rule has its own words
         lost = [k for k in group if k in self.spec.fields and k not in known_fields]
         if lost:
             named = [entry[0] if isinstance(entry, tuple) else f"shape {tuple(entry.shape)}" for entry in entries]
@@ -269,13 +263,13 @@ class RuleOptimizer(Stepper):
             raise
         self._forget()
         self._listed = list_params(self.param_groups)
-        self._current_specs()
+        self._specs.update(self)
 
     def _add(self, group: dict[str, Any]) -> None:
         rule = group.get("rule", self.rule)
         own_defaults, self.defaults = self.defaults, self._defaults_of(rule)
         try:
-            self._spec_of({**self.defaults, **group})
+            spec_of(self, {**self.defaults, **group})
             super().add_param_group(group)
         except ValueError as problem:
             if "names" not in str(problem):
@@ -287,27 +281,35 @@ class RuleOptimizer(Stepper):
         finally:
             self.defaults = own_defaults
         added = self.param_groups[-1]
-        spec = self._spec_of(added)
+        spec = spec_of(self, added)
         entries = list(zip(added.get("param_names") or [None] * len(added["params"]), added["params"], strict=True))
         for name, param in entries:
-            self._choose_home(name, param)
-            self._batch(name, param)  # a pattern for frozen parameters alone has its use when they are trained
-        self._admit(entries, spec, added)
+            pattern, where = first_match(self._offload, name or "") or ("", None)
+            self._offload_used.add(pattern)
+            self._hosted |= set() if where is None else {param}
+            wanted_split(self, name, param)  # a pattern for frozen parameters alone has its use when they are trained
+        admit(self, entries, spec, added)
 
-    def _admit(self, entries: Iterable[tuple[str | None, torch.Tensor]], spec: Spec, group: Mapping[str, Any]) -> None:
-        """Check parameters and make their state. Frozen ones are left alone until they are trained, whatever they are."""
-        newcomers = [(name, param) for name, param in entries if not self.state.get(param) and not is_frozen(param)]
-        for name, param in newcomers:
-            self._check_param(name, param, group)
-        self._share_out(newcomers, spec)
-        for name, param in newcomers:
-            batch = self._batch(name, param)
-            init_state(self.state[param], spec, param, batch, self._home(name, param, spec, batch))
+    def _refresh(self) -> None:
+        """Bring state in line with the groups: it follows parameters that were replaced, and thawed ones get theirs."""
+        if pairs := pair_replaced(self._listed, self.param_groups):
+            follow(self, pairs)
+        self._listed = list_params(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            if not all(self.state.get(param) or is_frozen(param) for param in group["params"]):
+                spec = self._specs.at(index) or spec_of(self, group)
+                admit(self, list(named(group, index)), spec, group)
 
-    def _share_out(self, entries: Sequence[tuple[str | None, torch.Tensor]], spec: Spec) -> None:
-        """Give parameters that are spread over ranks their owners, all of a group at once so that the work is even."""
-        if (homes := self._all_homes([param for _, param in entries], spec)) is not None:
-            homes.share_out([(param, spec, self._batch(name, param)) for name, param in entries])
+    def _forget(self) -> None:
+        """Drop everything that is derived from groups and state."""
+        self._placements: list[Placement] | None = None
+        self._layout: list[list[torch.Tensor]] = []  # the parameters of each group when the placements were made
+        self._places: dict[torch.Tensor, tuple[Placement, int]] = {}
+        self._repeated: dict[torch.Tensor, int] = {}  # parameters that groups list more than once, and how often
+        self._dormant: list[torch.Tensor] = []  # frozen parameters without state, when the placements were made
+        self._consensus: Any = None  # of the ranks that must agree before a step (`placements.consensus`)
+        self._evaluating: bool | None = None  # whether parameters are where to evaluate; None: ask the state
+        self._specs.clear()
 
     def _defaults_of(self, rule: str, whose: str = "a group") -> dict[str, Any]:
         if not isinstance(rule, str) or rule not in self._rules:
@@ -318,38 +320,84 @@ class RuleOptimizer(Stepper):
             raise ValueError(f"{self._owner}: {whose} is for rule {rule!r}; known are {quote(self._rules)}; {hint}")
         return self.defaults if rule == self.rule else self._others[rule]
 
-    def _pieces(self, name: str | None, param: torch.Tensor) -> Split:
-        """Into which matrices a parameter is split: as its state says, or where that was cleared, the user or the model."""
-        return split_in(self.state.get(param, {})) or self._batch(name, param)
+    # ---- stepping ------------------------------------------------------------------------------------------------------
+    @eager
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+        """One step of every parameter that has a gradient. Everything is checked before anything is written.
 
-    def _batch(self, name: str | None, param: torch.Tensor) -> Split:
-        """Into which matrices the user splits a parameter, or its model."""
-        pattern, split = first_match(self._split, name) or (None, self._known_split.get(param, (WHOLE, ""))[0])
-        if pattern is not None:
-            self._split_used.add(pattern)
+        loss: what skip_above looks at beside the norm of the gradients; a closure gives it."""
+        problem: Exception | None = None
+        if closure is not None:
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception as raised:
+                if self._homes is None:
+                    raise
+                problem = raised  # the other ranks wait to hear of it
+        with torch.no_grad(), self._lock:
+            self._step(None, loss, problem)
+        return None if closure is None else loss
+
+    def _step(self, only: torch.Tensor | None, loss: Any = None, problem: Exception | None = None) -> None:
+        """Step all parameters that have a gradient, or one. problem: why this rank cannot."""
+        take_step(self, only, loss, problem)
+
+    @exclusive
+    def attach(self, model: nn.Module | Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Step each parameter as soon as its gradient is complete, and free the gradient. Gives a function that undoes it."""
+        params: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+        known = {p for group in self.param_groups for p in group["params"]}
+        if strangers := [p for p in params if p.requires_grad and p not in known]:
+            raise ValueError(f"{self._owner}: {len(strangers)} parameters of the model are not in this optimizer")
+        list_placements(self)
+        together = "here ranks step them together (whole matrices, whole tensors' norms, or nonfinite)"
+        if reason := "its rule reduces over all" if self._gathering else together if self._consensus is not None else "":
+            raise ValueError(f"{self._owner}: attach steps parameters one by one, but {reason}; call step() instead")
+
+        def release(param: torch.Tensor) -> None:
+            with torch.no_grad(), self._lock:  # autograd calls it on a thread a device
+                self._step(param)
+            param.grad = None
+
+        handles = [p.register_post_accumulate_grad_hook(release) for p in params if p.requires_grad]
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return detach
+
+    # ---- where to evaluate -----------------------------------------------------------------------------------------------
+    @eager
+    @exclusive
+    def eval(self) -> None:
+        """Put the parameters where the model is to be evaluated, until `train()`: those of Schedule-Free at their average x.
+        What they were is kept in the state, so that the way back is exact and a checkpoint has both. Others stay as they are."""
+        self._refresh()
+        start_evaluating(self)
+
+    @eager
+    @exclusive
+    def train(self) -> None:
+        """Put the parameters back where gradients are taken, after `eval()`."""
+        self._refresh()
+        stop_evaluating(self)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """`with opt.averaged():` has the parameters where the model is to be evaluated, and puts them back."""
+        before = is_evaluating(self)
+        self.eval()
         try:
-            shapes_of(tuple(param.shape), split)
-        except ValueError as problem:
-            raise ValueError(f"{self._owner}: {name!r}: {problem}") from None
-        return split
-
-    def _saved_split(self, name: str, param: torch.Tensor, saved: Mapping[str, Any]) -> Split:
-        """Into which matrices a parameter was split whose state was saved. State that does not say it is of a whole one, which it
-        stays in spite of what the model says: the run goes on as it began."""
-        split = split_of(self._owner, param, saved, name)
-        if split is None and saved and not first_match(self._split, name):
-            return WHOLE
-        return split or self._pieces(name, param)
-
-    def _how_split(self, name: str | None, param: torch.Tensor) -> str:
-        """In words, where the model says it."""
-        split, why = self._known_split.get(param, (WHOLE, ""))
-        if split == WHOLE or first_match(self._split, name) or split != self._pieces(name, param):
-            return ""
-        return f"as {described(tuple(param.shape), split)} ({why})"
+            yield
+        finally:
+            if not before:
+                self.train()
 
     # ---- state dicts -----------------------------------------------------------------------------------------------------
     @eager
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """torch's, and in each group what torch.optim calls its settings, so that it can load them.
 
@@ -357,12 +405,12 @@ class RuleOptimizer(Stepper):
         """
 
         def complete(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
-            if self._evaluates():  # train() takes out of the state what was saved here
+            if is_evaluating(self):  # train() takes out of the state what was saved here
                 saved["state"] = {key: copy.copy(state) for key, state in saved["state"].items()}
             for group in saved["param_groups"]:
                 group.update(torch_settings(self._rules[group.get("rule", self.rule)], group))
-                present = [key for key in group["params"] if key in saved["state"]]
-                saved["state"] |= {key: export_state(group, saved["state"][key]) for key in present}
+                states = saved["state"]
+                states |= {key: export_state(group, states[key]) for key in group["params"] if key in states}
             return saved if self._guard is None else {**saved, "skip_window": self._guard.values()}
 
         self._refresh()
@@ -374,6 +422,7 @@ class RuleOptimizer(Stepper):
             self.state = kept
             handle.remove()
 
+    @exclusive
     def consolidate_state_dict(self) -> None:
         """Bring together what owners hold of a DDP model's state, so that `state_dict()` may be called, on whichever rank.
 
@@ -396,12 +445,12 @@ class RuleOptimizer(Stepper):
 
         found = []
         for group in self.param_groups:
-            spec = self._spec_of(group)
+            spec = spec_of(self, group)
             for name, param in named(group):
                 if not self.state.get(param):
                     continue
-                split = self._pieces(name, param)
-                home = self._home(name, param, spec, split)
+                split = current_split(self, name, param)
+                home = home_of(self, name, param, spec, split)
                 if isinstance(home, Owned):
                     found.append((param, home, shapes_in_state(spec, param, split)))
         return found
@@ -423,17 +472,12 @@ class RuleOptimizer(Stepper):
         return exported(state, [entry for entry in owned if entry[1].layout is not None])
 
     @eager
+    @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over state and groups, ours or torch.optim's, by value and in the precision they were saved in. By place, as torch
         does; where both sides have the same names in another order, by name."""
 
         def box(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-            def boxed(state: Any) -> Any:
-                state = unwrap_state(state)
-                if not isinstance(state, Mapping):
-                    return Boxed(state)
-                return {k: Boxed(v) for k, v in state.items()}
-
             check_outline(self._owner, loaded)
             if problem := guard.window_error(given := loaded.get("skip_window", {})):
                 raise ValueError(f"{self._owner}: 'skip_window' of the state dict: {problem}")
@@ -441,7 +485,7 @@ class RuleOptimizer(Stepper):
             groups = loaded["param_groups"]
             if len(groups) == len(self.param_groups):
                 groups = [order_by_name(*pair) for pair in zip(self.param_groups, groups, strict=True)]
-            boxes = {key: boxed(state) for key, state in loaded["state"].items()}
+            boxes = {key: Boxed(unwrap_state(state)) for key, state in loaded["state"].items()}
             return {**loaded, "state": boxes, "param_groups": groups}
 
         self._refresh()
@@ -453,76 +497,61 @@ class RuleOptimizer(Stepper):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        self._resume_guard(window)
+        resume_guard(self, window)
 
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
-        derived = {"_asked", "_rows", "_placements", "_layout", "_places", "_specs", "_given", "_consensus", "_consolidated"}
-        derived |= {"_listed", "_listed_specs", "_fusion_keys", "_dormant", "_evaluating", "_lock"}
+        derived = {"_rows", "_placements", "_layout", "_places", "_specs", "_consensus", "_consolidated", "_listed", "_dormant"}
+        derived |= {"_evaluating", "_lock", "_stats_requested"}
         kept = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
-        kept = {
-            k: v for k, v in kept.items() if not callable(getattr(type(self), k, None))
-        }  # a scheduler's wrapper around `step`
-        return {**kept, **super().__getstate__()}
+        wrapped = {k for k in kept if callable(getattr(type(self), k, None))}  # a scheduler's wrapper of `step`
+        return {k: v for k, v in kept.items() if k not in wrapped} | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" not in state:  # from load_state_dict: check it all before anything of ours changes
-            formats = [group["state_dtype"] for group in self.param_groups]
-            layouts = [self._layout_of(group, i, state["state"]) for i, group in enumerate(state["param_groups"])]
-            given = zip(state["param_groups"], formats, layouts, strict=True)
-            groups = [self._completed({**g, "state_dtype": kept}, i, layout) for i, (g, kept, layout) in enumerate(given)]
-            state = {"param_groups": groups, "state": self._loaded(groups, state, layouts)}
+            state = self._read_state_dict(state["param_groups"], {k: boxed.value for k, boxed in state["state"].items()})
         super().__setstate__(state)
         self._consolidated = (None, None)
         self.defaults.pop("differentiable", None)  # torch's addition; a step here cannot be differentiated
         self._forget()
         self._listed = list_params(self.param_groups)
-        self._current_specs()
+        self._specs.update(self)
 
-    def _layout_of(self, group: dict[str, Any], place: int, saved: Mapping[Any, Any]) -> Origin | None:
-        """How a saved group is laid out: it may be of another library."""
-        ours = self.param_groups[place]
-        kind = self._rules[ours["rule"]]
-        states = [unboxed(saved.get(param) or {}) for param in group["params"]]
-        return layout_of(self._owner, kind, group, states, [name for name in ours if name not in kind.fields and name != "rule"])
-
-    def _completed(self, group: dict[str, Any], place: int, layout: Origin | None) -> dict[str, Any]:
-        """A saved group with every setting there is: it may be another library's, or of an older version."""
-        ours = self.param_groups[place]
-        rule = group.get("rule", ours["rule"])
-        done = {
-            **self._defaults_of(rule, f"group {place} of the checkpoint"),
-            **settings_of(self._owner, self._rules[rule], layout, group, ours),
-            "rule": rule,
-        }
-        self._spec_of(done)
-        return done
-
-    def _loaded(self, groups: list[dict[str, Any]], checkpoint: Mapping[str, Any], layouts: list[Origin | None]) -> Any:
-        saved = checkpoint["state"]
-        state = type(self.state)(dict)
-        state.update({k: unboxed(v) for k, v in saved.items() if not isinstance(k, torch.Tensor)})
-        for index, (group, given, layout) in enumerate(zip(groups, checkpoint["param_groups"], layouts, strict=True)):
-            spec, saved_format = self._spec_of(group), given.get("state_dtype", "float32")
-            for name, param in named(group, index):
-                given_state = unboxed(saved.get(param) or {})
-                if not isinstance(given_state, Mapping | None):
-                    raise refuse_state(self._owner, name, given_state)
-                if not given_state and is_frozen(param):
+    def _read_state_dict(self, groups: list[dict[str, Any]], saved: dict[Any, Any]) -> dict[str, Any]:
+        """Groups with every setting there is, and the state of their parameters. Both may be another library's, or of an older
+        version."""
+        completed, state = [], type(self.state)(dict)
+        state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
+        for index, (group, ours) in enumerate(zip(groups, self.param_groups, strict=True)):
+            kind, states = self._rules[ours["rule"]], [saved.get(param) for param in group["params"]]
+            states = [{} if given is None else given for given in states]
+            beside = [name for name in ours if name not in kind.fields and name != "rule"]
+            layout = layout_of(self._owner, kind, group, states, beside)
+            rule = group.get("rule", ours["rule"])
+            defaults = self._defaults_of(rule, f"group {index} of the checkpoint")
+            given = {**group, "state_dtype": ours["state_dtype"]}
+            completed.append({**defaults, **settings_of(self._owner, self._rules[rule], layout, given, ours), "rule": rule})
+            spec, saved_format = spec_of(self, completed[-1]), group.get("state_dtype", "float32")
+            for (name, param), given in zip(named(completed[-1], index), states, strict=True):  # type: ignore[assignment]
+                if not isinstance(given, Mapping):
+                    raise refuse_state(self._owner, name, given)
+                if not given and is_frozen(param):
                     continue
-                self._check_param(name, param, group)
-                split = self._saved_split(name, param, given_state or {})
-                home = self._home(name, param, spec, split)
+                check_param(self, name, param, completed[-1])
+                split = saved_split(self, name, param, given)
+                home = home_of(self, name, param, spec, split)
                 slots = list(names_of(spec, kept_slots(spec, param, split, home)).values())
-                given_state = state_of(self._owner, spec, layout, given, given_state or {}, slots, tuple(param.shape), name)
+                given = state_of(self._owner, spec, layout, group, given, slots, tuple(param.shape), name)
                 if saved_format not in ("float32", spec.state_dtype):
-                    refuse_codes(self._owner, spec, saved_format, param, split, given_state, name)
-                state[param] = load_state(self._owner, spec, param, split, given_state, name, home)
-                if split != self._batch(name, param):
+                    refuse_codes(self._owner, spec, saved_format, param, split, given, name)
+                state[param] = load_state(self._owner, spec, param, split, given, name, home)
+                if split != wanted_split(self, name, param):
                     state[param]["batch"] = split  # a whole one says so too, where it would be split
-        return state
+        return {"param_groups": completed, "state": state}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
+    @exclusive
     def save(
         self, path: str | os.PathLike[str], every: int = 1, keep: int | None = None, *, allow_nan: bool = False
     ) -> Path | None:
@@ -536,6 +565,7 @@ class RuleOptimizer(Stepper):
         self._refresh()
         return save(self, path, every, keep, allow_nan)
 
+    @exclusive
     def load(self, path: str | os.PathLike[str], *, strict: bool = True, allow_nan: bool = False, **callables: Any) -> None:
         """Take over settings, routing and state from a file of any front end; a bad file changes nothing here.
 
@@ -558,15 +588,31 @@ class RuleOptimizer(Stepper):
         return sharing(params, self._homes.comm).agreed(what, params[0].device)
 
     # ---- reports ---------------------------------------------------------------------------------------------------------
+    @exclusive
+    def stats(self, next: bool = False) -> Stats:
+        """What the last step that was asked about did, in all and by parameter: `opt.stats(next=True)` asks about the next, which
+        takes it in the same passes; the others measure nothing. Tensors on the device: nothing waits for them."""
+        if not next and not self._rows:
+            raise RuntimeError(f"{self._owner}: no step was asked about; call stats(next=True) before it")
+        if next and any(placement.spread for placement in list_placements(self)):  # here: in a step the other ranks would wait
+            raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
+        found, self._stats_requested = self._rows, self._stats_requested or next
+        device = tensor_of(found[0][2]["grad_norm"]).device if found else None
+        moved = [
+            (name, size, {kind: tensor_of(value).to(device, non_blocking=True) for kind, value in each.items()})
+            for name, size, each in found
+        ]
+        return summarize_stats(moved)
+
+    @exclusive
     def engine_report(self) -> dict[str, str]:
         """Which engine steps what, and why: {"12 parameters on cpu, float32 arithmetic": "cpu: … (why)"}."""
         out = {}
         asked = self._ignored and f"; {self._ignored}= makes no difference, engine= does"
-        find_ready(self)
-        for placement in self._placements or []:
+        for placement in list_placements(self):
             first = placement.entries[0]
             arithmetic = str(ARITHMETIC[first.param.dtype]).removeprefix("torch.")
-            spec = self._spec_of(self._views()[first.records[0].group])
+            spec = spec_of(self, view_groups(self)[first.records[0].group])
             turned = ", maximized" if placement.sign < 0 else ""
             key = f"{len(placement.entries)} parameters on {placement.device}, {arithmetic} arithmetic{turned}"
             key += (placement.spread and f", {placement.spread}") + placement.words
@@ -576,6 +622,7 @@ class RuleOptimizer(Stepper):
             out[f"{len(self._dormant)} frozen parameters"] = "not stepped, no state until they are trained"
         return out
 
+    @exclusive
     def routing_report(self) -> str:
         """A table: parameter, shape, rule, why."""
         self._refresh()
@@ -583,22 +630,9 @@ class RuleOptimizer(Stepper):
         for group in self.param_groups:
             names = group.get("param_names") or ["(unnamed)"] * len(group["params"])
             for name, param in zip(names, group["params"], strict=True):
-                frozen = "frozen: no state until it is trained" if self._is_dormant(param) else ""
-                how, why = self._how_split(name, param), self._why.get(param, "")
+                frozen = "frozen: no state until it is trained" if is_dormant(self, param) else ""
+                how, why = describe_split(self, name, param), self._why.get(param, "")
                 parts = (frozen, why) if how in why else (frozen, why, how)  # files of 0.2.0 have both in one
                 why = "; ".join(filter(None, parts))
                 rows.append((name, tuple(param.shape), self._rules[group["rule"]], why))
         return report(rows)
-
-
-def pair_with_names(owner: str, group: dict[str, Any]) -> dict[str, Any]:
-    """A group whose names stand beside its parameters (torchtitan's, and those of torch's own groups) with pairs of both."""
-    if group.get("param_names") is None:
-        return {k: v for k, v in group.items() if k != "param_names"}
-    params, names = group["params"], list(group["param_names"])
-    params = [params] if isinstance(params, torch.Tensor) else list(params)
-    if any(isinstance(entry, tuple) for entry in params):
-        raise ValueError(f"{owner}: a group has pairs of name and parameter, and param_names too; leave out one of them")
-    if len(names) != len(params):
-        raise ValueError(f"{owner}: a group has {len(params)} parameters and {len(names)} param_names; give each its name")
-    return {k: v for k, v in group.items() if k != "param_names"} | {"params": list(zip(names, params, strict=True))}

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..routing import quote
-from .eval_mode import named
+from .groups import named, spec_of
 from .memory import is_dtensor
+from .params import check_param, current_split, home_of, share_out, wanted_split
 from .state import HOST, is_frozen, shapes_in_state, split_in
 from .state_dict import load_state, whole
 
@@ -49,12 +50,13 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
     """Give what is known of replaced parameters to those that took their places, and forget the others."""
     names = {param: (name, group) for i, group in enumerate(opt.param_groups) for name, param in named(group, i)}
     kept = {old: new for old, new in pairs.items() if new is not None and old.shape == new.shape}
-    lost = [names[new][0] for old, new in pairs.items() if new is not None and old not in kept and has_stepped(opt, old)]
+    stepped = {old for old in pairs if float((opt.state.get(old) or {}).get("step", 0)) > 0}
+    lost = [names[new][0] for old, new in pairs.items() if new is not None and old not in kept and old in stepped]
     with opt._agreed("a setting or a parameter was refused"):  # before anything changes, and before ranks exchange state
-        opt._current_specs()
+        opt._specs.update(opt)
         for param in kept.values():
             if not is_frozen(param):
-                opt._check_param(names[param][0], param, names[param][1])
+                check_param(opt, names[param][0], param, names[param][1])
     states = {new: (old, export(opt, old, *names[new])) for old, new in kept.items() if opt.state.get(old)}
     for old, new in pairs.items():
         opt.state.pop(old, None)
@@ -70,9 +72,9 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
                 table[new] = known
     opt._consolidated = (None, None)
     opt._forget()
-    opt._current_specs()
+    opt._specs.update(opt)
     for group in opt.param_groups:
-        opt._share_out([(name, param) for name, param in named(group) if param in states], opt._spec_of(group))
+        share_out(opt, [(name, param) for name, param in named(group) if param in states], spec_of(opt, group))
     for new, (old, state) in states.items():
         opt.state[new] = place(opt, old, new, *names[new], state)
     if lost:
@@ -83,14 +85,10 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
         )
 
 
-def has_stepped(opt: RuleOptimizer, param: torch.Tensor) -> bool:
-    return float((opt.state.get(param) or {}).get("step", 0)) > 0
-
-
 def export(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a replaced parameter, free of the owner that held it."""
-    spec, state, split = opt._spec_of(group, old.dtype), opt.state[old], opt._pieces(name, old)
-    home = opt._home(name, old, spec, split)
+    spec, state, split = spec_of(opt, group, old.dtype), opt.state[old], current_split(opt, name, old)
+    home = home_of(opt, name, old, spec, split)
     if home in (None, HOST):
         return state
     from .placements.homes import Owned, exported
@@ -102,9 +100,9 @@ def place(
     opt: RuleOptimizer, old: torch.Tensor, new: torch.Tensor, name: str, group: Mapping[str, Any], state: dict[str, Any]
 ) -> dict[str, Any]:
     """State that is laid out as the new parameter is; the same tensors where that is as the old one was."""
-    spec = opt._spec_of(group, new.dtype)
-    split = split_in(state) or opt._batch(name, new)
-    home = opt._home(name, new, spec, split)
+    spec = spec_of(opt, group, new.dtype)
+    split = split_in(state) or wanted_split(opt, name, new)
+    home = home_of(opt, name, new, spec, split)
     alike = not is_dtensor(old) and not is_dtensor(new) and (old.dtype, old.device) == (new.dtype, new.device)
     if alike and home in (None, HOST):
         return state

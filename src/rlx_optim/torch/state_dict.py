@@ -41,7 +41,7 @@ from .state import (
     shape_in_state,
     split_in,
     tensor_of,
-)
+)  # fmt: skip
 
 # ---- what may be in one, and what is said of something else ----
 COUNTABLE = 2**53  # "step" is a float64
@@ -122,8 +122,9 @@ def check_outline(owner: str, given: Any) -> None:
 def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
     """A number that is kept beside the slots of a parameter; "step" counts. allowed: its range, where the rule says one."""
     try:
-        value = value.detach() if isinstance(value, torch.Tensor) else value
-        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+        with _disable_current_modes():  # a count is a number, under FakeTensorMode too
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            found = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan
     counts = key == "step"
@@ -137,20 +138,11 @@ def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None
     return found
 
 
-def check_tensor(owner: str, key: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """A slot of a parameter, or a part of one."""
-    if unreadable(value):
-        raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
-
-
 def canonicalize(owner: str, state: dict[str, Any], spec: Spec, name: str) -> None:
     """Counts as they should be, where others have moved or replaced them. name: whose they are."""
     for key in ("step", *spec.counters()):
         value = state[key]
-        with _disable_current_modes():
-            found = number_in(owner, key, name, value, spec.counter_ranges.get(key))
+        found = number_in(owner, key, name, value, spec.counter_ranges.get(key))
         sound = torch.is_tensor(value) and not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
         if not sound or value.is_inference():
             state[key] = counter(found)
@@ -268,7 +260,11 @@ def read_parameter(
 
 
 def check_component(owner: str, key: str, name: str, value: Any, shape: Shape, scales: bool) -> None:
-    check_tensor(owner, key, name, value, shape)
+    """Refuse what is no tensor of this shape, and scales below zero."""
+    if unreadable(value):
+        raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
     if scales and bool((whole(value) < 0).any()):
         raise ValueError(f"{owner}: state {key!r} of {name!r} has scales below zero. {CORRUPT}{restart(name)}")
 

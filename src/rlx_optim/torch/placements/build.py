@@ -19,8 +19,9 @@ from ...stepping import check_together
 from ...storage import COMPONENTS, Quantized
 from .. import bf16
 from ..engines import choose
-from ..eval_mode import named
+from ..groups import named, spec_of, view_index
 from ..memory import is_fake, local_part
+from ..params import check_param, compute_device, current_split, home_of, is_dormant
 from ..replaced_params import list_params
 from ..state import HOST, count_of, dtype_of, in_pieces, init_state, kept_slots, names_of, part_names, shape_in_state
 from ..state_dict import canonicalize, read_component
@@ -29,7 +30,7 @@ from .host import Hosted
 from .local import ARITHMETIC, LOCAL, LocalTensors, ParamEntry, Placement
 
 if TYPE_CHECKING:
-    from ..stepping import Stepper
+    from ..optimizer import RuleOptimizer
 
 
 class Planned(NamedTuple):
@@ -58,7 +59,7 @@ class Planned(NamedTuple):
 
 @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
 @torch.no_grad()
-def make_placements(opt: Stepper) -> None:
+def make_placements(opt: RuleOptimizer) -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{opt._owner}: a CUDA graph is being captured; make it with capturable=True and take a step before")
     opt._refresh()
@@ -87,7 +88,7 @@ def make_placements(opt: Stepper) -> None:
     opt._repeated = {each.param: times[id(each.param)] for each in planned if times[id(each.param)] > 1}
 
 
-def plan_params(opt: Stepper, dormant: list[torch.Tensor]) -> list[Planned]:
+def plan_params(opt: RuleOptimizer, dormant: list[torch.Tensor]) -> list[Planned]:
     """What there is to place, once each. dormant: is given the frozen parameters that have no state."""
     found: dict[torch.Tensor, Planned] = {}
     gathering: dict[Any, tuple[Spec, Any, list[str]]] = {}
@@ -96,13 +97,13 @@ def plan_params(opt: Stepper, dormant: list[torch.Tensor]) -> list[Planned]:
     for index, group in enumerate(opt.param_groups):
         for name, param in named(group, index):
             number += 1
-            if param in found or opt._is_dormant(param):  # listed twice: one entry, stepped twice
+            if param in found or is_dormant(opt, param):  # listed twice: one entry, stepped twice
                 dormant += [] if param in found else [param]
                 continue
-            opt._check_param(name, param, group)
-            split, place = opt._pieces(name, param), opt._place(index, param.dtype)
-            spec = (opt._specs[place][1] if opt._specs else None) or opt._spec_of(group, param.dtype)
-            home = opt._home(name, param, spec, split)
+            check_param(opt, name, param, group)
+            split, place = current_split(opt, name, param), view_index(opt, index, param.dtype)
+            spec = opt._specs.at(place) or spec_of(opt, group, param.dtype)
+            home = home_of(opt, name, param, spec, split)
             program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
             gathers = program is not None and program.reduction_over_all is not None
             turned = mixed and gathers and group["maximize"]  # what is one number for all is one placement's
@@ -114,12 +115,12 @@ def plan_params(opt: Stepper, dormant: list[torch.Tensor]) -> list[Planned]:
     return list(found.values())
 
 
-def add_entry(opt: Stepper, placements: dict[Any, Placement], each: Planned) -> None:
+def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planned) -> None:
     """Give a parameter an entry in the placement that suits it, made if need be."""
     spec, param, home = each.spec, each.param, each.home
     device, dtype, maximize = each.key
     init_state(opt.state[param], spec, param, each.split, home)
-    where = opt._reached(param, type(spec))
+    where = compute_device(opt, param, type(spec))
     engine, why = choose(opt.engine, where, dtype, is_fake(param))
     make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
     key: tuple[Any, ...] = each.key
@@ -150,7 +151,7 @@ def add_entry(opt: Stepper, placements: dict[Any, Placement], each: Planned) -> 
     bf16.tell(placement, entry)
 
 
-def make_entry(opt: Stepper, placement: Placement, each: Planned) -> ParamEntry:
+def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> ParamEntry:
     """An entry with the views of its state that a placement needs."""
     owner, spec, param, home, name = opt._owner, each.spec, each.param, each.home, bare(each.name)
     state, split = opt.state[param], each.split if spec.matrix or not each.spread else WHOLE

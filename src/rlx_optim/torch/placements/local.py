@@ -44,12 +44,13 @@ from ..memory import (
     Whereabouts,
     are_finite,
     are_finite_at,
+    as_plain,
     is_dtensor,
     is_fake,
     local_part,
     locate_in_storage,
     reach_beyond,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..state import Slots
@@ -296,10 +297,17 @@ class Placement(abc.ABC):
 
     @staticmethod
     def share(name: str, entries: Sequence[ParamEntry]) -> np.ndarray:
-        """Put a count of these entries, which the host keeps, into one memory."""
+        """Put a count of these entries, which the host keeps, into one memory; where they are in one they stay there, since other
+        processes may share it."""
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
-            shared = torch.tensor([float(entry.state[name]) for entry in entries], dtype=torch.float64, device="cpu")
-            for entry, value in zip(entries, shared, strict=True):
+            found = [entry.state[name] for entry in entries]
+            storages, places = {number.untyped_storage().data_ptr() for number in found}, list(map(POINTER, found))
+            if len(storages) == 1 and places == [places[0] + 8 * i for i in range(len(places))]:
+                shared = found[0].as_strided((len(found),), (1,))
+            else:
+                shared = torch.tensor(list(map(float, found)), dtype=torch.float64, device="cpu")
+                found = list(shared)
+            for entry, value in zip(entries, found, strict=True):
                 entry.state[name] = value
                 entry.counters |= {name: value} if name in entry.counters else {}
                 entry.hold()
@@ -442,7 +450,7 @@ class LocalTensors(Placement):
         pieces: list[torch.Tensor] = []
         back = []
         for entry, grad in zip(selection.entries, batch.grads, strict=True):
-            whole = local_part(entry.param).detach()
+            whole = as_plain(local_part(entry.param))
             if entry.rounding is not None:
                 whole = packed(bf16.opened(entry, self.dtype), entry)
                 back.append((entry, whole))
