@@ -11,7 +11,7 @@ import math
 import operator
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -48,6 +48,21 @@ class Item(NamedTuple):
     param: np.ndarray
     grad: np.ndarray
     why: str  # it came to this member
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+
+class Work(NamedTuple):
+    """What a call steps, checked: each tensor's member and record, its arrays, and where parameters and gradients begin.
+    why: how each came to its member, where some are new or their settings have changed."""
+
+    entries: Sequence[tuple[Member, TensorState]]
+    params: Sequence[np.ndarray]
+    grads: Sequence[np.ndarray]
+    places: tuple[Sequence[int], Sequence[int]]
+    why: Sequence[str] = ()
 
 
 class Member:
@@ -226,7 +241,7 @@ class Member:
         self._skipped += bad
         return bad
 
-    def _passes(self, names: Sequence[str], grads: Sequence[np.ndarray]) -> bool:
+    def _passes(self, names: Iterable[str], grads: Sequence[np.ndarray]) -> bool:
         """Whether the step may be taken; asks about finiteness only where the policy needs to know."""
         if self.nonfinite == "propagate" or self._engine.all_finite(grads):
             return True
@@ -236,43 +251,43 @@ class Member:
         self._skipped += 1
         return False
 
-    # ---- doing ----------------------------------------------------------------------------------------------------
-    def _commit(self, items: list[Item], scale: float, loss: float | None = None) -> None:
-        """Step checked items."""
-        names = [item.record.name for item in items]
-        params, grads = [item.param for item in items], [item.grad for item in items]
+    def _collect(self, items: Sequence[Item]) -> Work:
+        """Check tensors beside each other, and those that are new beside their settings."""
+        names, params, grads = ([getattr(item, what) for item in items] for what in ("name", "param", "grad"))
         validation.check_overlap(self._owner, names, params, grads)
         for member in self._family():
             member._specs()  # a schedule's bad value is refused here
         self._settle(names, params)
-        if not self._passes(names, grads) or self._left_out(grads, scale, loss):
-            return
-        for item in items:
-            spec = item.member._specs()[item.record.group]
-            if spec.decay == "hyperball" and not item.record.t and item.record.size and not item.param.any():
-                raise spec.zero_norm_error(item.record.name, f"groups=[{{'match': {item.record.name!r}, 'decay': 'decoupled'}}]")
-        for item in items:
-            item.record.init_state(item.member._specs()[item.record.group], self._engine.allocate)
-        for item in items:
-            item.record.version = item.member._settings.version
-            item.member._records[item.record.name] = item.record
-            item.member._why[item.record.name] = item.why
-            item.member._advise(item.record)
-        places = validation.locate(params), validation.locate(grads)
-        self._step_records([(item.member, item.record) for item in items], params, grads, places, scale)
+        entries = [(item.member, item.record) for item in items]
+        return Work(entries, params, grads, (validation.locate(params), validation.locate(grads)), [item.why for item in items])
 
-    def _step_records(
-        self, taken: Sequence[tuple[Member, TensorState]], params: Sequence[np.ndarray], grads: Sequence[np.ndarray],
-        places: tuple[Sequence[int], Sequence[int]], scale: float,
-    ) -> None:  # fmt: skip
-        """Step records of the family. places: where parameters and gradients begin."""
+    # ---- doing ----------------------------------------------------------------------------------------------------
+    def _run(self, work: Work, scale: float, loss: float | None = None) -> None:
+        """Step what was collected, unless it is to be left out."""
+        if not self._passes((record.name for _, record in work.entries), work.grads) or self._left_out(work.grads, scale, loss):
+            return
+        if work.why:
+            self._init_records(work)
         for member in self._family():
-            chosen = [i for i, (owner, _) in enumerate(taken) if owner is member]
+            chosen = [i for i, (owner, _) in enumerate(work.entries) if owner is member]
             if chosen:
-                sides: tuple[Any, ...] = tuple([side[i] for i in chosen] for side in (params, grads, *places))
-                member._step_own([taken[i][1] for i in chosen], sides, scale)
+                sides: tuple[Any, ...] = tuple([side[i] for i in chosen] for side in (work.params, work.grads, *work.places))
+                member._step_own([work.entries[i][1] for i in chosen], sides, scale)
         if self._seen is not None:
-            self._seen |= zip([record.name for _, record in taken], map(weakref.ref, params), strict=True)
+            self._seen |= zip([record.name for _, record in work.entries], map(weakref.ref, work.params), strict=True)
+
+    def _init_records(self, work: Work) -> None:
+        """Make the state of those that are new, and what a changed setting asks for."""
+        for (member, record), param in zip(work.entries, work.params, strict=True):
+            spec = member._specs()[record.group]
+            if spec.decay == "hyperball" and not record.t and record.size and not param.any():
+                raise spec.zero_norm_error(record.name, f"groups=[{{'match': {record.name!r}, 'decay': 'decoupled'}}]")
+        for member, record in work.entries:
+            record.init_state(member._specs()[record.group], self._engine.allocate)
+        for (member, record), why in zip(work.entries, work.why, strict=True):
+            record.version = member._settings.version
+            member._records[record.name], member._why[record.name] = record, why
+            member._advise(record)
 
     def _step_own(self, records: Sequence[TensorState], sides: tuple[Any, ...], scale: float) -> None:
         """Step this member's records. sides: parameters, gradients, and where each of both begins."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -27,7 +27,7 @@ from ..stats import Stats, summarize_stats
 from ..stepping import TensorState
 from ..storage import flatten_components
 from . import validation
-from .family import Member
+from .family import Member, Work
 
 NONFINITE = ("propagate", "raise", "skip")
 
@@ -173,7 +173,7 @@ class NamedOptimizer(Member):
         item = self._checked(name, param, grad, shape)
         spec = item.member._specs()[item.record.group]
         if not reduces_over_all(spec, item.record.shape):
-            return self._commit([item], scale)
+            return self._run(self._collect([item]), scale)
         validation.check_overlap(self._owner, [name], [param], [grad])
         self._settle([name], [param])  # in the right type it is asked whether the gradient is finite
         if self._passes([name], [grad]):
@@ -198,14 +198,6 @@ class NamedOptimizer(Member):
             self._seen[name] = weakref.ref(param)
         return True
 
-    def _known(self, names: Sequence[Any]) -> list[tuple[Member, TensorState]] | None:
-        """Who steps these names, and their records; None where one is new."""
-        if self.otherwise is None and not self._used:
-            found = [(self, record) for record in map(self._records.get, names)]
-            return None if any(record is None for _, record in found) else found  # type: ignore[return-value]
-        every = {name: (member, record) for member in self._family() for name, record in member._records.items()}
-        return [every[name] for name in names] if every.keys() >= {*names} else None
-
     def step_all(
         self,
         params: Mapping[str, np.ndarray],
@@ -224,38 +216,40 @@ class NamedOptimizer(Member):
             watched = self.nonfinite != "propagate" or self.skip_above is not None or self._waiting
             if not watched and self._step_known(name, param, grads[name], None, scale):
                 return self.end_iteration()
-        if self._waiting or not self._step_all_known(params, grads, scale, given):
+        work = None if self._waiting else self._collect_known(params, grads)
+        if work is None:
             validation.check_names(self._owner, params, grads)
             items = [self._checked(name, params[name], grads[name], None) for name in params]
             self._refuse_waiting("step_all")
-            self._commit(items, scale, given)
+            work = self._collect(items)
+        self._run(work, scale, given)
         self.end_iteration()
 
-    def _step_all_known(self, params: Any, grads: Any, scale: float, loss: float | None) -> bool:
-        """Step tensors that have been stepped before, if this call certainly passes every check."""
-        if not (isinstance(params, Mapping) and isinstance(grads, Mapping) and len(params) == len(grads)):
-            return False
-        names = list(params)
-        taken = self._known(names) if names and grads.keys() == params.keys() else None
-        if taken is None or any(record.stepped == member._iteration for member, record in taken):
-            return False
+    def _collect_known(self, params: Any, grads: Any) -> Work | None:
+        """Collect tensors that have been stepped before, if this call certainly passes every check; else None."""
+        if not isinstance(params, Mapping) or not isinstance(grads, Mapping) or not params or params.keys() != grads.keys():
+            return None
+        if self._children():
+            every = {name: (member, record) for member in self._family() for name, record in member._records.items()}
+            entries = list(map(every.get, params))
+        else:
+            entries = [(self, record) if record else None for record in map(self._records.get, params)]
         for member in self._family():
             member._specs()  # a schedule's bad value is refused here
-        if any(record.version != member._settings.version for member, record in taken):
-            return False
-        ps, gs = list(params.values()), [grads[name] for name in names]
-        where = validation.locate_sound(ps, gs, [record.shape for _, record in taken], self._engine_choice[2])
-        if where is None:
-            return False
-        if self._passes(names, gs) and (self.skip_above is None or not self._left_out(gs, scale, loss)):
-            self._step_records(taken, ps, gs, where, scale)
-        return True
+        known = [entry for entry in entries if entry is not None]
+        if len(known) < len(entries) or any(
+            record.stepped == member._iteration or record.version != member._settings.version for member, record in known
+        ):
+            return None
+        ps, gs = list(params.values()), [grads[name] for name in params]
+        places = validation.locate_sound(ps, gs, [record.shape for _, record in known], self._engine_choice[2])
+        return None if places is None else Work(known, ps, gs, places)
 
     def end_iteration(self) -> None:
         """Close the iteration: schedules move on, and every parameter may be stepped again."""
         if self._waiting:
             items, self._waiting = list(self._waiting.values()), {}
-            self._commit(items, 1.0)
+            self._run(self._collect(items), 1.0)
         self.__dict__.update(_iteration=self._iteration + 1, _asked=False)
         if self._iteration == 1 and (unmatched := self._settings.unmatched()):
             owned = " (tensors that go to `otherwise` take its own groups)" if self.otherwise is not None else ""
