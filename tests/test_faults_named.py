@@ -414,3 +414,11 @@ def test_groups_that_are_no_list_and_names_that_are_none_are_refused():
         rlx_optim.global_norm({"w": ONE})
     with pytest.raises(ValueError, match="max_norm must be a positive number, got 'x'"):
         rlx_optim.global_grad_clip_scale([ONE], "x")
+
+
+@pytest.mark.parametrize("way", ["step", "step_all"])
+def test_advice_points_at_the_call(way):
+    opt, p, g = rlx_optim.Sophia(), np.ones(3, F), np.ones(3, F)
+    with pytest.warns(UserWarning, match="before any estimate") as caught:
+        opt.step("w", p, g) if way == "step" else opt.step_all({"w": p}, {"w": g})
+    assert caught[0].filename == __file__

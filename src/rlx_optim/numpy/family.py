@@ -287,7 +287,8 @@ class Member:
         for (member, record), why in zip(work.entries, work.why, strict=True):
             record.version = member._settings.version
             member._records[record.name], member._why[record.name] = record, why
-            member._advise(record)
+            if advice := member._specs()[record.group].advice(record.counters):
+                member._tell("advice", f"{record.name!r} {advice}")
 
     def _step_own(self, records: Sequence[TensorState], sides: tuple[Any, ...], scale: float) -> None:
         """Step this member's records. sides: parameters, gradients, and where each of both begins."""
@@ -348,11 +349,6 @@ class Member:
     def _specs(self) -> list[Spec]:
         """The spec of each group, this iteration."""
         return self._settings.specs(self._iteration)
-
-    def _advise(self, record: TensorState) -> None:
-        advice = self._specs()[record.group].advice(record.counters)
-        if advice:
-            self._tell("advice", f"{record.name!r} {advice}")
 
     def _tell(self, topic: str, message: str) -> None:
         if topic not in self._told:
