@@ -198,6 +198,30 @@ def averaged(world):
     return before, average, after, wholes(params), wholes(again), refused
 
 
+@scenario(2)
+def evaluated_elsewhere(world):
+    """A state dict of evaluation mode, loaded where parameters lie in another way: `train()` puts them back as they were."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def columns(name, tensor):
+        return distribute_tensor(tensor, world.mesh, [Shard(1) if tensor.ndim > 1 else Replicate()], src_data_rank=None)
+
+    params, out = parameters(world.place), []
+    opt = make("ScheduleFreeAdamW", params)
+    train(opt, params, 0, 2, world.place)
+    before = wholes(params)
+    with opt.averaged():
+        average, saved = wholes(params), opt.state_dict()
+    whole_state = {i: {k: whole(v) for k, v in state.items()} for i, state in saved["state"].items()}
+    for place, state in ((columns, saved["state"]), (columns, whole_state), (plain, whole_state), (world.place, whole_state)):
+        again = {k: nn.Parameter(place(k, v)) for k, v in average.items()}
+        other = make("ScheduleFreeAdamW", again)
+        other.load_state_dict({**saved, "state": state})
+        other.train()
+        out.append(same_tensors(wholes(again), before))
+    return out
+
+
 @contextlib.contextmanager
 def counting(rank):
     """Bytes sent to others by all-to-all, and the lengths of what is all-reduced, while it lasts."""

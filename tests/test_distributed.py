@@ -150,6 +150,10 @@ def test_averages_of_shards(results):
     close(resumed, end, 0)
 
 
+def test_a_state_dict_of_evaluation_mode_is_loaded_into_any_layout(results):
+    assert results[2]["evaluated_elsewhere"] == [[True] * 4] * 2
+
+
 def test_modified_rules_equal_one_process(results):
     found, want = results[2]["modified"][0], ranks.modified(None)
     for name in ranks.MODIFIED:

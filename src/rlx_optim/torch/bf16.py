@@ -30,7 +30,7 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, device: t
     elif LOW not in state:
         shard = local_part(param)
         low = torch.zeros((*shard.shape, 2), dtype=torch.uint8, device=device)
-        state[LOW] = low if shard is param else _layout(param).wrapped(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
+        state[LOW] = low if shard is param else _layout(param).wrap(low, (*param.shape, 2), param.placements)  # type: ignore[attr-defined]
 
 
 def _layout(tensor: Any) -> Any:
@@ -47,7 +47,7 @@ def put(low: Any, value: torch.Tensor) -> None:
         return
     from .placements.homes import Shards
 
-    Shards(_layout(low)).put(low, value)
+    Shards(_layout(low)).write(low, value)
 
 
 def checked(
@@ -119,8 +119,8 @@ def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     elif half.low is not None:
         split_halves(value, p, half.low)
     else:
-        places = entry.places() if half.first is None else None
-        near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, places)
+        index = places(entry.param) if half.first is None else None
+        near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, index)
         p.copy_(near.to(p.dtype))
 
 

@@ -303,18 +303,18 @@ def save_together(
     At no time is more than one tensor whole. A writer that fails goes on gathering, so that nobody waits for it, and then
     everybody hears of it; a rank that dies ends the others' collectives, and the file written before is still there.
     """
-    from .placements.comm import sharing
+    from .placements.comm import chain_comms
 
     params = [param for group in opt.param_groups for param in group["params"]]
-    together, device = sharing(params, opt._homes.comm), params[0].device
+    together, device = chain_comms(params, opt._homes.comm), params[0].device
     rank = torch.distributed.get_rank()
     steps, lead = together.highest([steps, -rank], torch.int64, device)
     if type(every) is int and every > 0 and steps % every:
         return None
     refused = "the checkpoint was not written"
-    with together.agreed(refused, device):  # before ranks gather anything
+    with together.raise_together(refused, device):  # before ranks gather anything
         snapshot = snapshot_of(opt)
-    with together.agreed(refused, device):
+    with together.raise_together(refused, device):
         lockstep = Lockstep(snapshot)
         try:
             if rank == -lead:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .aliasing import Work
 from .memory import DTYPE, GRAD, REPEATS, REQUIRES_GRAD, as_plain, has_repeats, in_bounds, is_dtensor, is_fake
 from .placements.build import make_placements
-from .placements.local import ARITHMETIC, Batch, ParamEntry, Placement, packed
+from .placements.local import ARITHMETIC, Batch, ParamEntry, Placement, pack_pieces
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -64,7 +64,7 @@ def is_stale(opt: RuleOptimizer, placement: Placement, chosen: Sequence[int]) ->
     recast = any(
         ARITHMETIC.get(dtype) is placement.dtype for dtype, was in zip(dtypes, expected.dtypes, strict=True) if dtype is not was
     )
-    return recast or not placement.counts_stand() or expected.is_stale(opt.state)
+    return recast or not placement.has_known_counts() or expected.is_stale(opt.state)
 
 
 def is_laid_out(opt: RuleOptimizer) -> bool:
@@ -146,6 +146,6 @@ def refuse_zeros(opt: RuleOptimizer, placement: Placement, entry: ParamEntry) ->
     spec: Any = opt._specs.at(first.group)
     if spec.decay != "hyperball" or first.t or not first.size or is_dtensor(entry.param):
         return
-    for record, piece in zip(entry.records, placement.pieces(packed(entry.param.detach(), entry), entry), strict=True):
+    for record, piece in zip(entry.records, placement.pieces(pack_pieces(entry.param.detach(), entry), entry), strict=True):
         if not bool(piece.any()):
             raise spec.zero_norm_error(record.name, "a group of its own, {'params': …, 'decay': 'decoupled'}")

@@ -157,4 +157,4 @@ class CurvatureRuleOptimizer(RuleOptimizer):
         from .placements.comm import DTensorLayout
 
         layout = DTensorLayout(param)  # type: ignore[arg-type]
-        return layout.wrapped(layout.part(signs, layout.placements), layout.shape, layout.placements)
+        return layout.wrap(layout.cut(signs, layout.placements), layout.shape, layout.placements)

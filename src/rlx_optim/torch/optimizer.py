@@ -428,11 +428,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Every rank must call it. It holds until the next step. Only for `Muon(ddp_model)` and its like, or with process_group=…
         """
-        from .placements.homes import exported
+        from .placements.homes import export_owned
 
         self._refresh()
         owned = [entry for entry in self._owned() if entry[1].layout is None]
-        self._consolidated = self._stamp(), exported(self.state, owned)
+        self._consolidated = self._stamp(), export_owned(self.state, owned)
 
     def _stamp(self) -> list[float]:
         """Moves with every step."""
@@ -459,7 +459,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """The state as every rank may have it: what owners hold is spread out."""
         if self._homes is None:
             return state
-        from .placements.homes import exported
+        from .placements.homes import export_owned
 
         owned = self._owned()
         if any(home.layout is None for _, home, _ in owned):
@@ -469,7 +469,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                     f"{self._owner}: the state is shared out among ranks; call consolidate_state_dict() on every rank first "
                     "(or save(path), which does it by itself)"
                 )
-        return exported(state, [entry for entry in owned if entry[1].layout is not None])
+        return export_owned(state, [entry for entry in owned if entry[1].layout is not None])
 
     @eager
     @exclusive
@@ -582,10 +582,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """A block that all ranks leave, or all of them with an error."""
         if self._homes is None:
             return contextlib.nullcontext()
-        from .placements.comm import sharing
+        from .placements.comm import chain_comms
 
         params = [param for group in self.param_groups for param in group["params"]]
-        return sharing(params, self._homes.comm).agreed(what, params[0].device)
+        return chain_comms(params, self._homes.comm).raise_together(what, params[0].device)
 
     # ---- reports ---------------------------------------------------------------------------------------------------------
     @exclusive

@@ -114,7 +114,7 @@ def find_homes(opt: RuleOptimizer, params: Iterable[Any], spec: Spec) -> Any:
 def home_of(opt: RuleOptimizer, name: str | None, param: torch.Tensor, spec: Spec, split: Split) -> Any:
     """Where the state of a parameter is kept that is spread over ranks, or offloaded; None for all others."""
     homes = find_homes(opt, [param], spec)
-    home = None if homes is None else homes.of(name or "", param, spec, split)
+    home = None if homes is None else homes.find(name or "", param, spec, split)
     if param not in opt._hosted:
         return home
     if home is not None:

@@ -91,9 +91,9 @@ def export(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str,
     home = home_of(opt, name, old, spec, split)
     if home in (None, HOST):
         return state
-    from .placements.homes import Owned, exported
+    from .placements.homes import Owned, export_owned
 
-    return exported({old: state}, [(old, home, shapes_in_state(spec, old, split))])[old] if isinstance(home, Owned) else state
+    return export_owned({old: state}, [(old, home, shapes_in_state(spec, old, split))])[old] if isinstance(home, Owned) else state
 
 
 def place(

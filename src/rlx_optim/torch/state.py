@@ -93,19 +93,19 @@ class Host:
 
     device = torch.device("cpu")
 
-    def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
+    def stored_slots(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
         return slots
 
-    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
         return fresh(slots, param, split, dtype, self.device)
 
-    def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value.reshape(buffer.shape))
 
-    def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def gather(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         return buffer
 
-    def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
+    def accepts(self, buffer: torch.Tensor, shape: Shape) -> bool:
         return tuple(buffer.shape) == shape
 
 
@@ -125,7 +125,7 @@ def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
 def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> dict[str, Slots]:
     """The slots of a parameter's pieces, with what they are kept in at its home (`placements.homes`, `HOST`; None: beside it)."""
     slots = slots_of(spec, tuple(param.shape), split)
-    return slots if home is None else home.kept(slots, split)
+    return slots if home is None else home.stored_slots(slots, split)
 
 
 def part_names(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, tuple[str, str]]:
@@ -164,7 +164,7 @@ def count_of(value: Any) -> float:
 def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
     (`placements.homes`) or `HOST`, else None."""
-    make = fresh if home is None else home.room
+    make = fresh if home is None else home.allocate
     buffer: torch.Tensor = make(part(slots, end), param, split, dtype_of(slots, param, end))
     return buffer
 

@@ -22,7 +22,7 @@ from ..checkpoint.format import CheckpointError, Tensor
 from ..checkpoint.snapshot import CORRUPT, Parameter, describe_missing, describe_wrong_shape, list_possible_state
 from ..rounding import LOW
 from ..routing import bare
-from ..spec import KEY, Field, Shape, Spec
+from ..spec import KEY, TRAINED, Field, Shape, Spec
 from ..splits import Split, names_in, number, part, shapes_of, slots_of
 from ..storage import COMPONENTS, Words
 from . import bf16
@@ -242,10 +242,10 @@ def read_parameter(
             there, each = (tuple(replace(one, storage=kind) for one in of[slot]) for of in (slots, pieces))
             for end, dtype in COMPONENTS[kind].items():
                 found, shape = given.pop(key + end, None) if end else value, shape_in_state(part(there, end), param, split)
-                gather = functools.partial(home.get, found, shape) if live and home is not None else None
+                gather = functools.partial(home.gather, found, shape) if live and home is not None else None
                 if gather is None:
                     check_component(owner, key + end, name, found, shape, bool(end))
-                elif unreadable(found) or not home.fits(found, shape):  # else ranks would gather what one of them has not
+                elif unreadable(found) or not home.accepts(found, shape):  # else ranks would gather what one of them has not
                     raise state_error(owner, key + end, name, found, f"a tensor of shape {shape}, as this optimizer laid it out")
                 p.tensors[slot + end] = wrapped(found, p.stored(part(each, end)), f"{key + end!r} of {name!r}", dtype, gather)
         elif needed:
@@ -308,7 +308,7 @@ def slots_here(spec: Spec, p: Parameter, home: Any) -> dict[str, Slots]:
     """The slots of a parameter as they are kept at its home: those of the rule, and those that there is state for."""
     slots = {**p.slots(spec), **p.used(spec)}
     slots = {name: each * (p.pieces // len(each)) for name, each in slots.items()}
-    return slots if home is None else home.kept(slots, p.way)
+    return slots if home is None else home.stored_slots(slots, p.way)
 
 
 def make_room(
@@ -323,7 +323,7 @@ def make_room(
         each, old = slots[slot], (before or {}).get(key) if slot in p.tensors else None
         shape, fits = shape_in_state(part(each, end), param, p.way), False
         if torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), device) and old.is_contiguous():
-            fits = old.shape == shape if home is None else home.fits(old, shape)
+            fits = old.shape == shape if home is None else home.accepts(old, shape)
         state[key] = old if fits else room(each, param, p.way, home, end)
     state |= {k: counter(v) for k, v in p.counters.items()}
     bf16.init_state(state, spec, param, device)
@@ -360,7 +360,7 @@ def put(buffers: Mapping[str, torch.Tensor], wanted: str, kind: str, given: Mapp
         if home is None:
             buffers[end].copy_(value.reshape(buffers[end].shape))
         else:
-            home.put(buffers[end], value)
+            home.write(buffers[end], value)
 
 
 def decoded(kind: str, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -387,7 +387,12 @@ def load_state(
     p = read_parameter(owner, spec, param, split, saved, name, home)
     state = make_room(spec, p, param, home)
     fill(state, spec, p, home)
-    return state | {k: by_value(v) for k, v in p.extras.items()}
+    state |= {k: by_value(v) for k, v in p.extras.items()}
+    if spec.evaluated and TRAINED in p.extras:  # of evaluation mode: laid out as the parameter is, whatever it was before
+        check_tensor(owner, TRAINED, name, p.extras[TRAINED], tuple(param.shape))
+        state[TRAINED] = param.detach().clone().to(device_of(param, home))
+        put({"": state[TRAINED]}, "", "", {"": p.extras[TRAINED]}, home)
+    return state
 
 
 def by_value(found: Any) -> Any:

@@ -77,7 +77,7 @@ def run(opt: RuleOptimizer, work: Work, specs: list[Spec], factor: Any, asked: b
     """Step what was collected, placement by placement. factor: of gradients. asked: whether the step says what it does."""
     placements, done = [batch.placement for batch in work], list[StepPart]()
     for placement in placements:
-        placement.asked = asked
+        placement.with_stats = asked
     try:
         with finish_copies(placements) if any(placement.hosted for placement in placements) else contextlib.nullcontext():
             for round_ in rounds(opt._owner, work, opt.param_groups, opt._repeated):
@@ -90,7 +90,7 @@ def run(opt: RuleOptimizer, work: Work, specs: list[Spec], factor: Any, asked: b
                     done += placement.parts if asked else ()
     except BaseException:
         for placement in opt._placements or ():  # what was stepped until now counts, and the next step begins from there
-            placement.settle_counts()
+            placement.restore_counts()
         opt._layout = []
         raise
     if asked:

@@ -25,7 +25,7 @@ from ..params import check_param, compute_device, current_split, home_of, is_dor
 from ..replaced_params import list_params
 from ..state import HOST, count_of, dtype_of, in_pieces, init_state, kept_slots, names_of, part_names, shape_in_state
 from ..state_dict import canonicalize, read_component
-from .captured import Captured, refusal
+from .captured import Captured, unsupported_reason
 from .host import Hosted
 from .local import ARITHMETIC, LOCAL, LocalTensors, ParamEntry, Placement
 
@@ -135,7 +135,7 @@ def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planne
     elif home is HOST:
         key = (*key, where, spec.matrix)
         make = functools.partial(Hosted, where=where, above=on_the_device(spec.matrix, opt.engine))
-    elif opt.capturable and (problem := refusal(spec, engine.name, opt.nonfinite)):
+    elif opt.capturable and (problem := unsupported_reason(spec, engine.name, opt.nonfinite)):
         raise ValueError(f"{opt._owner}: {problem}")
     if key not in placements:
         placements[key] = make(engine, why, device, dtype, -1.0 if maximize else 1.0)
@@ -173,7 +173,7 @@ def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> Param
             kept = read_component(owner, state, key + end, name)
             buffer, shape = local_part(kept), shape_in_state(part(slots[slot], end), param, split)
             dtype = dtype_of(slots[slot], param, end)
-            fits = home.fits(kept, shape) if each.spread else kept.shape == shape
+            fits = home.accepts(kept, shape) if each.spread else kept.shape == shape
             if not fits or (buffer.dtype, buffer.device) != (dtype, placement.kept) or not buffer.is_contiguous():
                 where = f"on {placement.kept}{', spread like the parameter' if each.spread else ''}"
                 raise RuntimeError(
@@ -181,7 +181,7 @@ def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> Param
                     f"{tuple(kept.shape)}, {kept.dtype} and on {kept.device}"
                 )
             views.append([placement.view(piece) for piece in in_pieces(buffer, part(local_slots[slot], end))])
-        first = home.first() if each.spread else 0
+        first = home.first_place() if each.spread else 0
         for record, *arrays in zip(entry.records, *views, strict=True):
             record.state[slot] = Quantized(kind, *arrays, first=first) if kind else arrays[0]
     return entry

@@ -17,17 +17,17 @@ import torch
 from ...engines.torch_ import pause_gc
 from ...spec import Spec
 from ...stepping import Part, TensorState, count_step, run_bundle
-from .local import Batch, LocalTriton, ParamEntry, Selection, written
+from .local import Batch, LocalTriton, ParamEntry, Selection, mark_written
 
 #: what of state in fewer bits can be captured
 ALONE = "with capturable=True codes are for tensors that keep all of a slot in them; use capturable=False, or float32 state"
 
 
-def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
+def unsupported_reason(spec: Spec, engine: str, nonfinite: str) -> str | None:
     """Why this cannot be captured; None if it can."""
     if engine != "triton":
         return f"capturable=True needs the triton engine and CUDA parameters, this is engine {engine!r}"
-    if spec.step_dependent and not decides(spec):
+    if spec.step_dependent and not has_decisions(spec):
         return f"{type(spec).__name__} cannot be captured: what its step does depends on the step count; use capturable=False"
     if called := [name for name, value in spec.values().items() if callable(value)]:
         return f"{type(spec).__name__} cannot be captured with {called[0]}=…, which the host would have to call at every replay"
@@ -36,12 +36,12 @@ def refusal(spec: Spec, engine: str, nonfinite: str) -> str | None:
     return None
 
 
-def decides(spec: Spec) -> bool:
+def has_decisions(spec: Spec) -> bool:
     """Whether the host says what a step does."""
     return type(spec).decisions is not Spec.decisions
 
 
-def decided(part: Part) -> dict[str, Any]:
+def find_decisions(part: Part) -> dict[str, Any]:
     """What the next step of a part does, as the host counts."""
     first = part.records[0]
     return part.bundle.spec.decisions(first.t + 1, first.counters)
@@ -78,25 +78,25 @@ class Captured(LocalTriton):
         self.indices: dict[Any, torch.Tensor] = {}
         self.arrange()
 
-    def tick(self, entry: ParamEntry) -> torch.Tensor:
+    def rng_step(self, entry: ParamEntry) -> torch.Tensor:
         return self.counts[self.entries.index(entry)].long() + 1  # it is counted later
 
-    def counts_stand(self) -> bool:
+    def has_known_counts(self) -> bool:
         """What others write to the counts is read by the next step anyway."""
         return True
 
-    def settle_counts(self) -> None:
+    def restore_counts(self) -> None:
         """The counts on the device are the truth; those that the host keeps are made anew from them."""
 
     def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: Any) -> None:
         rows = self.select(batch.chosen).rows
-        prepared = self.grouping.key(rows, specs, fusion_keys, self.asked) in self.grouping.plans
+        prepared = self.grouping.key(rows, specs, fusion_keys, self.with_stats) in self.grouping.plans
         if self.engine.sender.capturing():
             if not prepared:
                 raise RuntimeError(
                     "a CUDA graph is being captured and this step is not prepared: take a step with the same parameters before"
                 )
-            self.parts = self.grouping.find(rows, specs, fusion_keys, self.asked)
+            self.parts = self.grouping.find(rows, specs, fusion_keys, self.with_stats)
             if not self.followed and (deciding := self.deciding()):
                 raise RuntimeError(
                     f"{deciding[0].bundle.spec.title}: what its step does depends on the step count, which a replayed graph does "
@@ -109,13 +109,13 @@ class Captured(LocalTriton):
 
     def deciding(self) -> list[Part]:
         """The parts whose rule decides by the step count."""
-        return [step.part for step in self.parts if decides(step.part.bundle.spec)]
+        return [step.part for step in self.parts if has_decisions(step.part.bundle.spec)]
 
     def phase(self) -> tuple[tuple[Any, ...], bool]:
         """What the next step of each part does, and whether the host asks the device about it."""
         found, asks = [], False
         for part in self.deciding():
-            current, counters = decided(part), part.records[0].counters
+            current, counters = find_decisions(part), part.records[0].counters
             found.append(tuple(bool(value) for name, value in current.items() if name not in counters))
             asks = asks or any(current[name] for name in part.bundle.spec.syncs_on)
         return tuple(found), asks
@@ -126,7 +126,7 @@ class Captured(LocalTriton):
         if self.flag is not None and self.phase()[1] and bool(self.flag):
             return
         for part in self.deciding():
-            count_step(part.records, decided(part))
+            count_step(part.records, find_decisions(part))
         self.write_counters()
 
     def launch(
@@ -152,11 +152,11 @@ class Captured(LocalTriton):
             part.keep_report(run_bundle(bundle, self.engine, numbers, scale, p=arrays["p"], g=arrays["g"]))
             for name, index, new in counts:
                 values = after.setdefault(name, self.counted[name][1].clone())
-                new = self.column(new, len(index))
+                new = self.as_column(new, len(index))
                 values.index_copy_(0, index, new if taken is None else torch.where(taken, new, values[index]))
         for name, values in after.items():
             self.counted[name][1].copy_(values)
-        written(params)
+        mark_written(params)
 
     def numbers_of(self, part: Part, place: Mapping[TensorState, int]) -> tuple[dict[str, Any], list[Any]]:
         """The numbers of a part, one per tensor where they depend on counts; and the counters' next values, with their places."""
@@ -167,44 +167,44 @@ class Captured(LocalTriton):
         counts: list[tuple[str, torch.Tensor, Any]] = []
         for group, members in groups.items():
             entries = [place[part.records[i]] for i in members]
-            where = self.index(part, group, entries)
+            where = self.index_of(part, group, entries)
             t = self.counts[where].double() + 1
             counted = {
-                name: (self.index((part, name), group, [who.index(s) for s in entries]), values)
+                name: (self.index_of((part, name), group, [who.index(s) for s in entries]), values)
                 for name, (who, values) in self.counted.items()
                 if all(s in who for s in entries)
             }
             before = {name: values[index] for name, (index, values) in counted.items()}
-            spec = self.live(part.bundle.spec, self.groups[group])
-            current = {**before, **spec.numbers(t, before, decided(part))}
+            spec = self.make_live_spec(part.bundle.spec, self.groups[group])
+            current = {**before, **spec.numbers(t, before, find_decisions(part))}
             current |= {"_rng_step": t} if part.bundle.roundings else {}
             counts += [(name, index, current[name]) for name, (index, _) in counted.items()]
             every.append(current)
         if len(groups) == 1:
             return every[0], counts
         order = [i for members in groups.values() for i in members]
-        back = self.index((part, "order"), 0, [order.index(i) for i in range(len(order))])
+        back = self.index_of((part, "order"), 0, [order.index(i) for i in range(len(order))])
         sizes = [len(members) for members in groups.values()]
         columns = {
-            name: torch.cat([self.column(current[name], n) for current, n in zip(every, sizes, strict=True)])[back]
+            name: torch.cat([self.as_column(current[name], n) for current, n in zip(every, sizes, strict=True)])[back]
             for name, value in every[0].items()
             if value is not None
         }
         return columns, counts
 
-    def column(self, value: Any, n: int) -> torch.Tensor:
+    def as_column(self, value: Any, n: int) -> torch.Tensor:
         """A number, or one per tensor, as a vector on the device; made there: nothing may be copied to it during a capture."""
         if not torch.is_tensor(value):
             return torch.full((n,), float(value), dtype=torch.float64, device=self.device)
         return value.double().expand(n)
 
-    def index(self, what: Any, group: int, places: list[int]) -> torch.Tensor:
+    def index_of(self, what: Any, group: int, places: list[int]) -> torch.Tensor:
         """Places as a tensor on the device, made once."""
         if (what, group) not in self.indices:
             self.indices[what, group] = torch.tensor(places, dtype=torch.int64, device=self.device)
         return self.indices[what, group]
 
-    def live(self, spec: Spec, group: Mapping[str, Any]) -> Spec:
+    def make_live_spec(self, spec: Spec, group: Mapping[str, Any]) -> Spec:
         """The spec with the hyperparameters that are on the device in place of what was read of them once."""
         live = object.__new__(type(spec))
         live.__dict__.update({name: as_double(group[name]) for name in spec.fields})
@@ -217,7 +217,7 @@ class Captured(LocalTriton):
         if len(chosen) == len(self.entries):
             self.counts += step
         else:
-            self.counts[self.index(tuple(chosen), 0, list(chosen))] += step
+            self.counts[self.index_of(tuple(chosen), 0, list(chosen))] += step
 
 
 def as_double(value: Any) -> Any:

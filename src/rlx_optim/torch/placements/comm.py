@@ -64,12 +64,12 @@ class DTensorLayout:
     def replicas(self) -> list[Any]:
         return [Replicate()] * len(self.placements)
 
-    def wrapped(self, local: torch.Tensor, shape: Shape, placements: Sequence[Any]) -> DTensor:
+    def wrap(self, local: torch.Tensor, shape: Shape, placements: Sequence[Any]) -> DTensor:
         """A DTensor on this mesh from the part that is here."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    def part(self, whole: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
+    def cut(self, whole: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
         """The part of a whole tensor that belongs here. Nobody is asked."""
         replica = DTensor.from_local(whole, self.mesh, self.replicas, run_check=False)
         return replica.redistribute(placements=placements).to_local()
@@ -79,7 +79,7 @@ class RemoteError(RuntimeError):
     """Another rank has refused, and says why."""
 
 
-class Together:
+class CommChain:
     """Process groups whose ranks must agree. One after the other, so ranks that share none directly agree through a third."""
 
     def __init__(self, comms: Iterable[Comm]):
@@ -95,7 +95,7 @@ class Together:
         return values
 
     @contextmanager
-    def agreed(self, what: str, device: Any = "cpu") -> Iterator[None]:
+    def raise_together(self, what: str, device: Any = "cpu") -> Iterator[None]:
         """Leave the block on all ranks, or raise on all of them."""
         try:
             yield
@@ -106,9 +106,9 @@ class Together:
             raise RemoteError(f"{what} on another rank, which says why")
 
 
-def sharing(params: Iterable[torch.Tensor], comm: Comm | None) -> Together:
+def chain_comms(params: Iterable[torch.Tensor], comm: Comm | None) -> CommChain:
     """Everyone who has a part or a replica of these parameters."""
     comms = [] if comm is None else [comm]
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         comms += [Comm(mesh.get_group(i)) for i in range(mesh.ndim)]
-    return Together(comms)
+    return CommChain(comms)

@@ -17,7 +17,7 @@ from ...partition import DIGEST
 from ...spec import Spec
 from ..aliasing import Work
 from ..memory import is_dtensor, local_part
-from .comm import RemoteError, Together
+from .comm import CommChain, RemoteError
 from .local import Batch, Placement
 
 REFUSED, STOPPED, NOT_FINITE, UNMEASURED, VERDICTS = range(5)
@@ -29,7 +29,7 @@ class Consensus:
     that ranks step together, and which settings it has."""
 
     def __init__(
-        self, owner: str, together: Together, device: torch.device, layout: Mapping[int, tuple[Any, ...]], replicas: bool
+        self, owner: str, together: CommChain, device: torch.device, layout: Mapping[int, tuple[Any, ...]], replicas: bool
     ):
         """replicas: ranks share out plain parameters, too."""
         self.owner, self.together, self.device, self.layout, self.replicas = owner, together, device, dict(layout), replicas

@@ -40,12 +40,12 @@ class Transfer:
         return whole.narrow(self.dim, *extent(self.shape[self.dim], comm.size, rank))
 
 
-def collect(
+def gather_wholes(
     comm: Comm, items: Sequence[Transfer], parts: Sequence[torch.Tensor], device: torch.device
 ) -> Callable[[], dict[int, torch.Tensor]]:
     """Every rank gives its parts; an owner gets its tensors whole, by their place in `items`."""
     own = [i for i, item in enumerate(items) if item.owner == comm.rank]
-    came = _exchange(
+    receive = _exchange(
         comm,
         [[parts[i] for i, item in enumerate(items) if item.owner == rank] for rank in range(comm.size)],
         [[(items[i].part(comm, rank), items[i].dtype) for i in own] for rank in range(comm.size)],
@@ -53,19 +53,19 @@ def collect(
     )
 
     def wholes() -> dict[int, torch.Tensor]:
-        parts = came()
+        parts = receive()
         return {i: torch.cat([parts[rank][k] for rank in range(comm.size)], items[i].dim or 0) for k, i in enumerate(own)}
 
     return wholes
 
 
-def spread(
+def scatter_parts(
     comm: Comm, items: Sequence[Transfer], wholes: Mapping[int, torch.Tensor], device: torch.device
 ) -> Callable[[], list[torch.Tensor]]:
     """Owners give their tensors whole; every rank gets its part of each."""
     owned = [[i for i, item in enumerate(items) if item.owner == rank] for rank in range(comm.size)]
     own = owned[comm.rank]
-    came = _exchange(
+    receive = _exchange(
         comm,
         [[items[i].cut(comm, wholes[i], rank) for i in own] for rank in range(comm.size)],
         [[(items[i].part(comm, comm.rank), items[i].dtype) for i in owned[rank]] for rank in range(comm.size)],
@@ -73,7 +73,7 @@ def spread(
     )
 
     def parts() -> list[torch.Tensor]:
-        each = came()
+        each = receive()
         place = {i: each[rank][k] for rank in range(comm.size) for k, i in enumerate(owned[rank])}
         return [place[i] for i in range(len(items))]
 
@@ -91,12 +91,12 @@ def _exchange(
     given = [sum(t.numel() * t.element_size() for t in each) for each in gives]
     work = torch.distributed.all_to_all_single(receive, send, list(map(sum, sizes)), given, group=comm.group, async_op=True)
 
-    def came() -> list[list[torch.Tensor]]:
+    def receive_pieces() -> list[list[torch.Tensor]]:
         work.wait()
         pieces = iter(receive.split([size for each in sizes for size in each]))
         return [[_typed(next(pieces), shape, dtype) for shape, dtype in each] for each in wants]
 
-    return came
+    return receive_pieces
 
 
 def _typed(piece: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ...storage import COMPONENTS
 from ..memory import local_part
 from ..state import Slots, fresh, piece_shape, shape_in_state
 from .comm import Comm, DTensorLayout
-from .exchange import Transfer, spread
+from .exchange import Transfer, scatter_parts
 
 
 class Shards:
@@ -40,46 +40,46 @@ class Shards:
         lacking = lacking_axes(slot, layout.shape)
         return [Replicate() if not p.is_replicate() and p.dim in lacking else p for p in layout.placements]  # type: ignore[attr-defined]
 
-    def kept(self, slots: Mapping[str, Slots], split: Split) -> dict[str, Slots]:
+    def stored_slots(self, slots: Mapping[str, Slots], split: Split) -> dict[str, Slots]:
         """Codes that share a scale are never cut: where rows are, or pieces, such slots are exact, on any number of ranks."""
         rows = any(dim == len(self.layout.shape) - 1 for _, dim in self.layout.shards)
         cut = not self.whole and (rows or split != WHOLE)
         return {name: exact(each) if cut and len(COMPONENTS[each[0].storage]) > 1 else each for name, each in slots.items()}
 
-    def first(self) -> int:
+    def first_place(self) -> int:
         """Which place of the whole the part that is here begins at; 0 where it is not one run of places."""
         layout = self.layout
         if self.whole or not layout.shards or not layout.exchangeable or layout.shards[0][1]:
             return 0
         return layout.extent(0)[0] * math.prod(layout.shape[1:])
 
-    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
         shape, layout, slot = shape_in_state(slots, param, split), self.layout, slots[0]
         placements = self.placements(slot)
         if self.whole or not layout.shards:
-            return layout.wrapped(fresh(slots, param, split, dtype), shape, placements)
+            return layout.wrap(fresh(slots, param, split, dtype), shape, placements)
         lacking = lacking_axes(slot, layout.shape)
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         if slot.drop == () and shape:
             local[-1] = layout.local_shape[-1] if shape[-1] == layout.shape[-1] else shape[-1]  # scales have rows of their own
-        return layout.wrapped(torch.full(local, slot.fill, dtype=dtype, device=local_part(param).device), shape, placements)
+        return layout.wrap(torch.full(local, slot.fill, dtype=dtype, device=local_part(param).device), shape, placements)
 
     @torch.no_grad()
-    def put(self, buffer: Any, value: torch.Tensor) -> None:
+    def write(self, buffer: Any, value: torch.Tensor) -> None:
         """Take over a value: a DTensor of whatever placement, or the whole tensor, which every rank has."""
         if isinstance(value, DTensor) and value.device_mesh == self.layout.mesh:
             part = value.redistribute(placements=buffer.placements).to_local()
         else:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            part = self.layout.part(whole.to(buffer.device).reshape(buffer.shape), buffer.placements)
+            part = self.layout.cut(whole.to(buffer.device).reshape(buffer.shape), buffer.placements)
         buffer.to_local().copy_(part)
 
     @torch.no_grad()
-    def get(self, buffer: Any, shape: Shape) -> torch.Tensor:
+    def gather(self, buffer: Any, shape: Shape) -> torch.Tensor:
         """The whole tensor. Every rank must ask."""
         return buffer.full_tensor()
 
-    def fits(self, buffer: Any, shape: Shape) -> bool:
+    def accepts(self, buffer: Any, shape: Shape) -> bool:
         return isinstance(buffer, DTensor) and tuple(buffer.shape) == shape
 
 
@@ -97,16 +97,16 @@ class Owned:
         self.group_name = comm.name
         self.dim = None if layout is None else layout.shards[0][1]
 
-    def kept(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
+    def stored_slots(self, slots: dict[str, Slots], split: Split) -> dict[str, Slots]:
         return slots
 
-    def room(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
         return fresh(slots, param, split, dtype) if self.computes else torch.empty(0, dtype=dtype, device=param.device)
 
-    def first(self) -> int:
+    def first_place(self) -> int:
         return 0
 
-    def item(self, shape: Shape, dtype: torch.dtype, like: bool) -> Transfer:
+    def make_transfer(self, shape: Shape, dtype: torch.dtype, like: bool) -> Transfer:
         """How a slot travels: cut like the parameter, or along its first axis."""
         dim = None if self.layout is None or not shape else self.dim if like else 0
         return Transfer(shape, dtype, dim, self.owner)
@@ -117,17 +117,17 @@ class Owned:
         return [sharded if i == self.layout.shards[0][0] else Replicate() for i in range(len(self.layout.placements))]
 
     @torch.no_grad()
-    def put(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if self.computes:
             buffer.copy_(whole.reshape(buffer.shape))
 
     @torch.no_grad()
-    def get(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def gather(self, buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
         item = Transfer(shape, buffer.dtype, None, self.owner)
-        return spread(self.comm, [item], {0: buffer} if self.computes else {}, buffer.device)()[0]
+        return scatter_parts(self.comm, [item], {0: buffer} if self.computes else {}, buffer.device)()[0]
 
-    def fits(self, buffer: torch.Tensor, shape: Shape) -> bool:
+    def accepts(self, buffer: torch.Tensor, shape: Shape) -> bool:
         return tuple(buffer.shape) == (shape if self.computes else (0,))
 
 
@@ -143,7 +143,7 @@ class Homes:
         self.owners: dict[torch.Tensor, int] = {}
         self.loads: dict[str, list[int]] = {}
 
-    def of(self, name: str, param: torch.Tensor, spec: Spec, split: Split) -> Home | None:
+    def find(self, name: str, param: torch.Tensor, spec: Spec, split: Split) -> Home | None:
         """Where a parameter's state is kept; None for a plain tensor that every rank steps by itself."""
         layout = DTensorLayout(param) if isinstance(param, DTensor) else None
         comm = self.comm_of(layout, spec)
@@ -187,7 +187,7 @@ class Homes:
             self.owners |= {param: rank for (param, _), rank in zip(members, owners, strict=True)}
 
 
-def exported(
+def export_owned(
     states: Mapping[Any, dict[str, Any]], owned: Iterable[tuple[torch.Tensor, Owned, Mapping[str, Shape]]]
 ) -> dict[Any, dict[str, Any]]:
     """The state with what owners hold as DTensors (under DDP: as whole tensors), by one exchange a comm."""
@@ -195,12 +195,12 @@ def exported(
     comms: dict[Any, tuple[Comm, list[tuple[torch.Tensor, Owned, str, Transfer]]]] = {}
     for param, home, shapes in owned:
         for key, shape in shapes.items():
-            item = home.item(shape, states[param][key].dtype, shape == tuple(param.shape))
+            item = home.make_transfer(shape, states[param][key].dtype, shape == tuple(param.shape))
             comms.setdefault((home.comm.name, param.device), (home.comm, []))[1].append((param, home, key, item))
     for (_, device), (comm, entries) in comms.items():
         wholes = {i: states[param][key] for i, (param, home, key, _) in enumerate(entries) if home.computes}
-        parts = spread(comm, [item for *_, item in entries], wholes, device)()
+        parts = scatter_parts(comm, [item for *_, item in entries], wholes, device)()
         for (param, home, key, item), part in zip(entries, parts, strict=True):
             own, layout = part.clone(), home.layout
-            out[param][key] = own if layout is None else layout.wrapped(own, item.shape, home.placements(item))
+            out[param][key] = own if layout is None else layout.wrap(own, item.shape, home.placements(item))
     return out

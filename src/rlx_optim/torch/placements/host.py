@@ -57,7 +57,7 @@ class StagingBuffer:
         ]
 
 
-def bytes_of(like: Sequence[torch.Tensor]) -> int:
+def count_bytes(like: Sequence[torch.Tensor]) -> int:
     return sum(aligned(t.numel() * t.element_size()) for t in like)
 
 
@@ -151,7 +151,7 @@ class Chunk:
         return tensor if self.rows is None else tensor[self.rows]
 
     @property
-    def like(self) -> torch.Tensor:
+    def param_part(self) -> torch.Tensor:
         """What it is of the parameter; the memory may be moved by its owner from step to step."""
         return self.cut(self.whole.detach())
 
@@ -227,21 +227,21 @@ class Hosted(Placement):
         moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * entry.param.nbytes
         runs = buckets.runs(shape[0], moved // shape[0], buckets.most(self.above, spec.matrix))
         if len(runs) > 1:
-            entry.records = [run_of(whole, rows) for rows in runs]
+            entry.records = [cut_record(whole, rows) for rows in runs]
 
     def share_counts(self) -> None:
         super().share_counts()
-        chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.chunks(entry)]
-        moved = [list(stored(chunk)) if self.above else [chunk.like] * 2 for _, chunk in chunks]
-        sizes, most = list(map(bytes_of, moved)), buckets.most(self.above, self.matrix)
-        self.buckets = [self.bucket([chunks[k] for k in members]) for members in buckets.dealt(sizes, most, self.unbroken)]
+        chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.cut_chunks(entry)]
+        moved = [list(list_stored(chunk)) if self.above else [chunk.param_part] * 2 for _, chunk in chunks]
+        sizes, most = list(map(count_bytes, moved)), buckets.most(self.above, self.matrix)
+        self.buckets = [self.make_bucket([chunks[k] for k in members]) for members in buckets.dealt(sizes, most, self.unbroken)]
         if self.above:
             for buffer, size in zip(self.buffers, buckets.rooms(sizes, most, self.unbroken), strict=False):
                 self.copies.enlarge(buffer, size)
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.buffers[n % SLOTS])
 
-    def chunks(self, entry: ParamEntry) -> Iterator[Chunk]:
+    def cut_chunks(self, entry: ParamEntry) -> Iterator[Chunk]:
         """Of an entry."""
         if entry.split != WHOLE or len(entry.records) == 1:
             yield Chunk(entry, entry.records, entry.rounding, None)
@@ -254,7 +254,7 @@ class Hosted(Placement):
                 half = dataclasses.replace(half, first=place, low=None if half.low is None else half.low[rows])
             yield Chunk(entry, [record], half, rows)
 
-    def bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> StagedBucket:
+    def make_bucket(self, chunks: Sequence[tuple[int, Chunk]]) -> StagedBucket:
         """Of these chunks, each with its entry's place."""
         placement = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
         placement.recorded = False  # graphs would keep memory of their own
@@ -268,9 +268,9 @@ class Hosted(Placement):
     def bind(self, bucket: StagedBucket, buffer: StagingBuffer) -> None:
         """Give chunks state in a buffer on the device, and keep what it is copied from."""
         bucket.buffer, chunks = buffer, cast(Any, bucket.placement.entries)
-        views = iter(buffer.views([tensor for chunk in chunks for tensor in stored(chunk)]))
+        views = iter(buffer.views([tensor for chunk in chunks for tensor in list_stored(chunk)]))
         for chunk in chunks:
-            pairs = [(next(views), tensor) for tensor in stored(chunk)]
+            pairs = [(next(views), tensor) for tensor in list_stored(chunk)]
             bucket.state.append(pairs)
             staged = iter(pairs)
             for record in chunk.records:
@@ -301,7 +301,7 @@ class Hosted(Placement):
 
         def compute(work: BucketStep) -> None:
             placement = work.bucket.placement
-            placement.asked = self.asked
+            placement.with_stats = self.with_stats
             placement.step(Batch(placement, work.members, work.grads), specs, fusion_keys, scale)
             self.parts += placement.parts
 
@@ -334,11 +334,11 @@ class Hosted(Placement):
             pairs = [pair for k in work.members for pair in bucket.state[k]]
             work.back = [(kept, staged) for staged, kept in pairs]
             for chunk in work.chunks:
-                chunk.param = chunk.like if chunk.rows else chunk.whole
+                chunk.param = chunk.param_part if chunk.rows else chunk.whole
         else:
-            wholes = [chunk.like for chunk in work.chunks]
+            wholes = [chunk.param_part for chunk in work.chunks]
             sources = [*wholes, *work.grads]
-            self.copies.enlarge(work.buffer, bytes_of(sources))
+            self.copies.enlarge(work.buffer, count_bytes(sources))
             shape = work.buffer.memory.data_ptr(), work.members, [t.dtype for t in sources]
             if shape != bucket.shape:
                 bucket.staged, bucket.shape = work.buffer.views(sources), shape
@@ -353,7 +353,7 @@ class Hosted(Placement):
         raise AssertionError("a host placement does everything in `step`")
 
 
-def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
+def list_stored(chunk: Chunk) -> Iterator[torch.Tensor]:
     """All tensors of a chunk's state."""
     for record in chunk.records:
         for kept in record.state.values():
@@ -362,7 +362,7 @@ def stored(chunk: Chunk) -> Iterator[torch.Tensor]:
         yield chunk.rounding.low
 
 
-def run_of(whole: TensorState, rows: slice) -> TensorState:
+def cut_record(whole: TensorState, rows: slice) -> TensorState:
     """A run of rows of a parameter as a record of its own, over the same state."""
     made = TensorState(whole.name, (rows.stop - rows.start, *whole.shape[1:]), whole.group)
     made.t, made.counters = whole.t, dict(whole.counters)

@@ -94,10 +94,6 @@ class ParamEntry:
         self.pointers = list(map(POINTER, self.numbers))
         self.whereabouts = Whereabouts(list(map(local_part, self.kept)))
 
-    def places(self) -> torch.Tensor:
-        """The index in the whole parameter of each element that is here."""
-        return bf16.places(self.param)
-
 
 class Selection:
     """Some entries of a placement: their records among all of it, and whether the engine takes their memory as it is."""
@@ -239,14 +235,14 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return np.asarray(Memory(tensor)) if tensor.numel() else np.empty(tuple(tensor.shape), KINDS[tensor.dtype])
 
 
-def packed(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
+def pack_pieces(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
     """A tensor with its pieces one behind the other: as it is, unless columns are split."""
     if not entry.columns:
         return tensor
     return torch.cat([part.reshape(-1) for part in tensor.split(list(entry.split), 1)])
 
 
-def unpacked(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
+def unpack_pieces(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
     """The other way round."""
     if not entry.columns:
         return tensor
@@ -254,7 +250,7 @@ def unpacked(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
     return torch.cat([part.view(record.shape) for part, record in zip(parts, entry.records, strict=True)], 1)
 
 
-def written(params: Iterable[torch.Tensor]) -> None:
+def mark_written(params: Iterable[torch.Tensor]) -> None:
     """Tell autograd what was written by address."""
     params = list(params)
     try:
@@ -284,7 +280,7 @@ class Placement(abc.ABC):
         self.entries: list[ParamEntry] = []
         self.parts: list[StepPart] = []  # of the step that is taken
         self.numbers: dict[Any, dict[str, Any]] = {}
-        self.asked = False  # whether the next step is to say what it does
+        self.with_stats = False  # whether the next step is to say what it does
         self.copied = 0  # how many parameters or gradients the step that is taken cannot use where they are
 
     def share_counts(self) -> None:
@@ -347,7 +343,7 @@ class Placement(abc.ABC):
         self.others = [(name, entries, self.share(name, entries)) for name, entries in having.items()]
         self.known_others = [shared.tobytes() for _, _, shared in self.others]
 
-    def counts_stand(self) -> bool:
+    def has_known_counts(self) -> bool:
         """Whether nobody else has written a count. By value: through `.data` and `.numpy()` no version moves."""
         return self.steps.tobytes() == self.known and [shared.tobytes() for *_, shared in self.others] == self.known_others
 
@@ -369,13 +365,13 @@ class Placement(abc.ABC):
             shared[:] = [entry.records[0].counters[name] for entry in who]
         self.known_others = [shared.tobytes() for *_, shared in self.others]
 
-    def settle_counts(self) -> None:
+    def restore_counts(self) -> None:
         """Write down what has been stepped before a step broke off, in the middle of this placement perhaps."""
         for i, entry in enumerate(self.entries):
             self.steps[i] = max((record.t for record in entry.records if record.size), default=self.steps[i])
         self.write_counters()
 
-    def tick(self, entry: ParamEntry) -> Any:
+    def rng_step(self, entry: ParamEntry) -> Any:
         """Which step an entry has just taken."""
         return max(record.t for record in entry.records)  # those of no size here do not count
 
@@ -394,13 +390,13 @@ class Placement(abc.ABC):
     def step(self, batch: Batch, specs: Sequence[Spec], fusion_keys: tuple[Any, ...], scale: float) -> None:
         """Step the entries of a batch."""
         selection = self.select(batch.chosen)
-        self.parts = self.grouping.find(selection.rows, specs, fusion_keys, self.asked)
+        self.parts = self.grouping.find(selection.rows, specs, fusion_keys, self.with_stats)
         self.numbers.clear()
         self.run(selection, batch, specs, scale)
         if self.spread:
             if not self.commits:
                 self.count_empty(selection, specs)
-            written(entry.param for entry in selection.entries)
+            mark_written(entry.param for entry in selection.entries)
 
     def count_empty(self, selection: Selection, specs: Sequence[Spec]) -> None:
         """Move the counters of empty shards on as those of the others."""
@@ -452,19 +448,19 @@ class LocalTensors(Placement):
         for entry, grad in zip(selection.entries, batch.grads, strict=True):
             whole = as_plain(local_part(entry.param))
             if entry.rounding is not None:
-                whole = packed(bf16.opened(entry, self.dtype), entry)
+                whole = pack_pieces(bf16.opened(entry, self.dtype), entry)
                 back.append((entry, whole))
             elif entry.split != WHOLE and (entry.columns or not whole.is_contiguous()):
-                whole = packed(whole, entry).contiguous()
+                whole = pack_pieces(whole, entry).contiguous()
                 back.append((entry, whole))
             params += self.pieces(whole, entry)
-            pieces += self.pieces(packed(grad, entry), entry)
+            pieces += self.pieces(pack_pieces(grad, entry), entry)
         at = {row: i for i, row in enumerate(selection.rows)}
         for part, rows, places in self.parts:
             ps, gs = ([side[at[place]] for place in places] for side in (params, pieces))
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         for entry, whole in back:
-            bf16.closed(entry, unpacked(whole, entry), self.tick(entry))
+            bf16.closed(entry, unpack_pieces(whole, entry), self.rng_step(entry))
 
 
 class LocalPointers(Placement):
@@ -512,17 +508,17 @@ class LocalPointers(Placement):
                 copies_grad = entry.columns or not self.is_direct(grads[i])
                 self.copied += copies_param or copies_grad
                 if copies_param:
-                    scratch = params[i] = packed(bf16.opened(entry, self.dtype), entry)
+                    scratch = params[i] = pack_pieces(bf16.opened(entry, self.dtype), entry)
                     back.append((entry, scratch))
                 if copies_grad:
-                    grads[i] = packed(grads[i], entry).to(self.dtype).contiguous()
+                    grads[i] = pack_pieces(grads[i], entry).to(self.dtype).contiguous()
             found = Addresses(params, grads, odd=set())
         sides = (found.params, found.param_types), (found.grads, found.grad_types)
         (params_at, param_types), (grads_at, grad_types) = (selection.per_record(*side) for side in sides)
         self.pointers.set(selection.index, params_at, grads_at, param_types, grad_types)
         self.launch(selection, entries, params, grads, specs, scale)
         for entry, scratch in back:
-            bf16.closed(entry, unpacked(scratch, entry), self.tick(entry))  # torch counts this version itself
+            bf16.closed(entry, unpack_pieces(scratch, entry), self.rng_step(entry))  # torch counts this version itself
 
     def launch(
         self, selection: Selection, entries: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],
@@ -537,7 +533,7 @@ class LocalPointers(Placement):
                 sides = sides or [self.arrays(selection, entries, side) for side in (params, grads)]
                 ps, gs = ([side[place] for place in places] for side in sides)
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
-        written(params)
+        mark_written(params)
 
     def arrays(self, selection: Selection, entries: list[ParamEntry], tensors: list[torch.Tensor]) -> dict[int, Any]:
         """The pieces of these tensors as matrix rules want them, by the place of the record."""

@@ -29,9 +29,9 @@ from .. import bf16
 from ..memory import is_dtensor, local_part
 from ..state import Slots
 from .comm import DTensorLayout, RemoteError
-from .exchange import Transfer, collect, spread
+from .exchange import Transfer, gather_wholes, scatter_parts
 from .homes import Home, Owned, Shards
-from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection, packed, unpacked
+from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection, pack_pieces, unpack_pieces
 
 DONE, FAILED, BLIND = range(3)  # what became of an update: BLIND is one that reads p and was not sent it
 Arriving = Callable[[], Any]  # waits for what travels, and gives it
@@ -177,7 +177,7 @@ class Owner(Placement):
             part = bf16.held(entry) if side else step.grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
-                wholes[side][i] = layout.wrapped(part.contiguous(), layout.shape, layout.placements).full_tensor()
+                wholes[side][i] = layout.wrap(part.contiguous(), layout.shape, layout.placements).full_tensor()
             elif home.layout is not None:
                 travelling.append(((side, i), Transfer(tuple(entry.shape), part.dtype, home.dim, home.owner), part, home.comm))
             elif home.computes:
@@ -185,7 +185,7 @@ class Owner(Placement):
         if not travelling:
             return lambda: wholes
         places, items, parts, comms = zip(*travelling, strict=True)
-        arriving = collect(comms[0], items, parts, self.device)
+        arriving = gather_wholes(comms[0], items, parts, self.device)
 
         def finish() -> Any:
             for k, whole in arriving().items():
@@ -204,10 +204,10 @@ class Owner(Placement):
         sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         first: dict[int, int] = {}  # of each entry's records, among all
         for i, whole in grads.items():
-            entry, grad = self.entries[i], packed(whole.to(self.dtype).contiguous(), self.entries[i])
+            entry, grad = self.entries[i], pack_pieces(whole.to(self.dtype).contiguous(), self.entries[i])
             directions[i] = torch.empty_like(grad)
             if i in params:  # where the direction will be
-                directions[i].copy_(packed(params[i], entry))
+                directions[i].copy_(pack_pieces(params[i], entry))
             first[i] = len(sides[0])
             for side, tensor in zip(sides, (directions[i], grad), strict=True):
                 side += self.pieces(tensor, entry)
@@ -238,7 +238,7 @@ class Owner(Placement):
             nothing = [0.0] * len(step.spec_of(entry).committed)  # of an empty matrix
             beside = [x for j in range(count_sets(entry)) for x in committed.get(k + j, nothing)]
             numbers[i] = [DONE, *beside, *entry.records[0].counters.values()]
-        return {i: unpacked(each, self.entries[i]) for i, each in directions.items()}, numbers, raised
+        return {i: unpack_pieces(each, self.entries[i]) for i, each in directions.items()}, numbers, raised
 
     def _scatter(self, stage: Stage, step: OwnerStep, directions: Tensors, numbers: Mapping[int, list[float]]) -> Arriving:
         """Send directions to where they are committed. Gives this rank's part of each, by entry, and the numbers of each."""
@@ -247,7 +247,7 @@ class Owner(Placement):
         if not owned:
             layouts = {i: home.layout for i, home in zip(members, homes, strict=True) if isinstance(home, Shards)}
             return lambda: (
-                {i: layout.part(directions[i], layout.placements).contiguous() for i, layout in layouts.items()},
+                {i: layout.cut(directions[i], layout.placements).contiguous() for i, layout in layouts.items()},
                 numbers,
             )
         entries = [self.entries[i] for i in members]
@@ -259,7 +259,7 @@ class Owner(Placement):
         wholes = {k: directions[members[k]] for k in computed}
         tails = flat.split([lengths[k] for k in computed])
         wholes |= {len(members) + k: tail for k, tail in zip(computed, tails, strict=True)}
-        arriving = spread(owned[0].comm, items, wholes, self.device)
+        arriving = scatter_parts(owned[0].comm, items, wholes, self.device)
 
         def finish() -> Any:
             arrived = arriving()

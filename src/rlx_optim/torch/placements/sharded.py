@@ -22,7 +22,7 @@ from ...spec import Shape, Spec
 from ...stepping import Grouping
 from ..memory import local_part
 from ..state import Slots
-from .comm import Comm, DTensorLayout, Together, sharing
+from .comm import Comm, CommChain, DTensorLayout, chain_comms
 from .consensus import Consensus, local_grad
 from .homes import Owned
 from .local import LocalTensors, ParamEntry, Placement
@@ -121,9 +121,9 @@ def make_consensus(owner: str, found: Sequence[Any], comm: Comm | None, watched:
     working = {i: kind for i, kind in enumerate(kinds) if kind.together}
     deciding = [i for i in range(len(spread)) if watched or i in working]
     params = [spread[i].param for i in deciding]
-    together = sharing([p for p in params if isinstance(p, DTensor) and DTensorLayout(p).comms], None)
+    together = chain_comms([p for p in params if isinstance(p, DTensor) and DTensorLayout(p).comms], None)
     owned = [spread[i].home.comm for i in working if isinstance(spread[i].home, Owned)]
-    together = Together([*together.comms, *owned])
+    together = CommChain([*together.comms, *owned])
     if not together.comms:
         return None
     keys = {i: (spread[i].param.device.type, *map(str, spread[i].key[1:])) for i in working}  # ranks have several devices
