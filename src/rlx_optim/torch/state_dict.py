@@ -389,7 +389,7 @@ def load_state(
     fill(state, spec, p, home)
     state |= {k: by_value(v) for k, v in p.extras.items()}
     if spec.evaluated and TRAINED in p.extras:  # of evaluation mode: laid out as the parameter is, whatever it was before
-        check_tensor(owner, TRAINED, name, p.extras[TRAINED], tuple(param.shape))
+        check_component(owner, TRAINED, name, p.extras[TRAINED], tuple(param.shape), False)
         state[TRAINED] = param.detach().clone().to(device_of(param, home))
         put({"": state[TRAINED]}, "", "", {"": p.extras[TRAINED]}, home)
     return state
