@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1_700,
     "cli": 1_540,
     "data": 20,
-    "engines": 6_310,
+    "engines": 6_220,
     "numpy": 1_160,
     "optax": 1_510,
     "race": 520,

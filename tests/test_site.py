@@ -1,5 +1,6 @@
 """The generated pages of the documentation, without mkdocs: complete for every optimizer, their links lead somewhere, their examples run."""
 
+import pkgutil
 import re
 import sys
 import textwrap
@@ -96,6 +97,17 @@ def test_the_reference_has_every_argument_of_every_front_end():
             assert listed == [each.name for each in arguments.signatures(front_end)[name]]
             fields = kind.optax.settings if beside is arguments.documentation.OPTAX else kind.fields
             assert set(fields) <= set(listed) | set(kind.optax.without), name
+
+
+def test_what_the_reference_names_is_where_it_says():
+    """mkdocs, which needs longer, looks it up in the sources."""
+    torch_or_jax = {"rlx_optim.torch": "torch", "rlx_optim.optax": "optax"}
+    named = [name for page in (ROOT / "docs").rglob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.M)]
+    assert len(named) > 10
+    for name in named:
+        if needed := next((each for start, each in torch_or_jax.items() if name.startswith(start)), None):
+            pytest.importorskip(needed)
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_no_figure_is_left_out():

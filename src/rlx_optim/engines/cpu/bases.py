@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 
 from ...pointers import address
-from . import workspace
 from .codegen import Code
 from .triangular import solve_transposed
 
@@ -24,7 +23,7 @@ QUARTERS = 4  # parts of a basis that are looked at one by one
 
 def find_householder_q(X: np.ndarray) -> tuple[np.ndarray, int]:
     """The Q of X = QR by Householder's reflections, and how many columns they took: fewer than all where those span the rest."""
-    A, n = workspace.copy(X), len(X)
+    A, n = X.copy(), len(X)
     nothing = NOTHING * np.finfo(A.dtype).eps * max_abs(A)
     blocks = []
     for k in range(0, n, PANEL):

@@ -17,7 +17,6 @@ from ...program import Drop, Each, Pass, Values
 from ...recent import Recent
 from ...rounding import EXACT, NEAREST
 from ...spec import Shape, Spec
-from . import workspace
 from .finite import are_finite
 from .kernels import CHUNK, Layout, compile_kernel
 from .matrices import CpuArrays
@@ -344,12 +343,7 @@ class Cpu(CpuArrays):
     def run(self, bundle: Bundle, move: bool = True) -> Mapping[str, Any]:
         if not self.compiles(bundle):
             with threads.blas():
-                x = super().run(bundle, move)
-            few = len(bundle.shapes)  # what is asked of a step is one number a tensor
-            numbers = {name: value for name, value in x.items() if not isinstance(value, np.ndarray) or value.size <= few}
-            del x
-            workspace.release_unused()
-            return numbers
+                return super().run(bundle, move)
         if bundle.plan is None:
             self.compile_bundle(bundle)
         report: Mapping[str, Any] = bundle.plan.run(bundle.numbers, bundle.scale)
@@ -379,7 +373,7 @@ class Cpu(CpuArrays):
         if (made := kept.get(key)) is None:
             layout = Layout(kinds, ("store",) * len(gives), self.precision, self.precision)
             made = kept[key] = Kernel(rule, layout, [shape])
-        out = [workspace.empty(shape, self.dtype) for _ in gives]
+        out = [np.empty(shape, self.dtype) for _ in gives]
         made.addresses[0] = [address(a) for a in (*arrays, *out)]
         made.numbers[0, :-1] = [v for v, kind in zip(values, kinds, strict=True) if kind == "number"]
         made.every.call.run(made.every.elements, 0)  # on one thread

@@ -12,7 +12,7 @@ from ...engine import ArrayEngine
 from ...linalg import Coefficients
 from ...pointers import address
 from ...spec import Shape
-from . import bases, noise, workspace
+from . import bases, noise
 from .grams import average_gram
 from .orthogonal import WIDE, orthogonalize_wide
 from .triangular import matmul_two_upper, matmul_upper, matmul_upper_transposed, solve_transposed
@@ -35,11 +35,11 @@ class CpuArrays(ArrayEngine):
         return max(1, STACKED // max(1, math.prod(shape), max(shape, default=1) ** 2))
 
     def to_float64(self, X: Any) -> np.ndarray:
-        found: np.ndarray = X() if callable(X) else workspace.copy(X, np.float64)
+        found: np.ndarray = X() if callable(X) else np.array(X, np.float64, order="C")
         return found
 
     def to_storage_dtype(self, X: np.ndarray) -> np.ndarray:
-        return workspace.copy(X, self.stored).astype(self.dtype, copy=False)
+        return np.array(X, self.stored, order="C").astype(self.dtype, copy=False)
 
     def store(self, buffer: np.ndarray, value: np.ndarray) -> None:
         """But what was not changed, and is in its place."""
@@ -50,7 +50,7 @@ class CpuArrays(ArrayEngine):
     def average_gram(self, L: np.ndarray, X: np.ndarray, axis: int, beta: float, alpha: float) -> tuple[Any, Any]:
         """The first step alone asks for what was not rounded, and finds it then."""
         U = self.moveaxis(X, axis, 1).reshape(X.shape[0], X.shape[axis], -1).astype(np.float64)  # in X's order
-        out = workspace.empty(L.shape, self.stored)
+        out = np.empty(L.shape, self.stored)
         for one, u, new in zip(np.ascontiguousarray(L), U, out, strict=True):
             average_gram(one, u, beta, alpha, new)
         return out.astype(self.dtype, copy=False), lambda: linalg.average_gram.default(self, L, X, axis, beta, alpha)[1]
@@ -99,7 +99,7 @@ class CpuArrays(ArrayEngine):
     def gram_matmul(self, L: np.ndarray, Q: np.ndarray) -> np.ndarray:
         if L.shape[-1] < LARGE:
             return basis.gram_matmul.default(self, L, Q)  # type: ignore[no-any-return]
-        out = workspace.empty(Q.shape, Q.dtype)
+        out = np.empty(Q.shape, Q.dtype)
         for one, q, x in zip(L, Q, out, strict=True):
             bases.multiply_gram(one, q, x, basis.ROUNDING[q.dtype.itemsize])
         return out
@@ -107,7 +107,7 @@ class CpuArrays(ArrayEngine):
     def qr(self, X: np.ndarray, surely: bool = False) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return np.linalg.qr(X)[0]
-        Q = workspace.copy(X)
+        Q = X.copy()
         for i, x in enumerate(X):
             if surely or not self._by_products(Q[i : i + 1], len(x)):
                 Q[i] = bases.find_householder_q(x)[0]
@@ -116,7 +116,7 @@ class CpuArrays(ArrayEngine):
     def extend_basis(self, X: np.ndarray, near: np.ndarray, free: np.ndarray) -> np.ndarray:
         if X.shape[-1] < LARGE:
             return self.qr(self.where(free[:, None, :], near, X))
-        Q = workspace.copy(X)
+        Q = X.copy()
         np.copyto(Q, near, where=free[:, None, :])
         for i, open_ in enumerate(free):
             if not self._by_products(Q[i : i + 1], int((~open_).sum())):
@@ -179,12 +179,6 @@ class CpuArrays(ArrayEngine):
         except np.linalg.LinAlgError:
             return np.full_like(G, np.nan)
 
-    def matmul(self, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-        return np.matmul(A, B, out=workspace.empty((*A.shape[:-1], B.shape[-1]), A.dtype))
-
-    def syrk(self, X: np.ndarray, bound: float | None = None) -> np.ndarray:
-        return np.matmul(X, X.mT, out=workspace.empty((*X.shape[:2], X.shape[1]), X.dtype))
-
     def solve_triangular(self, R: np.ndarray, X: np.ndarray) -> np.ndarray:
         out = np.array(X, order="C")
         for r, x in zip(np.asarray(R, out.dtype), out, strict=True):
@@ -204,7 +198,7 @@ class CpuArrays(ArrayEngine):
         return out
 
     def triangular_product(self, T: np.ndarray, R: np.ndarray) -> np.ndarray:
-        out = workspace.empty(R.shape, self.dtype)
+        out = np.empty(R.shape, self.dtype)
         for t, r, y in zip(T, R, out, strict=True):
             matmul_two_upper(t, r, y)
         return out
