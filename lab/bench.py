@@ -17,7 +17,18 @@ from typing import Annotated
 import typer
 
 from rlx_optim import list_optimizers
-from rlx_optim.cli import NAMES, Problem, check_place, choose, digits, progress, say, show_table, unknown, write_json
+from rlx_optim.cli import (
+    NAMES,
+    Problem,
+    check_output_path,
+    choose,
+    say,
+    show_digits,
+    show_progress,
+    show_table,
+    unknown_name,
+    write_json,
+)
 from rlx_optim.cli.shapes import KNOWN, shapes_of
 from rlx_optim.engines import no_compiler
 from rlx_optim.registry import aliases
@@ -49,12 +60,12 @@ WEIGHTS = ("float32", "bfloat16")
 # ---- what is printed --------------------------------------------------------------------------------------------------
 def cells(row: Row) -> list[str]:
     share = None if row.copy_fraction is None else 100 * row.copy_fraction
-    spread = f"{digits(row.ms_best)} … {digits(row.ms_worst)}"
-    numbers = [digits(row.ns_per_parameter), digits(row.gb_per_second), digits(share, " %")]
+    spread = f"{show_digits(row.ms_best)} … {show_digits(row.ms_worst)}"
+    numbers = [show_digits(row.ns_per_parameter), show_digits(row.gb_per_second), show_digits(share, " %")]
     return [
-        row.optimizer, row.implementation, digits(row.ms_per_step), spread, *numbers,
-        digits(row.state_bytes_per_parameter), digits(row.ratio_to_best_peer, "×"),
-        *([] if row.host_ms is None else [digits(row.host_ms)]),
+        row.optimizer, row.implementation, show_digits(row.ms_per_step), spread, *numbers,
+        show_digits(row.state_bytes_per_parameter), show_digits(row.ratio_to_best_peer, "×"),
+        *([] if row.host_ms is None else [show_digits(row.host_ms)]),
     ]  # fmt: skip
 
 
@@ -79,13 +90,13 @@ def show(report: Report) -> None:
     show_table(head, [cells(row) for row in report.rows], [ours(row) for row in report.rows], spare)
     copies = sorted({row.copy_gb_per_second for row in report.rows if row.copy_gb_per_second is not None})
     if copies:
-        say(f"memory copy: {digits(statistics.median(copies))} GB/s ({digits(copies[0])} … {digits(copies[-1])})")
+        say(f"memory copy: {show_digits(statistics.median(copies))} GB/s ({show_digits(copies[0])} … {show_digits(copies[-1])})")
     compiled = [row for row in report.rows if row.compile_s is not None]
     if compiled:
         each = (f"{row.optimizer}, {row.implementation}: {row.compile_s:.1f} s" for row in compiled)
         say(f"traced and compiled in: {'; '.join(each)}")
     if enqueued:
-        each = (f"{row.optimizer}, {row.implementation}: {digits(row.first_s)} s" for row in report.rows)
+        each = (f"{row.optimizer}, {row.implementation}: {show_digits(row.first_s)} s" for row in report.rows)
         say(f"first step: {'; '.join(each)}")
     for note in report.notes:
         say(note)
@@ -110,7 +121,7 @@ def plot(report: Report, path: Path) -> None:
         values = [row.ns_per_parameter for row in panel]
         colours = ["tab:orange" if ours(row) else "0.7" for row in panel]
         bars = ax.barh([row.implementation for row in panel], values, color=colours)
-        ax.bar_label(bars, [digits(value) for value in values], padding=4)
+        ax.bar_label(bars, [show_digits(value) for value in values], padding=4)
         ax.set_title(name, loc="left", fontweight="bold")
         ax.set_xlim(0, 1.15 * max(values))
         ax.invert_yaxis()
@@ -122,7 +133,7 @@ def measure_offload(model: str, chosen: list[str], rounds: int, as_json: bool, f
     """`--offload`: a table of its own, written after every row."""
     from . import offload
 
-    with progress(len(chosen) * len(offload.KINDS) + 1) as tick:
+    with show_progress(len(chosen) * len(offload.KINDS) + 1) as tick:
         report = offload.run(model, shapes_of(model), chosen, rounds, tick)
     if not as_json or file not in (None, Path("-")):
         offload.show(report)
@@ -160,13 +171,13 @@ def command(
     libraries = [] if peers == "none" else choose("peer", peers, LIBRARIES)
     if file is not None and not as_json:
         raise Problem(f"unexpected argument {file}: --json {file} writes the results there")
-    check_place("--json", file, (".json",))
-    check_place("--plot", plot_file, PLOTS)
+    check_output_path("--json", file, (".json",))
+    check_output_path("--plot", plot_file, PLOTS)
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise Problem('--plot needs matplotlib: pip install "rlx-optim[cli]"')
     if in_situations:
         if device not in DEVICES:
-            raise unknown("device", device, DEVICES)
+            raise unknown_name("device", device, DEVICES)
         from . import situations
 
         situations.run(device, file)
@@ -175,17 +186,17 @@ def command(
         measure_offload(model, chosen, rounds, as_json, file)
         return
     if device not in DEVICES:
-        raise unknown("device", device, DEVICES)
+        raise unknown_name("device", device, DEVICES)
     if device == "cpu" and (lacking := no_compiler()):
         raise Problem(f"bench measures the compiled engine: {lacking}")
     if front not in FRONTS:
-        raise unknown("front", front, FRONTS)
+        raise unknown_name("front", front, FRONTS)
     if front == "jax" and device != "cuda":
         raise Problem("--front jax is for --device cuda; on the CPU ours is the named API, beside optax among the peers")
     if front == "jax" and state_dtype:
         raise Problem("--state-dtype is for --front torch, and for the CPU")
     if weights not in WEIGHTS:
-        raise unknown("type of weights", weights, WEIGHTS)
+        raise unknown_name("type of weights", weights, WEIGHTS)
     if weights != WEIGHTS[0] and (device != "cuda" or front == "jax"):
         raise Problem(f"--weights {weights} is for --device cuda and --front torch")
     kept = tuple(choose("state dtype", state_dtype, FORMATS[1:])) if state_dtype else ()
@@ -193,7 +204,7 @@ def command(
         model, shapes_of(model), chosen, libraries, rounds, seconds, fresh_gradients, threads, device, front, kept, weights
     )  # fmt: skip
     (cuda.check if device == "cuda" else check_memory)(request)
-    with progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
+    with show_progress(sum(turns(request)) * (1 + rounds) * (1 + (device == "cuda"))) as tick:
         report = run(request, tick)
     if not as_json or file not in (None, Path("-")):
         show(report)

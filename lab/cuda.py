@@ -17,7 +17,7 @@ from typing import Any
 
 from rlx_optim.cli import Problem
 from rlx_optim.cli.costs import settings_of
-from rlx_optim.cli.shapes import Shapes, parameters
+from rlx_optim.cli.shapes import Shapes, count_numbers
 from rlx_optim.registry import spec_class
 from rlx_optim.rounding import EXACT, NEAREST, STOCHASTIC
 
@@ -38,7 +38,7 @@ def check(request: Request) -> None:
     if not torch.cuda.is_available():
         raise Problem("--device cuda: torch sees no CUDA device here")
     count, most = (
-        parameters(request.shapes),
+        count_numbers(request.shapes),
         max(map(len, ((*present(name, request), *request.state_dtypes, 0, 0, 0) for name in request.optimizers))),
     )
     free, _ = torch.cuda.mem_get_info()

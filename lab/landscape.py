@@ -19,7 +19,19 @@ import numpy as np
 import typer
 
 from rlx_optim import list_optimizers
-from rlx_optim.cli import NAMES, Problem, check_place, choose, digits, machine, one, progress, say, show_table, write_json
+from rlx_optim.cli import (
+    NAMES,
+    Problem,
+    check_output_path,
+    choose,
+    choose_one,
+    get_machine,
+    say,
+    show_digits,
+    show_progress,
+    show_table,
+    write_json,
+)
 from rlx_optim.engines import list_engines
 from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.race.digits import HESSIAN_EVERY, build
@@ -169,7 +181,7 @@ def html(found: dict[str, Any]) -> str:
 def show(found: dict[str, Any], names: list[str]) -> None:
     surfaces = found["surfaces"].values()
     ends = {name: [surface["paths"][name] for surface in surfaces] for name in names}
-    rows = [[name, *(f"{digits(e['value'])} (lr {e['lr']:g})" for e in end)] for name, end in ends.items()]
+    rows = [[name, *(f"{show_digits(e['value'])} (lr {e['lr']:g})" for e in end)] for name, end in ends.items()]
     say(f"value after {found['steps']} steps, with the best of {len(found['rates'])} learning rates")
     show_table(["optimizer", *(surface["title"] for surface in surfaces)], rows, [False] * len(rows))
 
@@ -183,14 +195,14 @@ def command(
 ) -> None:
     """Draw the optimizers' paths on Rosenbrock, Beale and Rastrigin as one page."""
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
-    where = one("engine", engine, ("auto", *list_engines()))
+    where = choose_one("engine", engine, ("auto", *list_engines()))
     page = out or Path(f"landscape-{datetime.datetime.now():%Y%m%d-%H%M%S}.html")
-    check_place("--out", page, (".html",))
+    check_output_path("--out", page, (".html",))
     if page.exists():
         raise Problem(f"--out: {page} exists; name a new file")
     again = shlex.join(["rlx-optim", "landscape", "--optimizers", ",".join(chosen), "--steps", str(steps), "--engine", where])
-    with progress(len(chosen) * len(SURFACES)) as tick:
-        found = results(chosen, steps, where, tick, again, machine())
+    with show_progress(len(chosen) * len(SURFACES)) as tick:
+        found = results(chosen, steps, where, tick, again, get_machine())
     page.write_text(html(found), encoding="utf-8")
     if as_json:
         write_json(found)

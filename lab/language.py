@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_optim.check.engines import ENGINES, INTERPRETED, Arrays, Walk, gap, present, speaker
+from rlx_optim.check.engines import ENGINES, INTERPRETED, Arrays, Walk, find_gap, get_speaker, list_present
 from rlx_optim.cli import say, show_table, write_json
 from rlx_optim.language import LanguageError
 from rlx_optim.program import trace
@@ -59,7 +59,7 @@ def draw(construct: Construct, shapes: Sequence[Shape], seed: int) -> list[np.nd
 def run(construct: Construct, engine: str, shapes: Sequence[Shape], apart: bool) -> Arrays:
     """Return parameters and state after a few steps. apart: tensors differ in every number."""
     specs = [construct.spec(**group) for group in GROUPS]
-    walk = Walk(specs, speaker(engine), draw(construct, shapes, 0), apart)
+    walk = Walk(specs, get_speaker(engine), draw(construct, shapes, 0), apart)
     for step in range(STEPS):
         walk.step(draw(construct, shapes, 1 + step), 0.5 if step else 1.0)
     return walk.found()
@@ -84,7 +84,7 @@ def check_construct(construct: Construct, engine: str) -> ConstructResult:
         for apart in (False, True):
             want, got = expected(construct, shapes, apart), run(construct, engine, shapes, apart)
             for name in want:
-                if (seen := gap(got[name], want[name])) > worst:
+                if (seen := find_gap(got[name], want[name])) > worst:
                     worst, note = seen, f"{name}, {'numbers that differ' if apart else 'shared numbers'}"
     except Exception as problem:  # whatever an engine raises is what it made of the construct
         return ConstructResult(construct.name, engine, False, math.inf, f"{type(problem).__name__}: {str(problem).strip()[:300]}")
@@ -99,7 +99,7 @@ def check_language(engines: Sequence[str]) -> list[ConstructResult]:
 
 def show(as_json: bool) -> bool:
     """Show every construct on every engine; return whether all hold."""
-    engines = [engine for engine in present() if engine != "reference"]
+    engines = [engine for engine in list_present() if engine != "reference"]
     rows = check_language(engines)
     if as_json:
         listed = [{**vars(row), "seen": row.seen if math.isfinite(row.seen) else None} for row in rows]

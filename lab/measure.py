@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rlx_optim import create
-from rlx_optim.cli import machine
+from rlx_optim.cli import get_machine
 from rlx_optim.cli.costs import settings_of
-from rlx_optim.cli.shapes import Shapes, parameters
+from rlx_optim.cli.shapes import Shapes, count_numbers
 from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.threads import get_threads, set_threads
 
@@ -212,8 +212,8 @@ def run(request: Request, tick: Tick) -> Report:
     settings = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("model", "shapes")}
     with limited(request.threads):
         found = notes(request)
-        where = machine() | ({"gpu": cuda.name_of_device()} if request.device == "cuda" else {})
-        report = Report(request.model, len(request.shapes), parameters(request.shapes), settings, where, notes=found)
+        where = get_machine() | ({"gpu": cuda.name_of_device()} if request.device == "cuda" else {})
+        report = Report(request.model, len(request.shapes), count_numbers(request.shapes), settings, where, notes=found)
         try:
             place = PLACES[request.device]
             arrays, copy = place.draw(request.shapes), place.memory_copy()

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlx_optim import buckets
-from rlx_optim.cli import Problem, machine, say, show_table, size
+from rlx_optim.cli import Problem, get_machine, say, show_size, show_table
 from rlx_optim.cli.costs import settings_of
-from rlx_optim.cli.shapes import Shapes, parameters
+from rlx_optim.cli.shapes import Shapes, count_numbers
 from rlx_optim.registry import spec_class
 
 GIB = 1 << 30
@@ -200,7 +200,7 @@ def run(model: str, shapes: Shapes, optimizers: list[str], rounds: int, tick: Ca
     if not torch.cuda.is_available():
         raise Problem("--offload: torch sees no CUDA device here")
     tick("copies")
-    report = Report(model, parameters(shapes), *bandwidth(rounds), buckets.BUCKET, machine())
+    report = Report(model, count_numbers(shapes), *bandwidth(rounds), buckets.BUCKET, get_machine())
     for name in optimizers:
         for kind in [kind for kind, (_, _, engine) in KINDS.items() if engine == "auto" or not spec_class(name).matrix]:
             tick(f"{name}, {kind}")
@@ -222,12 +222,12 @@ HEAD = (
 def cells(r: Row) -> list[str]:
     times = [milli(seconds) for seconds in (r.step, r.copies, r.host)]
     peers = [milli(seconds) for seconds in (r.torch_fused, r.torchao)]
-    return [r.optimizer, r.kind, *times, f"{r.over_limit:.2f}×", *peers, size(r.device_peak), size(r.state)]
+    return [r.optimizer, r.kind, *times, f"{r.over_limit:.2f}×", *peers, show_size(r.device_peak), show_size(r.state)]
 
 
 def show(report: Report) -> None:
     m, (down, up, both) = report.machine, (each / 1e9 for each in (report.down, report.up, report.both))
     say(f"{m.get('gpu', '')}; {m['cpu']}, {m['cores']} cores, {m['date']}")
-    say(f"{report.model}: parameters {report.parameters:,}; buckets of {size(report.bucket)} and multiples")
+    say(f"{report.model}: parameters {report.parameters:,}; buckets of {show_size(report.bucket)} and multiples")
     say(f"copies of 1.07 GB, page-locked: {down:.1f} GB/s down, {up:.1f} up, {both:.1f} each way at once")
     show_table(HEAD, [cells(r) for r in report.rows], [True] * len(report.rows), (8, 9, 7))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from rlx_optim import list_optimizers
-from rlx_optim.cli import NAMES, Problem, check_place, choose, machine, progress, say, show_table, write_json
+from rlx_optim.cli import NAMES, Problem, check_output_path, choose, get_machine, say, show_progress, show_table, write_json
 from rlx_optim.registry import aliases
 
 from .counterparts import ALONE, PEERS, Peer, walk_optax, walk_torch
@@ -119,13 +119,13 @@ def command(
     libraries = [] if peers == NOTHING else choose("peer", peers, LIBRARIES)
     if not places and not libraries:
         raise Problem("--engines none and --peers none leave nothing to compare")
-    check_place("--out", out, (".json", ".md"))
+    check_output_path("--out", out, (".json", ".md"))
     here = [engine for engine in places if ENGINES[engine].missing() is None]
     rivals = [peer for peer in PEERS if peer.optimizer in chosen and peer.library in libraries and installed(peer.library)]
     if not here and not rivals:
         raise Problem(f"there is nothing to compare: {'; '.join(absent(places, libraries)) or f'no peer has {optimizers}'}")
     rows: list[dict[str, Any]] = []
-    with progress(len(chosen) * len(here) + len(rivals)) as tick:
+    with show_progress(len(chosen) * len(here) + len(rivals)) as tick:
         for name in chosen:
             for engine in here:
                 tick(f"{name}: {engine}")
@@ -136,7 +136,7 @@ def command(
     given = {"optimizers": optimizers, "engines": engines, "peers": peers}
     asked = " ".join(["rlx-optim parity", *(f"--{option} {value}" for option, value in given.items() if value != "all")])
     notes = absent(places, libraries) + [f"{name}: {why}" for name, why in ALONE.items() if name in chosen and libraries]
-    report = {"command": asked, "steps": STEPS, "machine": machine(), "rows": rows, "notes": notes}
+    report = {"command": asked, "steps": STEPS, "machine": get_machine(), "rows": rows, "notes": notes}
     if out is not None:
         write_json(report, out) if out.suffix == ".json" else out.write_text(markdown(report), encoding="utf-8")
     write_json(report) if as_json else show(report)

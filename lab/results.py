@@ -11,7 +11,7 @@ from typing import Any
 
 from rlx_optim.cli import Problem, load_average, physical_memory
 from rlx_optim.cli.costs import count_bytes, settings_of
-from rlx_optim.cli.shapes import Shapes, parameters
+from rlx_optim.cli.shapes import Shapes, count_numbers
 from rlx_optim.registry import spec_class
 from rlx_optim.threads import available, get_threads
 
@@ -106,7 +106,7 @@ def traffic(name: str, shapes: Shapes, kept: str = "float32", rounding: str | No
         if each is None:
             return None
         total += each * math.prod(shape)
-    return total / parameters(shapes)
+    return total / count_numbers(shapes)
 
 
 # ---- before anything runs -----------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def turns(request: Request) -> list[int]:
 
 def check_memory(request: Request) -> None:
     """Refuse a model that could not be held as often as it is needed: parameters, gradients, state and scratch of each."""
-    count, most = parameters(request.shapes), max(turns(request))
+    count, most = count_numbers(request.shapes), max(turns(request))
     if 4 * count * (2 + 5 * most) > physical_memory() > 0:
         raise Problem(f"model {request.model}: {count:,} parameters in {most} implementations are too many for this memory")
 
@@ -161,7 +161,7 @@ def rows(name: str, shapes: Shapes, timings: Iterable[Timing], copy_gb: float | 
     """The rows of one optimizer."""
     medians = {t.implementation: statistics.median(t.seconds) for t in timings}
     best = min((median for label, median in medians.items() if not label.startswith("ours")), default=None)
-    count, made = parameters(shapes), []
+    count, made = count_numbers(shapes), []
     for t in timings:
         median, needed = medians[t.implementation], traffic(name, shapes, t.kept, t.rounding)
         speed = None if needed is None else needed * count / median / 1e9

@@ -86,7 +86,7 @@ def refused(capsys, *options):
 )
 def test_shape_sets(model, tensors, parameters):
     shapes = bench.shapes_of(model)
-    assert (len(shapes), results.parameters(shapes)) == (tensors, parameters)
+    assert (len(shapes), results.count_numbers(shapes)) == (tensors, parameters)
 
 
 @pytest.mark.parametrize(("model", "least", "most"), [("many-small", 1_000, 64_000), ("many-tiny", 64, 4_096)])

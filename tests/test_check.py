@@ -13,8 +13,8 @@ from helpers import TORCH as OURS
 from helpers import slowly
 
 from rlx_optim.check import check_optimizer, checks_of, subject_of
-from rlx_optim.check.engines import present
-from rlx_optim.check.page import page
+from rlx_optim.check.engines import list_present
+from rlx_optim.check.page import render_page
 from rlx_optim.check.rules import check_rule
 from rlx_optim.check.table import Check, Skip, Wrong, choose_checks, run_check
 from rlx_optim.cli import main
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_caught_by_its_check_alone(check):
 @pytest.mark.parametrize(("target", "ranks", "odd"), [("wrong:Right", 2, ODD), ("wrong_optax:right", 0, ())])
 def test_what_is_right_passes(target, ranks, odd):
     report = check_optimizer(target, ranks=ranks)
-    assert failing(report) == set(odd), page(report)
+    assert failing(report) == set(odd), render_page(report)
     assert report.ok
 
 
@@ -91,7 +91,7 @@ def test_what_is_right_passes(target, ranks, odd):
 @pytest.mark.parametrize("name", list(OURS))
 def test_ours_are_right(name):
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], quick=True)
-    assert failing(report) == set(TASTE.get(name, ())), page(report)
+    assert failing(report) == set(TASTE.get(name, ())), render_page(report)
 
 
 @pytest.mark.slow
@@ -100,12 +100,12 @@ def test_ours_are_right(name):
 def test_ours_are_right_in_what_takes_long_too(name):
     only = [check.name for check in TORCH.values() if not check.quick]
     report = check_optimizer(f"rlx_optim.torch:{name}", OURS[name], only=only, ranks=2)
-    assert not failing(report), page(report)
+    assert not failing(report), render_page(report)
 
 
 def test_lion_is_right_as_a_transformation():
     report = check_optimizer("rlx_optim.optax:lion", quick=True)
-    assert not failing(report), page(report)
+    assert not failing(report), render_page(report)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_lion_is_right_as_a_transformation():
 @pytest.mark.parametrize("name", FACTORIES)
 def test_ours_are_right_as_transformations(name):
     report = check_optimizer(f"rlx_optim.optax:{name}", {"learning_rate": 1.0} if name == "prodigy" else None)
-    assert report.ok, page(report)
+    assert report.ok, render_page(report)
 
 
 @pytest.mark.parametrize(("name", "engine"), [("muon", "cpu"), ("soap", "jax")])
@@ -126,7 +126,7 @@ def test_matrix_rules_are_right_on_an_engine(name, engine):
 def test_ours_are_right_as_rules(name):
     report = check_rule(spec_class(name))
     assert report.ok, str(report)
-    assert {row.engine for row in report.rows} >= {"reference", *present()}
+    assert {row.engine for row in report.rows} >= {"reference", *list_present()}
     assert all(len(line) <= 100 for line in str(report).splitlines())
 
 

@@ -370,7 +370,7 @@ def test_info(name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_info_names_what_can_be_imported(name):
-    names = info.described(name)["names"]
+    names = info.describe_rule(name)["names"]
     assert getattr(rlx_optim, names["numpy"].partition(".")[2]) is not None
     for framework, module in {"torch": "rlx_optim.torch", "jax": "rlx_optim.optax"}.items():
         pytest.importorskip("torch" if framework == "torch" else "optax")
@@ -428,12 +428,12 @@ def test_a_narrow_terminal_keeps_what_rows_are_called(capsys, monkeypatch):
     ],
 )
 def test_bytes_have_one_unit(count, text):
-    assert cli.size(count) == text
+    assert cli.show_size(count) == text
 
 
 def test_info_keeps_formulas_and_flows_prose():
     text = "One\nsentence.\n    m ← g\n    p ← m\nAfter\nit.\n\n- an item\n  goes on\n- another"
-    assert info.flowing(text) == "One sentence.\n    m ← g\n    p ← m\nAfter it.\n\n- an item goes on\n- another"
+    assert info.join_lines(text) == "One sentence.\n    m ← g\n    p ← m\nAfter it.\n\n- an item goes on\n- another"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import rlx_optim
 from lab.constructs import BROKE, CONSTRUCTS, Small
 from lab.language import check_construct, check_language
 from rlx_optim import language, ops
-from rlx_optim.check.engines import present, speaker
+from rlx_optim.check.engines import get_speaker, list_present
 from rlx_optim.check.rule_subject import RuleSubject
 from rlx_optim.check.table import Wrong
 from rlx_optim.language import HINTS, REDUCTIONS, LanguageError, checked
@@ -26,7 +26,7 @@ from rlx_optim.ops import abs, clamp, exp, log, maximum, minimum, one_minus_powe
 from rlx_optim.program import trace
 from rlx_optim.spec import Slot, Spec, flag, like, real
 
-HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in present()]
+HERE = [engine for engine in ("cpu", "cpu-float64", "torch", "jax") if engine in list_present()]
 BY_NAME = {each.name: each for each in CONSTRUCTS}
 
 
@@ -79,9 +79,9 @@ def test_the_table_has_the_whole_language():
 
 # ---- a mutation of an engine is noticed --------------------------------------------------------------------------------------
 def broken(engine, name):
-    speaker.cache_clear()
+    get_speaker.cache_clear()
     row = check_construct(BY_NAME[name], engine)
-    speaker.cache_clear()
+    get_speaker.cache_clear()
     return not row.ok
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_reduction_is_noticed(engine, how, monkeypatch):
     """An engine that overlooks one property of reductions."""
     import dataclasses
 
-    who = type(speaker(engine).engine)
+    who = type(get_speaker(engine).engine)
     if engine == "torch":
         if how in ("largest", "squared"):
             right = who.reduce_array
@@ -1207,7 +1207,7 @@ def test_an_engine_that_is_off_is_found_whatever_the_rule():
     for rule, off in ((Momentum, 1e-4), (Follows, 1e-2)):
         asked = RuleSubject(rule, {}, [])
         start, gradients = asked.draw_problem()
-        want = asked.walk([rule()], speaker("reference"), start, gradients)["p"]
+        want = asked.walk([rule()], get_speaker("reference"), start, gradients)["p"]
         assert asked.judge(want, [rule()], start, gradients) == 0
         wrong = [p + np.float32(off) * (p - s) for p, s in zip(want, start, strict=True)]
         with pytest.raises(Wrong, match="ends elsewhere"):
@@ -1236,7 +1236,7 @@ def test_command_of_the_language(capsys, monkeypatch):
     from lab import language as table
     from rlx_optim import cli
 
-    monkeypatch.setattr(table, "present", lambda: ["reference", "torch"])
+    monkeypatch.setattr(table, "list_present", lambda: ["reference", "torch"])
     assert cli.main(["check", "--language"]) == 0
     out = capsys.readouterr().out
     assert all(name[:20] in out for name in BROKE)

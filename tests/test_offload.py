@@ -117,7 +117,7 @@ def on_the_device():
     """How far engine="triton" ends from the same without offload; run where Triton interprets its kernels."""
     from rlx_optim.cli import memory
 
-    found, memory.locked = {}, lambda size: size
+    found, memory.round_up_locked = {}, lambda size: size
     offload.COPY_STREAMS["cpu"], buckets.BUCKET = Late, 700
     for name, dtype, settings in DEVICE:
         pairs = [
@@ -129,7 +129,7 @@ def on_the_device():
             run(opt, params, 0, 2)
         check(pairs)
         (lane,) = pairs[1][1]._placements
-        counted = memory.homes(
+        counted = memory.place_bytes(
             rlx_optim.create(name.lower(), **settings), {k: tuple(p.shape) for k, p in pairs[1][0].items()}, 4, True, "triton"
         )
         assert counted["device"]["buckets"] == sum(room.memory.numel() for room in lane.buffers)
@@ -461,9 +461,9 @@ def test_memory_counts_what_is_taken(name, engine, monkeypatch):
     from rlx_optim.cli import memory
 
     monkeypatch.setattr(buckets, "BUCKET", 1 << 15)
-    monkeypatch.setattr(memory, "locked", lambda size: size)
+    monkeypatch.setattr(memory, "round_up_locked", lambda size: size)
     shapes = {"w": (64, 80), "v": (64, 80), "embed": (600, 64), "b": (1037,)}
-    found = memory.homes(rlx_optim.create(name.lower()), shapes, 4, True, engine)
+    found = memory.place_bytes(rlx_optim.create(name.lower()), shapes, 4, True, engine)
     params = parameters(shapes=shapes)
     opt = make(name, list(params.items()), offload="cpu", engine=engine)
     run(opt, params, 0, 2)

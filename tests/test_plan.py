@@ -14,8 +14,8 @@ def table():
     lines = ["| model | optimizer | " + " | ".join(f"{n:,} ranks" for n in counts) + " |", "|---" * 6 + "|"]
     for model in ("1b", "8b", "70b"):
         for name in ("muon", "soap", "kronpsgd"):
-            rows = [plan.planned(model, name, n, 4) for n in counts]
-            cells = [f"{plan.size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
+            rows = [plan.plan_step(model, name, n, 4) for n in counts]
+            cells = [f"{plan.show_size(row.sent_most)}, {100 * row.balance:.0f} %" for row in rows]
             lines.append(f"| {model.upper()} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -48,7 +48,7 @@ def test_plan(capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_in_fewer_bits(name):
     """Codes, and a scale for 128 of them; of Muon's matrices on their owners, of AdamW's on the shards."""
-    plain, coded = (plan.planned("1b", name, 8, 4, form) for form in ("float32", "int8"))
+    plain, coded = (plan.plan_step("1b", name, 8, 4, form) for form in ("float32", "int8"))
     assert coded.sent_most == plain.sent_most
     assert coded.state_mean / plain.state_mean == pytest.approx((1 + 4 / 128) / 4, rel=1e-3)
 

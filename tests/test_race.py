@@ -55,7 +55,7 @@ def test_the_data_is_small_and_names_its_source():
 
 
 def test_the_split_leaves_no_digit_out_and_none_twice():
-    images, labels, test_images, test_labels = digits.digits()
+    images, labels, test_images, test_labels = digits.split_digits()
     assert (len(images), len(labels), len(test_images), len(test_labels)) == (1437, 1437, 360, 360)
     both = np.concatenate([images, test_images])
     assert np.array_equal(np.sort(both, axis=0), np.sort(load_digits()[0], axis=0))

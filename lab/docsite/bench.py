@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlx_optim import list_optimizers
-from rlx_optim.cli.info import described
+from rlx_optim.cli.info import describe_rule
 from rlx_optim.registry import spec_class
 
 from . import evidence
@@ -166,7 +166,7 @@ def choices() -> str:
     """What each costs: state, traffic, and time beside AdamW's in the same run, on a CPU and on a GPU."""
     rows, beside = [], evidence.cost("adamw")
     for name in list_optimizers():
-        told, found, gpu = described(name), newest().get(("two-blocks", name)), device_ms().get(name)
+        told, found, gpu = describe_rule(name), newest().get(("two-blocks", name)), device_ms().get(name)
         traffic = told["traffic_bytes_per_parameter"]
         rows.append([
             f"[{told['class']}](optimizers/{name}.md)",

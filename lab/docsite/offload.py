@@ -26,7 +26,7 @@ KINDS = (
 def homes(model: str, weights: str, rounding: str, kept: str, offload: bool) -> dict[str, float]:
     """GB on the device and on the host."""
     settings = {"state_dtype": kept} | ({"rounding": rounding} if rounding else {})
-    found = memory.homes(memory.made("adamw", settings), memory.shapes_of(model), memory.WEIGHTS[weights], offload)
+    found = memory.place_bytes(memory.make_named("adamw", settings), memory.shapes_of(model), memory.WEIGHTS[weights], offload)
     return {place: sum(sizes.values()) / 1e9 for place, sizes in found.items()}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlx_optim import documentation, list_optimizers
-from rlx_optim.cli.info import described
+from rlx_optim.cli.info import describe_rule
 from rlx_optim.registry import spec_class
 from rlx_optim.spec import REQUIRED
 
@@ -130,7 +130,7 @@ state = tx.init(params)  # updates, state = tx.update(grads, state, params{jax_c
 
 def page(name: str) -> str:
     """The whole page."""
-    told = described(name)
+    told = describe_rule(name)
     fields = told["hyperparameters"]
     formulas = part(told["formulas"], fields)
     conventions = part(told["conventions"], fields)
@@ -178,7 +178,7 @@ def index() -> str:
     """The list of all."""
     rows = []
     for name in list_optimizers():
-        told = described(name)
+        told = describe_rule(name)
         bytes_ = told["state_bytes_per_parameter"]
         rows.append([f"[{told['class']}]({name}.md)", told["summary"], f"{bytes_:.3g}", bench.speed(name)])
     return (

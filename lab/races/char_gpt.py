@@ -18,7 +18,7 @@ from torch import nn
 from rlx_optim import create
 from rlx_optim import torch as front
 from rlx_optim.race import Run, Settings, Tick
-from rlx_optim.race.digits import HESSIAN_EVERY, WARM, Stopwatch, finished
+from rlx_optim.race.digits import HESSIAN_EVERY, WARM, Stopwatch, finish_run
 from rlx_optim.registry import spec_class
 from rlx_optim.torch.engines import KNOWN
 
@@ -150,7 +150,7 @@ class CharGpt:
     def train(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> Run:
         self._walk(optimizer, settings, WARM, seed, engine, lambda loss: None)
         run, model = self._walk(optimizer, settings, steps, seed, engine, tick)
-        return run if run.diverged_at is not None else finished(run, self.evaluate(model))
+        return run if run.diverged_at is not None else finish_run(run, self.evaluate(model))
 
     def _walk(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> tuple[Run, nn.Module]:
         with torch.random.fork_rng():

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from rlx_optim import list_optimizers
-from rlx_optim.cli import NAMES, Problem, choose, machine, one
+from rlx_optim.cli import NAMES, Problem, choose, choose_one, get_machine
 from rlx_optim.cli.race import OUT, SEEDS, STEPS, TUNE, command_line, conclude, new_folder, train
 from rlx_optim.race import Model
 from rlx_optim.race.running import Race
@@ -49,7 +49,7 @@ def known_runs(given: list[Path]) -> list[Path]:
 
 def pursue(race: Race, folder: Path, known: list[Path], stop: planned.Deadline, shared: bool) -> int:
     """Run what is missing of a plan, a line for each finished run; the exit code."""
-    where = machine()
+    where = get_machine()
     pool = records.Pool(race.model, race.engine, folder / records.RUNS, known, shared)
     began, code, race.interrupted = len(pool.records), 0, True
     print(f"{began} runs known", flush=True)
@@ -89,16 +89,16 @@ def command(
 ) -> None:
     """Train a language model with every optimizer, in one go or by a plan that goes on where it stopped."""
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
-    name = one("model", model, list(MODELS))
+    name = choose_one("model", model, list(MODELS))
     if importlib.util.find_spec("torch") is None:
         raise Problem(f'model {name} needs torch: pip install "rlx-optim[torch]"; the models of rlx-optim race do not')
     stop = planned.Deadline(None if minutes is None else 60 * minutes)
     raced = get_model(name)
-    raced.device = raced.device if device is None else one("device", device, raced.devices)
+    raced.device = raced.device if device is None else choose_one("device", device, raced.devices)
     if raced.device == "cuda" and not cuda_is_there():
         raise Problem(f"model {name} is for a GPU, and torch finds none; --device cpu runs it all the same, slowly")
-    where = one("engine", engine, raced.engines)
-    followed = one("plan", plan, list(planned.PLANS)) if plan is not None else "race" if tune and name == "gpt" else None
+    where = choose_one("engine", engine, raced.engines)
+    followed = choose_one("plan", plan, list(planned.PLANS)) if plan is not None else "race" if tune and name == "gpt" else None
     if followed is None and (minutes is not None or known or shared):
         raise Problem(f"--minutes, --known and --shared are for a plan: add --plan, one of {', '.join(planned.PLANS)}")
     steps, seeds = steps or raced.steps, seeds or raced.seeds

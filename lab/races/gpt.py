@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlx_optim.race import Run, Settings, Tick
-from rlx_optim.race.digits import HESSIAN_EVERY, finished
+from rlx_optim.race.digits import HESSIAN_EVERY, finish_run
 from rlx_optim.registry import spec_class
 from rlx_optim.torch.engines import KNOWN
 
@@ -265,7 +265,7 @@ class Gpt:
                 validation, (test, accuracy) = self.evaluated("validation")[0], self.evaluated("test")
             late = run.losses[-max(1, steps // 20) :]
             learned = sum(late) / len(late)  # the batches of the last twentieth
-            run = finished(run, {"accuracy": accuracy, "test_loss": test, "validation_loss": validation, "train_loss": learned})
+            run = finish_run(run, {"accuracy": accuracy, "test_loss": test, "validation_loss": validation, "train_loss": learned})
         del opt
         gc.collect()  # state that nobody holds would count as memory of the next run
         return run

@@ -6,7 +6,7 @@ import pytest
 
 from lab import landscape
 from rlx_optim import cli, race
-from rlx_optim.cli import machine
+from rlx_optim.cli import get_machine
 from rlx_optim.race import digits, rates, report, running
 
 pytestmark = pytest.mark.browser
@@ -21,7 +21,7 @@ def a_race(**changes):
     assert lost.diverged_at is not None
     raced.entries[0].runs[1] = lost
     raced.entries[0].grid[-1] = running.Trial(raced.entries[0].grid[-1].lr, None, None, 3)
-    return report.results(raced, "rlx-optim race --tune", machine())
+    return report.results(raced, "rlx-optim race --tune", get_machine())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def page(results, tmp_path_factory):
 @pytest.fixture(scope="module")
 def walks(tmp_path_factory):
     path = tmp_path_factory.mktemp("landscape") / "page.html"
-    found = landscape.results(NAMES, 20, "reference", lambda name: None, "rlx-optim landscape", machine())
+    found = landscape.results(NAMES, 20, "reference", lambda name: None, "rlx-optim landscape", get_machine())
     path.write_text(landscape.html(found), encoding="utf-8")
     return path
 
@@ -232,7 +232,7 @@ def test_every_colour_can_be_told_from_the_card(page, browser, dark):
 def test_an_interrupted_race_with_nothing_done(tmp_path, browser, console_errors):
     raced = running.Race(digits.MLP, NAMES, 30, 2, "reference", tune=False, interrupted=True)
     path = tmp_path / "report.html"
-    path.write_text(report.html(report.results(raced, "rlx-optim race", machine())), encoding="utf-8")
+    path.write_text(report.html(report.results(raced, "rlx-optim race", get_machine())), encoding="utf-8")
     driver = browser(path)
     assert console_errors(driver) == []
     assert "interrupted" in text(driver, ".notice")
@@ -242,7 +242,7 @@ def test_a_race_in_which_everyone_diverged(tmp_path, browser, console_errors):
     lost = race.Run(0, [2.3, math.nan], [0.1, 0.2], {}, 1.0, 8, diverged_at=1)
     raced = running.Race(digits.MLP, ["sgd"], 30, 1, "reference", tune=False, entries=[running.Entry("sgd", {"lr": 9.0}, [lost])])
     path = tmp_path / "report.html"
-    path.write_text(report.html(report.results(raced, "rlx-optim race", machine())), encoding="utf-8")
+    path.write_text(report.html(report.results(raced, "rlx-optim race", get_machine())), encoding="utf-8")
     driver = browser(path)
     assert console_errors(driver) == []
     assert "diverged" in text(driver, "#table")

@@ -102,11 +102,11 @@ ENGINES: Mapping[str, EngineChoice] = {
 
 
 @functools.cache
-def speaker(name: str) -> Speaker:
+def get_speaker(name: str) -> Speaker:
     return ENGINES[name].make()
 
 
-def present() -> list[str]:
+def list_present() -> list[str]:
     """Return the engines that are here."""
     return [name for name, engine in ENGINES.items() if engine.missing() is None]
 
@@ -139,7 +139,7 @@ class Walk:
         return {"p": [self.who.taken(p) for p in self.params]} | state
 
 
-def updated_by_optax(spec: Spec, start: Sequence[np.ndarray], gradients: Any, scheduled: bool) -> list[np.ndarray]:
+def walk_by_optax(spec: Spec, start: Sequence[np.ndarray], gradients: Any, scheduled: bool) -> list[np.ndarray]:
     """Parameters after jitted updates of the factory of this rule in `rlx_optim.optax`, called as those of a `Walk`. scheduled:
     the learning rate is traced."""
     jax, factories = importlib.import_module("jax"), importlib.import_module("rlx_optim.optax.factories")
@@ -155,7 +155,7 @@ def updated_by_optax(spec: Spec, start: Sequence[np.ndarray], gradients: Any, sc
     return [np.asarray(p) for p in params.values()]
 
 
-def gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+def find_gap(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
     """The largest difference over the largest value, tensor by tensor; inf where NaN or infinities are not the same."""
     worst = 0.0
     for mine, theirs in zip(got, want, strict=True):

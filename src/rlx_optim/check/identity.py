@@ -15,7 +15,7 @@ import numpy as np
 
 from ..numpy.classes import create
 from ..registry import aliases, known
-from .subject import UNASKED, Arrays, OptimizerSubject, drawn, gap, replayed
+from .subject import UNASKED, Arrays, OptimizerSubject, draw, find_gap, replay
 from .table import Skip, Wrong, check
 
 STEPS = 20
@@ -54,52 +54,52 @@ BIAS = {
 USUAL = {"adamw": ("decoupled", "outside", "both"), "adam": ("coupled", "outside", "both")}
 
 
-def claim(s: OptimizerSubject) -> str:
+def find_claim(s: OptimizerSubject) -> str:
     """The rule here that it says it is."""
-    names = {_letters(name): name for name in known()} | {_letters(alias): name for alias, name in aliases().items()}
-    word = _letters(s.claimed or s.target.rpartition(":")[2])
+    names = {_keep_letters(name): name for name in known()} | {_keep_letters(alias): name for alias, name in aliases().items()}
+    word = _keep_letters(s.claimed or s.target.rpartition(":")[2])
     if word not in names and word + "w" not in names:  # NAdam and NAdamW differ in the decay, which is looked at
         raise Skip(f"no rule here is called {word!r}; --as NAME says which it claims to be")
     return names.get(word) or names[word + "w"]
 
 
-def _letters(word: str) -> str:
+def _keep_letters(word: str) -> str:
     return "".join(filter(str.isalnum, word.lower()))
 
 
-def shared(s: OptimizerSubject, rule: str, probe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def match_settings(s: OptimizerSubject, rule: str, probe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings for it and for ours that mean the same: the probe's where both have the keyword, its own otherwise."""
     fields = known()[rule].fields
     foreign = {"torch": known()[rule].torch.settings, "optax": known()[rule].optax.settings}[s.kind]
     theirs: dict[str, Any] = {}
-    ours: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in fields and not s.has("weight_decay") else {}
+    ours: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in fields and not s.find_keyword("weight_decay") else {}
     for keyword in s.keywords:
+        given = s.get_setting(keyword)
         if keyword in foreign:
-            if s.given(keyword) is not None:
-                ours[foreign[keyword].field] = foreign[keyword].read(s.given(keyword))
+            if given is not None:
+                ours[foreign[keyword].field] = foreign[keyword].read(given)
             continue
         field, place = (keyword, None) if keyword in fields else NAMES.get(keyword, (keyword, None))
         if field not in fields or (keyword in s.settings and keyword != s.rate):
             value = s.settings.get(keyword)
         elif field not in probe:
-            value = s.given(keyword)
+            value = given
         else:
             value = probe[field] if place is None else probe[field][place]
-            if isinstance(s.given(keyword), tuple) != isinstance(value, tuple) or len(np.atleast_1d(value)) != len(
-                np.atleast_1d(s.given(keyword))
-            ):
-                value = s.given(keyword) if place is None and isinstance(s.given(keyword), (tuple, type(None))) else value
+            fits = isinstance(given, tuple) == isinstance(value, tuple) and np.size(value) == np.size(given)
+            if not fits and place is None and isinstance(given, (tuple, type(None))):
+                value = given
             theirs[keyword] = value
         if field in fields and value is not None:
-            ours[field] = value if place is None else _placed(ours.get(field, fields[field].default), place, value)
+            ours[field] = value if place is None else _replace_at(ours.get(field, fields[field].default), place, value)
     return theirs, ours
 
 
-def _placed(pair: Any, place: int, value: Any) -> Any:
+def _replace_at(pair: Any, place: int, value: Any) -> Any:
     return tuple(value if i == place else old for i, old in enumerate(pair))
 
 
-def references(rule: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def list_conventions(rule: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Ours under each of its conventions, with as many of the settings as it takes."""
     kind = known()[rule]
     options: list[str | None] = [None]
@@ -119,7 +119,7 @@ def references(rule: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any]]
         yield f"{kind.title}" + ("" if convention is None else f", convention {convention!r}"), given
 
 
-def variant(start: Arrays, steps: int, gradient: Any, settings: dict[str, Any], decay: str, eps: str, bias: str) -> Arrays:
+def walk_adam(start: Arrays, steps: int, gradient: Any, settings: dict[str, Any], decay: str, eps: str, bias: str) -> Arrays:
     """Adam in float64, with its choices said one by one."""
     (b1, b2), lr, small, shrink = settings["betas"], settings["lr"], settings["eps"], settings["weight_decay"]
     params = {n: p.astype(np.float64) for n, p in start.items()}
@@ -141,7 +141,7 @@ def variant(start: Arrays, steps: int, gradient: Any, settings: dict[str, Any], 
     return params
 
 
-def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, mark: str = "", decay: str = "") -> Arrays:
+def walk_reference(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, mark: str = "", decay: str = "") -> Arrays:
     """Ours in float64. mark: before the names, by which it draws where it does. decay: another than its own."""
     lr, shrink = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     opt = create(rule, engine="reference", **(settings | {"weight_decay": 0.0} if decay else settings))
@@ -156,17 +156,17 @@ def walked(rule: str, settings: dict[str, Any], start: Arrays, gradient: Any, ma
     return {n: params[mark + n] for n in start}
 
 
-def candidates(rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
+def list_candidates(rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) -> Iterator[tuple[str, Arrays]]:
     """Ours under its conventions, under other decays, and Adam in other forms; the plainest first."""
-    given = list(references(rule, ours))
-    one, other = (walked(rule, given[0][1], start, gradient, mark) for mark in ("", "other "))
-    if (apart := gap(one, other, start)) > CLOSE:
+    given = list(list_conventions(rule, ours))
+    one, other = (walk_reference(rule, given[0][1], start, gradient, mark) for mark in ("", "other "))
+    if (apart := find_gap(one, other, start)) > CLOSE:
         raise Skip(f"it draws random numbers: two of ours end {apart:.0e} apart")
     yield given[0][0], one
-    yield from ((label, walked(rule, settings, start, gradient)) for label, settings in given[1:])
+    yield from ((label, walk_reference(rule, settings, start, gradient)) for label, settings in given[1:])
     for (label, settings), (decay, words) in itertools.product(given, DECAYS.items()):
         if settings.get("weight_decay") and settings.get("lr"):
-            yield _but(label, words), walked(rule, settings, start, gradient, decay=decay)
+            yield _join_words(label, words), walk_reference(rule, settings, start, gradient, decay=decay)
     if rule in USUAL:
         kind = known()[rule]
         settings = {name: ours.get(name, kind.fields[name].default) for name in ("lr", "betas", "eps", "weight_decay")}
@@ -174,7 +174,7 @@ def candidates(rule: str, ours: dict[str, Any], start: Arrays, gradient: Any) ->
             pairs = zip((DECAYS, EPS, BIAS), choice, USUAL[rule], strict=True)
             words = "; ".join(table[each] for table, each, usual in pairs if each != usual)
             if words:
-                yield _but(kind.title, words), variant(start, STEPS, gradient, settings, *choice)
+                yield _join_words(kind.title, words), walk_adam(start, STEPS, gradient, settings, *choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,66 +188,66 @@ class Answer:
     same: str = ""
 
 
-def _but(label: str, words: str) -> str:
+def _join_words(label: str, words: str) -> str:
     return f"{label}; {words}" if " but for: " in label else f"{label} but for: {words}"
 
 
-def which(s: OptimizerSubject) -> Answer:
-    rule = claim(s)
+def identify(s: OptimizerSubject) -> Answer:
+    rule = find_claim(s)
     if known()[rule].observes:
         raise Skip("it steps by estimates of the Hessian, which libraries are given in ways of their own")
     kind = known()[rule]
     flat = (2,) if kind.matrix else (1, 2)  # a matrix rule may hand vectors to any other
     shapes = {name: shape for name, shape in s.shapes.items() if len(shape) in flat}
-    start, gradient = drawn(shapes), replayed(shapes, 0.3)
+    start, gradient = draw(shapes), replay(shapes, 0.3)
     probe = PROBE | ({"lr": 1.0} if kind.fields["lr"].default == 1.0 else {})  # a factor, as Prodigy's
-    theirs, ours = shared(s, rule, probe)
-    with s.refusable(f"stepping with {theirs}"):
+    theirs, ours = match_settings(s, rule, probe)
+    with s.allow_refusal(f"stepping with {theirs}"):
         got = s.walk(start, gradient, STEPS, **theirs)
     if (far := max(float(np.abs(got[n] - start[n]).max()) for n in start)) < LEAST:
         raise Skip(f"in {STEPS} steps it moves by {far:.0e}: too little to tell")
     forms: list[tuple[str, Arrays]] = []
     ranking: list[tuple[float, str]] = []
-    for label, want in candidates(rule, ours, start, gradient):
+    for label, want in list_candidates(rule, ours, start, gradient):
         forms.append((label, want))
-        ranking.append((gap(got, want, start), label))
+        ranking.append((find_gap(got, want, start), label))
         if ranking[-1][0] <= CLOSE:
             return Answer(ranking[0][0], label, ranking[-1][0])
     named = ranking[0][0]
     for words, rest in REST.items():
         if not all(name in ours for name in rest):
             continue
-        theirs_now, ours_now = shared(s, rule, probe | rest)
+        theirs_now, ours_now = match_settings(s, rule, probe | rest)
         got_now = s.walk(start, gradient, STEPS, **theirs_now)
-        for label, given in references(rule, ours_now):
-            if (distance := gap(got_now, walked(rule, given, start, gradient), start)) <= CLOSE:
-                return Answer(named, _but(label, f"{words}, in a form that is not known here"), distance)
+        for label, given in list_conventions(rule, ours_now):
+            if (distance := find_gap(got_now, walk_reference(rule, given, start, gradient), start)) <= CLOSE:
+                return Answer(named, _join_words(label, f"{words}, in a form that is not known here"), distance)
     for name in s.keywords:
         if name in theirs or name in UNASKED or "dtype" in name:
             continue
-        switches = [value for value in s.alternatives(name) if isinstance(value, (bool, str))]
+        switches = [value for value in s.list_values(name) if isinstance(value, (bool, str))]
         for value in switches or (0.0, 1):
             try:
                 got_now = s.walk(start, gradient, STEPS, **{**theirs, name: value})
             except Exception:
                 continue
             for label, want in forms:
-                if (distance := gap(got_now, want, start)) <= CLOSE:
-                    return Answer(named, _but(label, f"{name}={s.given(name)!r} (with {value!r} it is)"), distance)
+                if (distance := find_gap(got_now, want, start)) <= CLOSE:
+                    return Answer(named, _join_words(label, f"{name}={s.get_setting(name)!r} (with {value!r} it is)"), distance)
     distance, label = min(ranking)
     want = dict(forms)[label]
-    on = {n: gap({n: got[n]}, {n: want[n]}, start) <= CLOSE for n in start}
+    on = {n: find_gap({n: got[n]}, {n: want[n]}, start) <= CLOSE for n in start}
     same = [word for word, flat in (("vectors", 1), ("matrices", 2)) if all(on[n] == (len(shapes[n]) == flat) for n in on)]
     return Answer(named, label, distance, same[0] if same else "")
 
 
 @check("what calls itself AdamW may be another Adam: how far from ours, and what differs", taste=True, name="which")
 def identity(s: OptimizerSubject) -> Any:
-    found = which(s)
+    found = identify(s)
     far = f"{found.named:.1e} from ours after {STEPS} steps"
     if found.distance <= CLOSE and "but for" in found.label and found.named > CLOSE:
         raise Wrong(f"{far}; it is {found.label} ({found.distance:.0e} away)", found.named)
-    if found.distance > (ABOUT if known()[claim(s)].matrix else NEAR):
+    if found.distance > (ABOUT if known()[find_claim(s)].matrix else NEAR):
         same = f"; on {found.same} it is the same" if found.same else ""
         raise Wrong(f"{far}; of no form known here: nearest, {found.distance:.1e} away, is {found.label}{same}", found.named)
     return f"{found.label}: {found.distance:.0e}"

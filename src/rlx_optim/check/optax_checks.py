@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .optax_subject import FAST, OptaxSubject, arrays, bitwise
+from .optax_subject import FAST, OptaxSubject, expect_bitwise, to_arrays
 from .table import Skip, Wrong, check, expect
 
 FAR = 2**24  # float32 counts no further
 FUSED = 1e-4  # of the distance travelled: what is compiled whole is rounded otherwise
 
 
-def same_tree(a: Any, b: Any) -> bool:
+def is_same_tree(a: Any, b: Any) -> bool:
     return bool(jax.tree.structure(a) == jax.tree.structure(b))  # type: ignore[operator]
 
 
 @check("compiled and not compiled it ends in the same place", "optax")
 def jit(s: OptaxSubject) -> Any:
-    return s.close(s.jitted[0], s.plain, "jit ends elsewhere than no jit", FUSED)
+    return s.expect_close(s.jitted[0], s.plain, "jit ends elsewhere than no jit", FUSED)
 
 
 @check("update is traced once: a second trace of a large model costs minutes", "optax")
@@ -34,35 +34,35 @@ def one_trace(s: OptaxSubject) -> Any:
 
 @check("a training loop inside jax.lax.scan ends where the loop outside does", "optax")
 def scan(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
-    many = jax.tree.map(lambda *each: jnp.stack(each), *(s.grads(t) for t in range(6)))
+    tx, params = s.make(), s.make_params()
+    many = jax.tree.map(lambda *each: jnp.stack(each), *(s.make_grads(t) for t in range(6)))
 
     def body(carry: Any, g: Any) -> Any:
         return s.update(tx, g, carry[1], carry[0]), None
 
     (got, _), _ = jax.jit(lambda p, g: jax.lax.scan(body, (p, tx.init(p)), g), compiler_options=FAST)(params, many)
-    return s.close(got, s.plain, "scan ends elsewhere than a loop", FUSED)
+    return s.expect_close(got, s.plain, "scan ends elsewhere than a loop", FUSED)
 
 
 @check("over a stack of models at once it ends where each ends alone", "optax", quick=False)
 def vmap(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
+    tx, params = s.make(), s.make_params()
     two = jax.tree.map(lambda p: jnp.stack((p, p * 0.5)), params)
     state = jax.vmap(tx.init)(two)
     step = jax.jit(jax.vmap(lambda g, state, p: s.update(tx, g, state, p)), compiler_options=FAST)
     for t in range(6):
-        two, state = step(jax.tree.map(lambda g: jnp.stack((g, g)), s.grads(t)), state, two)
-    return s.close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere", FUSED)
+        two, state = step(jax.tree.map(lambda g: jnp.stack((g, g)), s.make_grads(t)), state, two)
+    return s.expect_close(jax.tree.map(lambda p: p[0], two), s.plain, "under vmap it ends elsewhere", FUSED)
 
 
 @check("state keeps its structure, shapes and dtypes: scan and donated buffers need that", "optax")
 def stable_state(s: OptaxSubject) -> Any:
     count = 0
     for dtype in (jnp.float32, jnp.bfloat16):
-        tx, params = s.make(), s.start(dtype)
+        tx, params = s.make(), s.make_params(dtype)
         before = jax.eval_shape(tx.init, params)
-        after = jax.eval_shape(lambda p, g, tx=tx: s.update(tx, g, tx.init(p), p)[1], params, s.grads(0, dtype))
-        if not same_tree(before, after):
+        after = jax.eval_shape(lambda p, g, tx=tx: s.update(tx, g, tx.init(p), p)[1], params, s.make_grads(0, dtype))
+        if not is_same_tree(before, after):
             raise Wrong(f"the structure of the state changes with the first step ({jnp.dtype(dtype)})", "structure")
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -77,44 +77,44 @@ def empty_tree(s: OptaxSubject) -> Any:
     for tree in ({}, {"a": None, "w": jnp.ones((4, 3))}):
         state = tx.init(tree)
         got, _ = s.eager(tx, jax.tree.map(lambda x: 0.1 * x, tree), state, tree)
-        expect(same_tree(got, tree), f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
+        expect(is_same_tree(got, tree), f"{tree.keys()} came back as {jax.tree.structure(got)}", "structure")
     return "kept"
 
 
 @check("optax.masked steps what is asked and leaves the rest", "optax")
 def masked(s: OptaxSubject) -> Any:
-    s.independent()
-    mask = {name: i % 2 == 0 for i, name in enumerate(s.start())}
+    s.refuse_entangled()
+    mask = {name: i % 2 == 0 for i, name in enumerate(s.make_params())}
 
     def chosen(tree: Any) -> Any:
-        return arrays({name: p for name, p in tree.items() if mask[name]})
+        return to_arrays({name: p for name, p in tree.items() if mask[name]})
 
-    got = s.ended(optax.masked(s.make(), mask))
-    return s.near(chosen(got), chosen(s.plain), chosen(s.start()), "under optax.masked it ends elsewhere")
+    got = s.run_steps(optax.masked(s.make(), mask))
+    return s.expect_near(chosen(got), chosen(s.plain), chosen(s.make_params()), "under optax.masked it ends elsewhere")
 
 
 @check("optax.multi_transform gives each label its own optimizer", "optax")
 def multi_transform(s: OptaxSubject) -> Any:
-    s.independent()
-    labels = {name: "ab"[i % 2] for i, name in enumerate(s.start())}
+    s.refuse_entangled()
+    labels = {name: "ab"[i % 2] for i, name in enumerate(s.make_params())}
     tx = optax.multi_transform({"a": s.make(), "b": s.make()}, labels)
-    return s.close(s.ended(tx), s.plain, "under optax.multi_transform it ends elsewhere")
+    return s.expect_close(s.run_steps(tx), s.plain, "under optax.multi_transform it ends elsewhere")
 
 
-def floats(s: OptaxSubject) -> Any:
-    if s.rate is None or not isinstance(s.given(s.rate), (int, float)):
+def find_rate(s: OptaxSubject) -> Any:
+    if s.rate is None or not isinstance(s.get_setting(s.rate), (int, float)):
         raise Skip("it has no learning_rate that is a number")
-    return float(s.given(s.rate))
+    return float(s.get_setting(s.rate))
 
 
 @check("optax.inject_hyperparams holds the learning rate in the state, where it is read at every step", "optax")
 def inject_hyperparams(s: OptaxSubject) -> Any:
-    rate, params = floats(s), s.start()
-    numeric = {name for name in s.keywords if isinstance(s.given(name), float)}
+    rate, params = find_rate(s), s.make_params()
+    numeric = {name for name in s.keywords if isinstance(s.get_setting(name), float)}
     others = [name for name in s.keywords if name not in numeric]
-    tx = optax.inject_hyperparams(s.made, static_args=tuple(others))(**{**s.settings, str(s.rate): rate})
+    tx = optax.inject_hyperparams(s.factory, static_args=tuple(others))(**{**s.settings, str(s.rate): rate})
     # numbers that were float64 on the host are float32 now: more than a rounding
-    seen = s.close(s.ended(tx), s.plain, "under inject_hyperparams it ends elsewhere", 1e-3)
+    seen = s.expect_close(s.run_steps(tx), s.plain, "under inject_hyperparams it ends elsewhere", 1e-3)
 
     def begun(rate: float) -> Any:
         state = tx.init(params)
@@ -132,41 +132,43 @@ def inject_hyperparams(s: OptaxSubject) -> Any:
 
 @check("a constant schedule is that number, and step 0 is its first", "optax")
 def schedule(s: OptaxSubject) -> Any:
-    rate = floats(s)
-    with s.refusable("a schedule as learning rate"):
-        got = s.ended(s.make(**{str(s.rate): lambda step: rate}))
-    return s.close(got, s.plain, "a constant schedule ends elsewhere than its number")
+    rate = find_rate(s)
+    with s.allow_refusal("a schedule as learning rate"):
+        got = s.run_steps(s.make(**{str(s.rate): lambda step: rate}))
+    return s.expect_close(got, s.plain, "a constant schedule ends elsewhere than its number")
 
 
 @check("optax.MultiSteps over two halves of a gradient is one step on the whole", "optax")
 def multi_steps(s: OptaxSubject) -> Any:
-    got = s.ended(optax.MultiSteps(s.make(), 2), 12, lambda t: jax.tree.map(lambda g: g * (0.5, 1.5)[t % 2], s.grads(t // 2)))
-    return s.close(got, s.plain, "under MultiSteps it ends elsewhere")
+    got = s.run_steps(
+        optax.MultiSteps(s.make(), 2), 12, lambda t: jax.tree.map(lambda g: g * (0.5, 1.5)[t % 2], s.make_grads(t // 2))
+    )
+    return s.expect_close(got, s.plain, "under MultiSteps it ends elsewhere")
 
 
 @check("state that went through pickle goes on bit for bit", "optax")
 def resume(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
+    tx, params = s.make(), s.make_params()
     state = tx.init(params)
     params, state = s.run(tx, params, state, 0, 3)
     leaves, tree = jax.tree.flatten(state)
     carried = jax.tree.unflatten(tree, [jnp.asarray(x) for x in pickle.loads(pickle.dumps(jax.device_get(leaves)))])
     again = s.make()
-    return bitwise(s.run(again, params, carried, 3, 6)[0], s.plain, "resumed, it goes on elsewhere")
+    return expect_bitwise(s.run(again, params, carried, 3, 6)[0], s.plain, "resumed, it goes on elsewhere")
 
 
 @check("arrays that are given stay as they were, NumPy's too", "optax")
 def gradients_unwritten(s: OptaxSubject) -> Any:
-    tx, params = s.make(), {n: np.asarray(p).copy() for n, p in s.start().items()}
-    grads = {n: np.asarray(g).copy() for n, g in s.grads(0).items()}
+    tx, params = s.make(), {n: np.asarray(p).copy() for n, p in s.make_params().items()}
+    grads = {n: np.asarray(g).copy() for n, g in s.make_grads(0).items()}
     before = jax.tree.map(np.copy, (params, grads))
     s.eager(tx, grads, tx.init(params), params)
-    return bitwise((params, grads), before, "update wrote to what it was given")
+    return expect_bitwise((params, grads), before, "update wrote to what it was given")
 
 
 @check("float32 stops counting at 16777216; what depends on the count then stands still", "optax")
 def count(s: OptaxSubject) -> Any:
-    tx, params = s.make(), s.start()
+    tx, params = s.make(), s.make_params()
     first, second = (jax.tree.leaves(s.run(tx, params, tx.init(params), 0, steps)[1]) for steps in (1, 2))
     counters = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if jnp.ndim(a) == 0 and (a, b) == (1, 2)]
     if not counters:

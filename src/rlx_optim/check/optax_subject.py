@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .subject import Arrays, Gradient, OptimizerSubject, drawn, replayed
+from .subject import Arrays, Gradient, OptimizerSubject, draw, replay
 from .table import Wrong
 
 Tree = Any
@@ -24,7 +24,7 @@ class OptaxSubject(OptimizerSubject):
     kind = "optax"
 
     def make(self, **settings: Any) -> Any:
-        tx = self.made(**{**self.settings, **settings})
+        tx = self.factory(**{**self.settings, **settings})
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"it gives no transformation but {tx!r}")
         return tx
@@ -45,7 +45,7 @@ class OptaxSubject(OptimizerSubject):
         with jax.disable_jit():
             return self.update(tx, grads, state, params)
 
-    def compiled(self, tx: Any) -> Any:
+    def compile_step(self, tx: Any) -> Any:
         return jax.jit(lambda g, state, p: self.update(tx, g, state, p), compiler_options=FAST)
 
     def walk(
@@ -55,7 +55,7 @@ class OptaxSubject(OptimizerSubject):
         with jax.enable_x64(True) if in_dtype == "float64" else contextlib.nullcontext():
             params: Tree = {keys[name]: jnp.asarray(p, in_dtype) for name, p in start.items()}
             tx = self.make(**settings)
-            step = self.compiled(tx) if steps > MANY else functools.partial(self.eager, tx)
+            step = self.compile_step(tx) if steps > MANY else functools.partial(self.eager, tx)
             state = tx.init(params)
             for t in range(steps):
                 params = jax.tree.map(jnp.zeros_like, params) if t == zeroed_at else params
@@ -66,34 +66,34 @@ class OptaxSubject(OptimizerSubject):
         return {name: np.asarray(params[key], "float64" if in_dtype == "float64" else "float32") for name, key in keys.items()}
 
     # ---- trees -------------------------------------------------------------------------------------------------------------
-    def start(self, dtype: Any = jnp.float32) -> Tree:
-        return {name: jnp.asarray(p, dtype) for name, p in drawn(self.shapes).items()}
+    def make_params(self, dtype: Any = jnp.float32) -> Tree:
+        return {name: jnp.asarray(p, dtype) for name, p in draw(self.shapes).items()}
 
-    def grads(self, t: int, dtype: Any = jnp.float32) -> Tree:
-        return {name: jnp.asarray(g, dtype) for name, g in replayed(self.shapes)(t, {}).items()}
+    def make_grads(self, t: int, dtype: Any = jnp.float32) -> Tree:
+        return {name: jnp.asarray(g, dtype) for name, g in replay(self.shapes)(t, {}).items()}
 
     def run(self, tx: Any, params: Tree, state: Tree, begin: int, end: int, grads: Any = None) -> tuple[Tree, Tree]:
         """Steps that could be compiled, which tracing says, and are not."""
-        given = grads or self.grads
+        given = grads or self.make_grads
         jax.eval_shape(lambda g, state, p: self.update(tx, g, state, p), given(begin), state, params)
         for t in range(begin, end):
             params, state = self.eager(tx, given(t), state, params)
         return params, state
 
-    def ended(self, tx: Any, steps: int = 6, grads: Any = None) -> Tree:
+    def run_steps(self, tx: Any, steps: int = 6, grads: Any = None) -> Tree:
         """Return parameters after some steps from the start."""
-        params = self.start()
+        params = self.make_params()
         return self.run(tx, params, tx.init(params), 0, steps, grads)[0]
 
     @functools.cached_property
     def plain(self) -> Tree:
         """Parameters after six steps."""
-        return self.ended(self.make())
+        return self.run_steps(self.make())
 
     @functools.cached_property
     def jitted(self) -> tuple[Tree, int]:
         """The same compiled, and how often a step was traced."""
-        tx, params, traces = self.make(), self.start(), []
+        tx, params, traces = self.make(), self.make_params(), []
         state = tx.init(params)
 
         def step(g: Tree, state: Tree, p: Tree) -> tuple[Tree, Tree]:
@@ -102,18 +102,18 @@ class OptaxSubject(OptimizerSubject):
 
         fast = jax.jit(step, compiler_options=FAST)
         for t in range(6):
-            params, state = fast(self.grads(t), state, params)
+            params, state = fast(self.make_grads(t), state, params)
         return params, len(traces)
 
-    def close(self, got: Tree, want: Tree, what: str, bar: float = 0.0) -> float:
-        return self.near(arrays(got), arrays(want), arrays(self.start()), what, max(self.bar, bar))
+    def expect_close(self, got: Tree, want: Tree, what: str, bar: float = 0.0) -> float:
+        return self.expect_near(to_arrays(got), to_arrays(want), to_arrays(self.make_params()), what, max(self.bar, bar))
 
 
-def arrays(tree: Tree) -> Arrays:
+def to_arrays(tree: Tree) -> Arrays:
     return {str(i): np.asarray(x, np.float32) for i, x in enumerate(jax.tree.leaves(tree))}
 
 
-def bitwise(got: Tree, want: Tree, what: str) -> float:
+def expect_bitwise(got: Tree, want: Tree, what: str) -> float:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if not np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True):
             raise Wrong(what, float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max()))

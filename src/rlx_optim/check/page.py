@@ -17,7 +17,7 @@ small{color:#57606a}.passed b{color:#1a7f37}.failed b,.error b{color:#cf222e}.sk
 """
 
 
-def page(report: Report) -> str:
+def render_page(report: Report) -> str:
     rows = []
     for each in report.results:
         mood = "taste" if each.word == "taste" else each.status
@@ -28,7 +28,7 @@ def page(report: Report) -> str:
             f"<td>{html.escape(name)}<br><small>{html.escape(each.reason)}</small></td>"
             f'<td class="seen">{html.escape(each.shown)}</td><td>{html.escape(each.note)}</td></tr>'
         )
-    settings = html.escape(json.dumps(report.given()))
+    settings = html.escape(json.dumps(report.list_settings()))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

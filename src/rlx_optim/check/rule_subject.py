@@ -16,8 +16,8 @@ from ..numpy.curvature import CurvatureOptimizer
 from ..numpy.optimizer import NamedOptimizer
 from ..program import trace
 from ..spec import REQUIRED, Field, Shape, Spec
-from .engines import Arrays, Speaker, Walk, present, speaker
-from .subject import Subject, distance, neighbours
+from .engines import Arrays, Speaker, Walk, get_speaker, list_present
+from .subject import Subject, distance, list_neighbours
 from .table import Check, RuleReport, Skip, Wrong
 
 SHAPES: tuple[Shape, ...] = ((), (1,), (37,), (24, 16), (40, 8), (6, 30), (4, 3, 3, 2))
@@ -51,7 +51,7 @@ class RuleSubject(Subject):
         required = {name: 0.1 for name, field in rule.fields.items() if field.default is REQUIRED}
         super().__init__(rule.__name__, required | dict(settings))
         self.rule, self.described = rule, f"of {rule.__name__}"
-        self.engines = [engine for engine in engines or present() if engine != "reference"]
+        self.engines = [engine for engine in engines or list_present() if engine != "reference"]
         self.best = "cpu" if "cpu" in self.engines else "reference"
         self.bar = MATRIX_BAR if rule.matrix else BAR
 
@@ -135,7 +135,7 @@ class RuleSubject(Subject):
         def gaps(found: Sequence[np.ndarray]) -> list[float]:
             return [distance(f, *each) for f, *each in zip(found, want, start, zip(*path, strict=True), strict=True)]
 
-        who = speaker("reference")
+        who = get_speaker("reference")
         walk, path = Walk(specs, who, start, apart), list[list[np.ndarray]]()
         for g in gradients:
             walk.step(g)
@@ -166,7 +166,7 @@ class RuleSubject(Subject):
         if not self.accepts(context):
             return
         now = self.rule(**{**self.settings, **context}).values()[name]
-        tried: Sequence[Any] = neighbours(now, NUMBERS)
+        tried: Sequence[Any] = list_neighbours(now, NUMBERS)
         if field.annotation.startswith("bool") and not isinstance(now, bool):
             tried = (True, False)
         elif field.annotation.startswith("Literal"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..program import commit_has_reduction, trace
 from ..spec import KEY, MODIFIERS, Shape, Slot, Spec
-from .engines import Arrays, Walk, explain_missing, gap, speaker, updated_by_optax
+from .engines import Arrays, Walk, explain_missing, find_gap, get_speaker, walk_by_optax
 from .rule_subject import LONG, MATRIX_BAR, SMALL, RuleSubject, Seen, expect_same
 from .subject import distance
 from .table import Check, RuleReport, Skip, Wrong, check, choose_checks, expect, run_checks
@@ -40,7 +40,7 @@ def every_engine(s: RuleSubject, check: Check) -> Iterator[Check]:
 
 def two_engines(s: RuleSubject, check: Check) -> Iterator[Check]:
     """The reference, and the engine that most people use."""
-    return (check.case(engine, speaker(engine)) for engine in dict.fromkeys(("reference", s.best)))
+    return (check.case(engine, get_speaker(engine)) for engine in dict.fromkeys(("reference", s.best)))
 
 
 def every_field(s: RuleSubject, check: Check) -> Iterator[Check]:
@@ -107,7 +107,7 @@ def find_lively_slots(s: RuleSubject, spec: Spec, shape: Shape) -> set[str]:
     start, gradients = s.draw_problem((shape,), LONG)
 
     def walk(other: str = "") -> tuple[Arrays, Arrays]:
-        walk = Walk([spec], speaker("reference"), start)
+        walk = Walk([spec], get_speaker("reference"), start)
         if other:
             walk.records[0].state[other][...] += 1.0
         before = copy.deepcopy(walk.found())
@@ -139,7 +139,7 @@ def ranks(s: RuleSubject) -> Seen:
     want, got = over_ranks(s.rule, s.settings, start, gradients)
     worst = max(distance(a, b, p) for a, b, p in zip(got["p"], want["p"], start, strict=True))
     expect(worst <= s.bar, "parameters end elsewhere than in one process", worst)
-    bad = [name for name in want if name != "p" and not gap(got[name], want[name]) <= 10 * s.bar]
+    bad = [name for name in want if name != "p" and not find_gap(got[name], want[name]) <= 10 * s.bar]
     return expect(not bad, f"{bad and bad[0]} ends elsewhere than in one process", worst)
 
 
@@ -149,7 +149,7 @@ def ranks(s: RuleSubject) -> Seen:
 )  # fmt: skip
 def engine(s: RuleSubject, engine: str) -> Seen:
     problem = s.draw_problem()
-    return s.judge(s.walk([s.spec], speaker(engine), *problem)["p"], [s.spec], *problem)
+    return s.judge(s.walk([s.spec], get_speaker(engine), *problem)["p"], [s.spec], *problem)
 
 
 @check(
@@ -159,7 +159,7 @@ def engine(s: RuleSubject, engine: str) -> Seen:
 )  # fmt: skip
 def groups(s: RuleSubject, engine: str) -> Seen:
     """Groups together beside the reference; there, each beside itself alone."""
-    (start, gradients), specs, who = s.draw_problem(), s.make_groups(), speaker(engine)
+    (start, gradients), specs, who = s.draw_problem(), s.make_groups(), get_speaker(engine)
     if engine != "reference":
         return s.judge(s.walk(specs, who, start, gradients, True)["p"], specs, start, gradients, True)
     s.refuse_reductions()
@@ -187,7 +187,7 @@ def jit(s: RuleSubject) -> Seen:
     spec, found = s.spec, list[Seen]()
     problem = s.draw_problem([shape for shape in SMALL if spec.takes(shape) is None] or s.survey.shapes[:2])
     for scheduled in (False, True)[: 1 + isinstance(spec.values().get("lr"), float)]:
-        found.append(s.judge(updated_by_optax(spec, *problem, scheduled), [spec], *problem))
+        found.append(s.judge(walk_by_optax(spec, *problem, scheduled), [spec], *problem))
     return found[-1]
 
 

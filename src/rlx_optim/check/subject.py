@@ -37,17 +37,17 @@ BAR, COARSE = 1e-5, 0.1  # of the distance travelled: two orders of one computat
 CRASHES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError)
 
 
-def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0) -> Arrays:
+def draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0) -> Arrays:
     rng = np.random.default_rng(seed)
     return {name: np.asarray(scale * rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
 
 
-def replayed(shapes: Mapping[str, tuple[int, ...]], scale: float = 1.0) -> Gradient:
+def replay(shapes: Mapping[str, tuple[int, ...]], scale: float = 1.0) -> Gradient:
     """Gradients that depend on the step alone; each tensor has its own, whatever the others."""
 
     def gradient(t: int, params: Arrays) -> Arrays:
         size = scale * SCALES[t % len(SCALES)]
-        return {n: size * drawn({n: s}, 100 + 17 * t + sum(map(ord, n)))[n] for n, s in shapes.items()}
+        return {n: size * draw({n: s}, 100 + 17 * t + sum(map(ord, n)))[n] for n, s in shapes.items()}
 
     return gradient
 
@@ -66,12 +66,12 @@ def distance(got: np.ndarray, want: np.ndarray, start: np.ndarray, path: Sequenc
     return float(max(apart, 0.0) / max(moved, 1e-30)) if np.isfinite(apart) else math.inf
 
 
-def gap(got: Arrays, want: Arrays, start: Arrays) -> float:
+def find_gap(got: Arrays, want: Arrays, start: Arrays) -> float:
     """Return the distance of the worst of all tensors."""
     return max((distance(got[name], value, start[name]) for name, value in want.items()), default=0.0)
 
 
-def neighbours(now: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
+def list_neighbours(now: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
     """Return other values of a setting that may be in range; refusals are found out by trying."""
     if isinstance(now, bool):
         return (not now,)
@@ -82,7 +82,7 @@ def neighbours(now: Any, numbers: Sequence[float]) -> tuple[Any, ...]:
     return (now * 0.5, now * 2.0, *numbers) if isinstance(now, float) else tuple(numbers)
 
 
-def finite(arrays: Arrays) -> bool:
+def is_finite(arrays: Arrays) -> bool:
     return all(np.isfinite(a.astype(np.float64)).all() for a in arrays.values())
 
 
@@ -121,7 +121,7 @@ class OptimizerSubject(Subject, abc.ABC):
 
     def __init__(self, target: str, made: Any, settings: Mapping[str, Any]):
         super().__init__(target, settings)
-        self.made, self.described = made, f"for {self.kind}"
+        self.factory, self.described = made, f"for {self.kind}"
         signature = inspect.signature(made)
         self.keywords = {
             name: p
@@ -136,7 +136,7 @@ class OptimizerSubject(Subject, abc.ABC):
                 raise ValueError(f"{target} needs {name}: give it with --kwargs '{{\"{name}\": …}}'")
         try:
             with self.undisturbed():
-                self.walk(drawn({"w": (4, 3)}), replayed({"w": (4, 3)}), 2)
+                self.walk(draw({"w": (4, 3)}), replay({"w": (4, 3)}), 2)
         except Exception as problem:
             message = (str(problem).strip() or "(no message)").splitlines()[0]
             raise ValueError(f"{target} takes no step on a 4×3 parameter: {type(problem).__name__}: {message}") from problem
@@ -153,7 +153,7 @@ class OptimizerSubject(Subject, abc.ABC):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes it is stepped on: matrices alone where it takes nothing else."""
         try:
-            self.walk(drawn({"v": (7,)}), replayed({"v": (7,)}), 1)
+            self.walk(draw({"v": (7,)}), replay({"v": (7,)}), 1)
             return SHAPES
         except Exception:
             return MATRICES
@@ -162,20 +162,20 @@ class OptimizerSubject(Subject, abc.ABC):
     def small(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in SMALL.items() if len(shape) == 2 or self.shapes is SHAPES}
 
-    def walked(self, steps: int = 6, **settings: Any) -> Arrays:
+    def walk_shapes(self, steps: int = 6, **settings: Any) -> Arrays:
         """Over all shapes."""
-        return self.walk(drawn(self.shapes), replayed(self.shapes), steps, **settings)
+        return self.walk(draw(self.shapes), replay(self.shapes), steps, **settings)
 
     @functools.cached_property
     def bar(self) -> float:
         """What is taken for rounding: a multiple of what a unit in the last place of a gradient makes."""
-        start, plain = drawn(self.shapes), replayed(self.shapes)
+        start, plain = draw(self.shapes), replay(self.shapes)
         want = self.walk(start, plain, 6)
-        expect(finite(want), "six plain steps end in NaN or infinity", "NaN")
+        expect(is_finite(want), "six plain steps end in NaN or infinity", "NaN")
         noise = 0.0
         for sign in (1, -1):
             got = self.walk(start, lambda t, p: {n: g * np.float32(1 + sign * 1.2e-7) for n, g in plain(t, p).items()}, 6)  # noqa: B023
-            noise = max(noise, gap(got, want, start))
+            noise = max(noise, find_gap(got, want, start))
         if 8 * noise > COARSE:
             raise Skip(f"a unit in the last place of the gradients moves it by {noise:.0e} of its way: nothing can be compared")
         return max(BAR, 8 * noise)
@@ -183,7 +183,7 @@ class OptimizerSubject(Subject, abc.ABC):
     @functools.cached_property
     def entangled(self) -> float:
         """How much a tensor's step depends on the gradients beside its own, in units of its own."""
-        start, plain = drawn(self.shapes), replayed(self.shapes)
+        start, plain = draw(self.shapes), replay(self.shapes)
         want, worst = self.walk(start, plain, 6), 0.0
         for name in self.shapes:
 
@@ -191,7 +191,7 @@ class OptimizerSubject(Subject, abc.ABC):
                 return {n: g if n == name else 0 * g for n, g in plain(t, p).items()}
 
             got = self.walk(start, alone, 6)
-            worst = max(worst, gap({name: got[name]}, {name: want[name]}, start))
+            worst = max(worst, find_gap({name: got[name]}, {name: want[name]}, start))
         return worst
 
     @functools.cached_property
@@ -199,26 +199,26 @@ class OptimizerSubject(Subject, abc.ABC):
         """Whether a step draws: from the library's generator, or by a seed of its own."""
         if self.draws or "seed" not in self.keywords:
             return self.draws
-        ends = [self.trial(seed=seed) for seed in (1, 2)]
+        ends = [self.try_settings(seed=seed) for seed in (1, 2)]
         return None not in ends and any(not np.array_equal(ends[0][n], ends[1][n]) for n in self.small)  # type: ignore[index]
 
-    def placeless(self) -> None:
+    def refuse_random(self) -> None:
         """Skip where what is drawn depends on a parameter's place."""
         if self.random:
             raise Skip("it draws random numbers, for each parameter by its place")
 
-    def independent(self) -> None:
+    def refuse_entangled(self) -> None:
         """Skip where tensors are measured together."""
         if self.entangled > self.bar:
             raise Skip(f"its tensors depend on each other, by {self.entangled:.0e}")
 
-    def near(self, got: Arrays, want: Arrays, start: Arrays, what: str, bar: float | None = None) -> float:
+    def expect_near(self, got: Arrays, want: Arrays, start: Arrays, what: str, bar: float | None = None) -> float:
         """How far apart two walks end; Wrong where it is more than rounding."""
-        apart = gap(got, want, start)
+        apart = find_gap(got, want, start)
         return expect(not apart > (self.bar if bar is None else bar), f"{what}: {apart:.1e} of the distance travelled", apart)
 
     @contextlib.contextmanager
-    def refusable(self, what: str) -> Iterator[None]:
+    def allow_refusal(self, what: str) -> Iterator[None]:
         """A clean refusal is no failure; a crash is."""
         try:
             yield
@@ -231,44 +231,44 @@ class OptimizerSubject(Subject, abc.ABC):
             raise Skip(f"{what} is refused: {message}") from None
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------------
-    def given(self, name: str) -> Any:
+    def get_setting(self, name: str) -> Any:
         return self.settings.get(name, self.keywords[name].default)
 
-    def has(self, *names: str) -> str | None:
+    def find_keyword(self, *names: str) -> str | None:
         """The first of these keywords that it has."""
         return next((name for name in names if name in self.keywords), None)
 
     def without_decay(self) -> dict[str, Any]:
-        name = self.has("weight_decay")
+        name = self.find_keyword("weight_decay")
         return {} if name is None else {name: 0.0}
 
-    def trial(self, **settings: Any) -> Arrays | None:
+    def try_settings(self, **settings: Any) -> Arrays | None:
         """Twelve steps; None where these settings are refused."""
-        noise, drift = replayed(self.small), drawn(self.small, 9, 0.3)  # for rules that look where gradients agree
+        noise, drift = replay(self.small), draw(self.small, 9, 0.3)  # for rules that look where gradients agree
         try:
-            got = self.walk(drawn(self.small), lambda t, p: {n: g + drift[n] for n, g in noise(t, p).items()}, 12, **settings)
+            got = self.walk(draw(self.small), lambda t, p: {n: g + drift[n] for n, g in noise(t, p).items()}, 12, **settings)
         except Exception:
             return None
-        return got if finite(got) else None
+        return got if is_finite(got) else None
 
-    def alternatives(self, name: str) -> list[Any]:
+    def list_values(self, name: str) -> list[Any]:
         """Other values that may be in range; refusals are found out by trying."""
-        now = self.given(name)
-        tried = neighbours(now, NUMBERS)
+        now = self.get_setting(name)
+        tried = list_neighbours(now, NUMBERS)
         if isinstance(now, str):
-            tried = self.words(name)
+            tried = self.list_words(name)
         elif isinstance(now, int) and not isinstance(now, bool):
             tried = (*tried, *NUMBERS)
         elif now is None:
-            tried = (*tried, True, False, 1, 2, (0.5, 0.6), *self.words(name))
+            tried = (*tried, True, False, 1, 2, (0.5, 0.6), *self.list_words(name))
         return [value for value in tried if type(value) is not type(now) or value != now]
 
-    def words(self, name: str) -> tuple[Any, ...]:
+    def list_words(self, name: str) -> tuple[Any, ...]:
         """What a keyword of words takes, by its annotation or by what the refusal of another says."""
         annotation = self.keywords[name].annotation
         found = [word for part in (annotation, *typing.get_args(annotation)) for word in typing.get_args(part)]
         try:
-            self.walk(drawn(self.small), replayed(self.small), 1, **dict[str, Any]({name: "no such word"}))
+            self.walk(draw(self.small), replay(self.small), 1, **dict[str, Any]({name: "no such word"}))
         except Exception as problem:
             found += re.findall(r"['\"](\w+)['\"]", str(problem))
         return tuple(dict.fromkeys(word for word in found if isinstance(word, str)))

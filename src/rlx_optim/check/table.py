@@ -153,9 +153,9 @@ class Report:
         for row in rows:
             del row["engine"]
             row["seen"] = str(row["seen"]) if isinstance(row["seen"], float) and not math.isfinite(row["seen"]) else row["seen"]
-        return {"target": self.target, "settings": self.given(), "ok": self.ok, "counts": self.counts(), "results": rows}
+        return {"target": self.target, "settings": self.list_settings(), "ok": self.ok, "counts": self.counts(), "results": rows}
 
-    def given(self) -> dict[str, Any]:
+    def list_settings(self) -> dict[str, Any]:
         """Return the settings beside the defaults, as JSON can hold them."""
         return {
             name: value if isinstance(value, (int, float, str, list)) else repr(value) for name, value in self.settings.items()

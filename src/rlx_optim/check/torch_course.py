@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .table import Skip, Wrong, check, expect
-from .torch_subject import TorchSubject, bitwise, copies, different, moved, state_of
+from .torch_subject import TorchSubject, copy_params, expect_bitwise, find_diff, find_move, state_of
 
 KEPT = 1e-12
 
@@ -22,12 +22,13 @@ def gradients_unwritten(s: TorchSubject) -> Any:
     for settings in [dict[str, Any](), {"maximize": True}][: 1 + ("maximize" in s.keywords)]:
         params, opt = s.begin(0, **settings)
         for t in range(4):
-            s.grads(params, t)
+            s.set_grads(params, t)
             before = [p.grad.clone() for p in params]
             s.step(opt, params, t)
             for p, g in zip(params, before, strict=True):
                 if p.grad is None or not torch.equal(p.grad, g):
-                    raise Wrong(f"step wrote to a gradient {settings or ''}", "None" if p.grad is None else moved([p.grad], [g]))
+                    seen = "None" if p.grad is None else find_move([p.grad], [g])
+                    raise Wrong(f"step wrote to a gradient {settings or ''}", seen)
     return 0.0
 
 
@@ -35,22 +36,22 @@ def gradients_unwritten(s: TorchSubject) -> Any:
 def gradients_unkept(s: TorchSubject) -> Any:
     params, opt = s.begin()
     for t in range(6):
-        s.grads(params, t)
+        s.set_grads(params, t)
         kept = [p.grad for p in params]
         s.step(opt, params, t)
         for g in kept:
             g.fill_(math.nan)
-    return bitwise(params, s.after(), "overwriting old gradients changes later steps: state shares their memory")
+    return expect_bitwise(params, s.step_params(), "overwriting old gradients changes later steps: state shares their memory")
 
 
 @check("a parameter without gradient is left alone, and its state too", "torch")
 def none_gradients(s: TorchSubject) -> Any:
     params, opt = s.begin(3)
-    before, state = copies(params), state_of(opt)
+    before, state = copy_params(params), state_of(opt)
     opt.zero_grad(set_to_none=True)
     opt.step()
-    bitwise(params, before, "parameters moved without gradients")
-    if where := different(state["state"], opt.state_dict()["state"]):
+    expect_bitwise(params, before, "parameters moved without gradients")
+    if where := find_diff(state["state"], opt.state_dict()["state"]):
         raise Wrong(f"state changed without gradients: {where}", where)
     return 0.0
 
@@ -59,18 +60,18 @@ def none_gradients(s: TorchSubject) -> Any:
 def freeze(s: TorchSubject) -> Any:
     params, opt = s.begin()
     for t in range(6):
-        s.grads(params, t)
+        s.set_grads(params, t)
         frozen = 2 <= t < 4
         if frozen:
             params[0].grad = None
         before = params[0].detach().clone()
         s.step(opt, params, t)
         if frozen and not torch.equal(before, params[0]):
-            raise Wrong("a parameter with grad None moved", moved([params[0]], [before]))
+            raise Wrong("a parameter with grad None moved", find_move([params[0]], [before]))
         if t == 5 and torch.equal(before, params[0]):
             raise Wrong("a parameter that was frozen stays where it is", 0.0)
-    s.independent()
-    return s.close(params[1:], s.after()[1:], "others moved elsewhere while one was frozen", s.params()[1:])
+    s.refuse_entangled()
+    return s.expect_close(params[1:], s.step_params()[1:], "others moved elsewhere while one was frozen", s.params()[1:])
 
 
 @check("add_param_group half-way: the new are stepped and saved, the old do not notice", "torch")
@@ -81,7 +82,7 @@ def join(s: TorchSubject) -> Any:
     opt = s.make(params[:2])
     s.run(opt, params[:2], 0, 3)
     opt.add_param_group({"params": params[2:]})
-    before = copies(params)
+    before = copy_params(params)
     s.run(opt, params, 3, 6)
     if any(torch.equal(p, q) for p, q in zip(params[2:], before[2:], strict=True)):
         raise Wrong("a parameter that was added later is not stepped", 0.0)
@@ -89,19 +90,19 @@ def join(s: TorchSubject) -> Any:
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     if len(ids) != len(params) or (saved["state"] and len(set(saved["state"]) & set(ids)) not in (0, len(params))):
         raise Wrong("state_dict lacks parameters that were added later", f"{len(saved['state'])} of {len(params)}")
-    again = s.make(copies(params[:2]))
-    rest = copies(params[2:])
+    again = s.make(copy_params(params[:2]))
+    rest = copy_params(params[2:])
     again.add_param_group({"params": rest})
     with_all = [*again.param_groups[0]["params"], *rest]
     again.load_state_dict(state_of(opt))
     s.run(opt, params, 6, 8)
     s.run(again, with_all, 6, 8)
-    bitwise(with_all, params, "resumed after a group was added it goes on elsewhere")
-    s.placeless()
-    s.independent()
+    expect_bitwise(with_all, params, "resumed after a group was added it goes on elsewhere")
+    s.refuse_random()
+    s.refuse_entangled()
     alone = s.params()[:2]
     s.run(s.make(alone), alone, 0, 8)
-    return s.close(params[:2], alone, "older parameters end elsewhere because others joined", s.params()[:2])
+    return s.expect_close(params[:2], alone, "older parameters end elsewhere because others joined", s.params()[:2])
 
 
 @check("a parameter that is taken out of its group rests, and the others go on", "torch")
@@ -112,36 +113,38 @@ def leave(s: TorchSubject) -> Any:
     place = next(i for i, p in enumerate(params) if p is out)
     before = out.detach().clone()
     s.run(opt, params, 3, 6)
-    expect(torch.equal(out, before), "a parameter that was taken out is still stepped", moved([out], [before]))
+    expect(torch.equal(out, before), "a parameter that was taken out is still stepped", find_move([out], [before]))
     rest = [i for i in range(len(params)) if i != place]
-    s.independent()
-    want, start = s.after(), s.params()
-    return s.close([params[i] for i in rest], [want[i] for i in rest], "the others end elsewhere", [start[i] for i in rest])
+    s.refuse_entangled()
+    want, start = s.step_params(), s.params()
+    return s.expect_close(
+        [params[i] for i in rest], [want[i] for i in rest], "the others end elsewhere", [start[i] for i in rest]
+    )
 
 
 # ---- learning rates ---------------------------------------------------------------------------------------------------------
-def stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]], None]) -> float:
+def measure_stopped(s: TorchSubject, steps: int, lr: Any, stop: Callable[[dict[str, Any]], None]) -> float:
     """How far parameters go at a rate of 0 that is theirs after some steps; 0 where a momentum that has the rate in it goes on
     (LARS): then gradients have no part in it."""
     ends = []
     for first in (steps, steps + 10):
         params, opt = s.begin(0, **({} if lr is None else {"lr": lr()}), **s.without_decay())
         s.run(opt, params, 0, steps)
-        before = copies(params)
+        before = copy_params(params)
         for group in opt.param_groups:
             stop(group)
         s.run(opt, params, first, first + 2)
-        far = moved(params, before)
-        ends.append(copies(params))
+        far = find_move(params, before)
+        ends.append(copy_params(params))
         if far <= KEPT:
             return 0.0
-    return far if moved(params, ends[0]) > KEPT else 0.0
+    return far if find_move(params, ends[0]) > KEPT else 0.0
 
 
 @check("param_groups[…]['lr'] is read at every step", "torch")
 def lr_read(s: TorchSubject) -> Any:
     s.lr()
-    far = stopped(s, 2, None, lambda group: group.update(lr=0.0))
+    far = measure_stopped(s, 2, None, lambda group: group.update(lr=0.0))
     expect(not far > KEPT, f"parameters moved by {far:.1e} with group['lr'] = 0", far)
     return 0.0
 
@@ -149,11 +152,11 @@ def lr_read(s: TorchSubject) -> Any:
 @check("a tensor as lr is that number, and is read when it changes", "torch")
 def lr_tensor(s: TorchSubject) -> Any:
     lr = s.lr()
-    with s.refusable("a tensor as lr"):
+    with s.allow_refusal("a tensor as lr"):
         params, opt = s.begin(6, lr=torch.tensor(lr), **s.without_decay())
-    seen = s.close(params, s.after(lr=lr, **s.without_decay()), "lr as a tensor ends elsewhere than lr as a number")
+    seen = s.expect_close(params, s.step_params(lr=lr, **s.without_decay()), "lr as a tensor ends elsewhere than lr as a number")
     if isinstance(opt.param_groups[0]["lr"], torch.Tensor):
-        far = stopped(s, 6, lambda: torch.tensor(lr), lambda group: group["lr"].fill_(0.0))
+        far = measure_stopped(s, 6, lambda: torch.tensor(lr), lambda group: group["lr"].fill_(0.0))
         expect(not far > KEPT, "an lr that is filled with 0 in place is not read", far)
     return seen
 
@@ -186,13 +189,13 @@ def schedulers(s: TorchSubject) -> Any:
             for each in (guide, moving):
                 each.step(1.0) if name == "ReduceLROnPlateau" else each.step()
         if len(opt.param_groups) == 1:
-            worst = max(worst, s.close(params, byhand, f"{name} ends elsewhere than the same rates by hand"))
+            worst = max(worst, s.expect_close(params, byhand, f"{name} ends elsewhere than the same rates by hand"))
     return worst
 
 
 @check("maximize is the step on the negated gradient", "torch")
 def maximize(s: TorchSubject) -> Any:
-    s.needs("maximize")
+    s.require("maximize")
     up, down = s.params(), s.params()
     first, second = s.make(up, maximize=True), s.make(down, maximize=False)
     if hasattr(first, "update_hessian"):
@@ -204,7 +207,7 @@ def maximize(s: TorchSubject) -> Any:
 
     s.run(first, up, 0, 6)
     s.run(second, down, 0, 6, negate)
-    return s.close(up, down, "maximize=True ends elsewhere than negated gradients")
+    return s.expect_close(up, down, "maximize=True ends elsewhere than negated gradients")
 
 
 # ---- randomness, memory -----------------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def memory(s: TorchSubject) -> Any:
         sizes = []
         for t in (12, 24):
             s.run(opt, params, t, t + 12)
-            sizes.append((held(opt), alive()))
+            sizes.append((count_held_bytes(opt), count_live_bytes()))
     finally:
         gc.unfreeze()
     grown = max(after - before for before, after in zip(*sizes, strict=True))
@@ -230,13 +233,13 @@ def memory(s: TorchSubject) -> Any:
     return 0
 
 
-def alive() -> int:
+def count_live_bytes() -> int:
     """Bytes of the tensors of this process that are newer than gc.freeze, whoever keeps them."""
     gc.collect()
     return sum(tensor.numel() * tensor.element_size() for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
 
 
-def held(thing: Any, seen: set[int] | None = None) -> int:
+def count_held_bytes(thing: Any, seen: set[int] | None = None) -> int:
     """Bytes of the tensors that can be reached from an object, and eight for each entry of a container."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
@@ -245,7 +248,7 @@ def held(thing: Any, seen: set[int] | None = None) -> int:
     if isinstance(thing, torch.Tensor):
         return thing.numel() * thing.element_size()
     if isinstance(thing, dict):
-        return sum(8 + held(value, seen) for value in thing.values())
+        return sum(8 + count_held_bytes(value, seen) for value in thing.values())
     if isinstance(thing, (list, tuple, set)) or type(thing).__name__ == "deque":
-        return sum(8 + held(value, seen) for value in thing)
-    return held(vars(thing), seen) if isinstance(thing, torch.optim.Optimizer) else 0
+        return sum(8 + count_held_bytes(value, seen) for value in thing)
+    return count_held_bytes(vars(thing), seen) if isinstance(thing, torch.optim.Optimizer) else 0

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import optimizer as base
 
 from .table import Skip, Wrong, check, expect
-from .torch_subject import TorchSubject, accepts, bitwise, copies, different, moved, numbers, seed, state_of
+from .torch_subject import TorchSubject, copy_params, expect_bitwise, find_diff, find_move, list_arguments, set_seed, state_of
 
 FAR = 2**24  # float32 counts no further
 
@@ -23,61 +23,61 @@ FAR = 2**24  # float32 counts no further
 Carry = Callable[[TorchSubject, Any, Any], tuple[Any, Any]]  # from parameters and their optimizer to twins that go on alike
 
 
-def loaded(change: Callable[[Any], Any]) -> Carry:
+def carry_state(change: Callable[[Any], Any]) -> Carry:
     """Return a carry by state_dict and load_state_dict, which must give the same state dict again."""
 
     def carry(s: TorchSubject, params: Any, opt: Any) -> tuple[Any, Any]:
-        others = copies(params)
+        others = copy_params(params)
         again = s.make(others)
         again.load_state_dict(change(opt.state_dict()))
-        if where := different(opt.state_dict(), again.state_dict(), "state_dict"):
+        if where := find_diff(opt.state_dict(), again.state_dict(), "state_dict"):
             raise Wrong(f"what was loaded is not what was saved: {where}", where)
         return others, again
 
     return carry
 
 
-def through_a_file(saved: Any) -> Any:
+def go_through_file(saved: Any) -> Any:
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def reordered(thing: Any) -> Any:
+def reverse_keys(thing: Any) -> Any:
     if isinstance(thing, dict):
-        return {key: reordered(value) for key, value in reversed(thing.items())}
-    return [reordered(value) for value in thing] if isinstance(thing, list) else copy.deepcopy(thing)
+        return {key: reverse_keys(value) for key, value in reversed(thing.items())}
+    return [reverse_keys(value) for value in thing] if isinstance(thing, list) else copy.deepcopy(thing)
 
 
-def through_dcp(s: TorchSubject, params: Any, opt: Any, flat: bool) -> tuple[Any, Any]:
+def carry_by_dcp(s: TorchSubject, params: Any, opt: Any, flat: bool) -> tuple[Any, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-    options, others = StateDictOptions(flatten_optimizer_state_dict=flat), copies(params)
+    options, others = StateDictOptions(flatten_optimizer_state_dict=flat), copy_params(params)
     saved = copy.deepcopy(get_optimizer_state_dict(nn.ParameterList(params), opt, options=options))
     again = s.make(others)
     set_optimizer_state_dict(nn.ParameterList(others), again, saved, options=options)
     return others, again
 
 
-def resumed(s: TorchSubject, carries: Mapping[str, Carry], dtype: torch.dtype = torch.float32, compared: bool = True) -> Any:
+def resume_beside(s: TorchSubject, carries: Mapping[str, Carry], dtype: Any = torch.float32, compared: bool = True) -> Any:
     """Carry a run over half-way, and go on beside the original: bit for bit."""
     for what, carry in carries.items():
-        with s.refusable(str(dtype)):
+        with s.allow_refusal(str(dtype)):
             params, opt = s.begin(0, dtype)
         s.run(opt, params, 0, 4)
         others, again = carry(s, params, opt)
-        before = copies(params)
+        before = copy_params(params)
         s.run(again, others, 4, 8)
-        bitwise(params, before, f"{what} steps the original")
+        expect_bitwise(params, before, f"{what} steps the original")
         s.run(opt, params, 4, 8)
-        if where := compared and different(opt.state_dict(), again.state_dict(), "state_dict"):
+        if where := compared and find_diff(opt.state_dict(), again.state_dict(), "state_dict"):
             raise Wrong(f"{what} has state that goes on elsewhere: {where}", where)
-        bitwise(others, params, f"{what} goes on elsewhere")
+        expect_bitwise(others, params, f"{what} goes on elsewhere")
     return 0.0
 
 
-def copied(how: Callable[[Any], Any], scheduled: bool) -> Carry:
+def carry_by_copy(how: Callable[[Any], Any], scheduled: bool) -> Carry:
     def carry(s: TorchSubject, params: Any, opt: Any) -> tuple[Any, Any]:
         if scheduled and "lr" in s.keywords:
             torch.optim.lr_scheduler.StepLR(opt, 100)  # wraps opt.step: a copy must not step the original
@@ -87,39 +87,39 @@ def copied(how: Callable[[Any], Any], scheduled: bool) -> Carry:
     return carry
 
 
-def pickled(thing: Any) -> Any:
+def go_through_pickle(thing: Any) -> Any:
     return pickle.loads(pickle.dumps(thing))
 
 
 LOADED = "what is resumed"
 RESUMED: tuple[tuple[str, str, dict[str, Carry], dict[str, Any]], ...] = (
-    ("resume", "a run that is resumed goes on bit for bit", {LOADED: loaded(copy.deepcopy)}, {}),
-    ("resume-pickle", "a state dict survives pickle", {LOADED: loaded(pickled)}, {}),
+    ("resume", "a run that is resumed goes on bit for bit", {LOADED: carry_state(copy.deepcopy)}, {}),
+    ("resume-pickle", "a state dict survives pickle", {LOADED: carry_state(go_through_pickle)}, {}),
     (
         "resume-file", "torch.save and torch.load(weights_only=True), which is the default, are how checkpoints are kept",
-        {LOADED: loaded(through_a_file)}, {},
+        {LOADED: carry_state(go_through_file)}, {},
     ),
-    ("resume-order", "the order of keys in a state dict means nothing", {LOADED: loaded(reordered)}, {}),
+    ("resume-order", "the order of keys in a state dict means nothing", {LOADED: carry_state(reverse_keys)}, {}),
     (
         "resume-bfloat16", "loading must not cast float32 state to the parameter's dtype",
-        {LOADED: loaded(copy.deepcopy)}, {"dtype": torch.bfloat16},
+        {LOADED: carry_state(copy.deepcopy)}, {"dtype": torch.bfloat16},
     ),
-    ("resume-float64", "a float64 run is resumed in float64", {LOADED: loaded(copy.deepcopy)}, {"dtype": torch.float64}),
+    ("resume-float64", "a float64 run is resumed in float64", {LOADED: carry_state(copy.deepcopy)}, {"dtype": torch.float64}),
     (
         "copies", "deepcopy and pickle of the optimizer itself go on alike, under a scheduler too",
         {
-            f"a copy by {word}{' under a scheduler' * scheduled}": copied(how, scheduled)
-            for scheduled in (False, True) for word, how in (("deepcopy", copy.deepcopy), ("pickle", pickled))
+            f"a copy by {word}{' under a scheduler' * scheduled}": carry_by_copy(how, scheduled)
+            for scheduled in (False, True) for word, how in (("deepcopy", copy.deepcopy), ("pickle", go_through_pickle))
         }, {"compared": False},
     ),
     (
         "dcp", "torch.distributed.checkpoint's state dicts resume bit for bit",
-        {f"what DCP resumes (flatten={flat})": functools.partial(through_dcp, flat=flat) for flat in (False, True)},
+        {f"what DCP resumes (flatten={flat})": functools.partial(carry_by_dcp, flat=flat) for flat in (False, True)},
         {"compared": False},
     ),
 )  # fmt: skip
 for _name, _reason, _carries, _settings in RESUMED:
-    check(_reason, "torch", name=_name)(functools.partial(resumed, carries=_carries, **_settings))
+    check(_reason, "torch", name=_name)(functools.partial(resume_beside, carries=_carries, **_settings))
 
 
 @check("lr and every other number of a group come back with the state", "torch")
@@ -156,11 +156,11 @@ def resume_mismatch(s: TorchSubject) -> Any:
 def resume_alias(s: TorchSubject) -> Any:
     params, opt = s.begin(2)
     saved, kept = opt.state_dict(), state_of(opt)
-    others = copies(params)
+    others = copy_params(params)
     again = s.make(others)
     again.load_state_dict(saved)
     s.run(again, others, 2, 4)
-    if where := different(kept, opt.state_dict()):
+    if where := find_diff(kept, opt.state_dict()):
         raise Wrong(f"steps of one change the other's state: {where}", where)
     return 0.0
 
@@ -178,9 +178,9 @@ def count(s: TorchSubject) -> Any:
     if not found:
         raise Skip("it keeps no count of steps that is called step")
     opt.load_state_dict(saved)
-    before = copies(params)
+    before = copy_params(params)
     s.run(opt, params, 1, 4)
-    if not all(p.isfinite().all() for p in params) or moved(params, before) == 0:
+    if not all(p.isfinite().all() for p in params) or find_move(params, before) == 0:
         raise Wrong("after 2^24 steps parameters stand still or are not finite", "NaN")
     after = opt.state_dict()
     counts = [
@@ -201,7 +201,7 @@ def closure(s: TorchSubject) -> Any:
 
     def loss() -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
-        s.grads(params, 0)
+        s.set_grads(params, 0)
         return torch.tensor(1.5)
 
     with torch.no_grad():
@@ -209,12 +209,12 @@ def closure(s: TorchSubject) -> Any:
     expect(calls == [True], f"the closure ran {len(calls)} times, with gradients {'on' if all(calls) else 'off'}", len(calls))
     if given is None or float(given) != 1.5:
         raise Wrong(f"step(closure) gave {given!r}, not the loss", str(given))
-    seed(1000)
+    set_seed(1000)
     want, plain = s.begin()
-    s.grads(want, 0)
+    s.set_grads(want, 0)
     if (given := plain.step()) is not None:
         raise Wrong(f"step() without a closure gave {given!r}", str(given))
-    return s.close(params, want, "a step with a closure ends elsewhere")
+    return s.expect_close(params, want, "a step with a closure ends elsewhere")
 
 
 @check("hooks before and after steps, saving and loading run, once, and can be removed", "torch")
@@ -230,7 +230,7 @@ def hooks(s: TorchSubject) -> Any:
         opt.register_step_pre_hook(note("before")), opt.register_step_post_hook(note("after")),
     ]  # fmt: skip
     try:
-        s.grads(params, 0)
+        s.set_grads(params, 0)
         opt.step()
     finally:
         for handle in handles:
@@ -252,7 +252,7 @@ def hooks(s: TorchSubject) -> Any:
 def signatures(s: TorchSubject) -> Any:
     methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
     for name in methods:
-        (wanted, _), (mine, anything) = (accepts(getattr(kind, name)) for kind in (torch.optim.Optimizer, s.made))
+        (wanted, _), (mine, anything) = (list_arguments(getattr(kind, name)) for kind in (torch.optim.Optimizer, s.factory))
         if not anything and (missing := wanted - mine):
             raise Wrong(f"{name} lacks {', '.join(sorted(missing))}", name)
     return f"{len(methods)} methods"
@@ -261,7 +261,7 @@ def signatures(s: TorchSubject) -> Any:
 @check("zero_grad gives None, or zeros where asked", "torch")
 def zero_grad(s: TorchSubject) -> Any:
     params, opt = s.begin()
-    s.grads(params, 0)
+    s.set_grads(params, 0)
     opt.zero_grad(set_to_none=False)
     if not all(p.grad is not None and not p.grad.any() for p in params):
         raise Wrong("zero_grad(set_to_none=False) does not leave zeros", "no zeros")
@@ -288,25 +288,25 @@ def grad_scaler(s: TorchSubject) -> Any:
     opt = s.make(params)
     scaler.scale(torch.ones(()))
     for t in range(4):
-        seed(1000 + t)
-        s.grads(params, t)
+        set_seed(1000 + t)
+        s.set_grads(params, t)
         for p in params:
             p.grad *= 8
         scaler.step(opt)
         scaler.update(8.0)
     want, plain = s.begin()
     for t in range(4):
-        seed(1000 + t)
-        s.grads(want, t)
+        set_seed(1000 + t)
+        s.set_grads(want, t)
         plain.step()
-    seen = s.close(params, want, "scaled and unscaled again it ends elsewhere")
-    before, state = copies(params), state_of(opt)
-    s.grads(params, 9)
+    seen = s.expect_close(params, want, "scaled and unscaled again it ends elsewhere")
+    before, state = copy_params(params), state_of(opt)
+    s.set_grads(params, 9)
     params[0].grad.view(-1)[0] = torch.inf
     scaler.step(opt)
     scaler.update()
-    bitwise(params, before, "parameters moved in a step that GradScaler skips")
-    if where := different(state["state"], opt.state_dict()["state"]):
+    expect_bitwise(params, before, "parameters moved in a step that GradScaler skips")
+    if where := find_diff(state["state"], opt.state_dict()["state"]):
         raise Wrong(f"state moved in a step that GradScaler skips: {where}", where)
     return seen
 
@@ -317,15 +317,15 @@ def sparse(s: TorchSubject) -> Any:
     place, value = torch.tensor([[1, 1, 4]]), torch.ones(3, 4)
     thin = torch.sparse_coo_tensor(place, value, (6, 4))
     first, second = s.make([p]), s.make([q])
-    with s.refusable("a sparse gradient"):
+    with s.allow_refusal("a sparse gradient"):
         for _ in range(2):
             p.grad = thin.clone()
             first.step()
     for _ in range(2):
         q.grad = thin.to_dense()
         second.step()
-    start = numbers(s.params(shapes={"w": (6, 4)}))  # duplicates are added one by one: a few roundings
-    return s.near(numbers([p]), numbers([q]), start, "a sparse gradient ends elsewhere than its dense form", max(s.bar, 1e-3))
+    start = s.params(shapes={"w": (6, 4)})  # duplicates are added one by one: a few roundings
+    return s.expect_close([p], [q], "a sparse gradient ends elsewhere than its dense form", start, 1e-3)
 
 
 @check("complex parameters are refused, or stepped as pairs of real numbers", "torch", taste=True)
@@ -333,7 +333,7 @@ def complex_(s: TorchSubject) -> Any:
     p = nn.Parameter(torch.view_as_complex(torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))))
     start = torch.view_as_real(p.detach()).clone()
     q = nn.Parameter(start.clone())
-    with s.refusable("a complex parameter"):
+    with s.allow_refusal("a complex parameter"):
         first = s.make([p])
         for t in range(3):
             p.grad = torch.view_as_complex(torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(t)))
@@ -342,4 +342,4 @@ def complex_(s: TorchSubject) -> Any:
     for t in range(3):
         q.grad = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(t))
         second.step()
-    return s.close([torch.view_as_real(p.detach())], [q], "a complex parameter ends elsewhere than its real view", [start])
+    return s.expect_close([torch.view_as_real(p.detach())], [q], "a complex parameter ends elsewhere than its real view", [start])

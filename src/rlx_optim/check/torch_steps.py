@@ -11,28 +11,28 @@ from torch import nn
 
 from .subject import NEUTRAL, SHAPES
 from .table import Skip, Wrong, check, expect
-from .torch_subject import TorchSubject, moved, numbers
+from .torch_subject import TorchSubject, find_move
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------------------
 @check("foreach, fused, capturable and engine are about speed; the result must be the same", "torch")
 def neutral(s: TorchSubject) -> Any:
-    want, worst, tried = s.after(), 0.0, []
+    want, worst, tried = s.step_params(), 0.0, []
     for name in (name for name in NEUTRAL if name in s.keywords):
-        now = s.given(name)
-        for value in s.words(name) if isinstance(now, str) else (True, False):
+        now = s.get_setting(name)
+        for value in s.list_words(name) if isinstance(now, str) else (True, False):
             try:
-                got = s.after(**{name: value})
+                got = s.step_params(**{name: value})
             except Exception:
                 continue  # not on this device
-            worst = max(worst, s.close(got, want, f"{name}={value!r} ends elsewhere"))
+            worst = max(worst, s.expect_close(got, want, f"{name}={value!r} ends elsewhere"))
             tried.append(name)
     if not tried:
         raise Skip("it has none of these keywords, or takes no other value of them here")
     return worst
 
 
-def all_refused(s: TorchSubject, asked: list[tuple[str, Any]], otherwise: str) -> str:
+def expect_refusals(s: TorchSubject, asked: list[tuple[str, Any]], otherwise: str) -> str:
     """Whether the class refuses each of these settings; otherwise: why there are none."""
     if not asked:
         raise Skip(otherwise)
@@ -59,9 +59,9 @@ def bad_settings(s: TorchSubject) -> Any:
         for name, values in bad.items()
         if name in s.keywords
         for value in values
-        if not isinstance(value, tuple) or (isinstance(s.given(name), tuple) and len(s.given(name)) == 2)
+        if not isinstance(value, tuple) or (isinstance(s.get_setting(name), tuple) and len(s.get_setting(name)) == 2)
     ]
-    return all_refused(s, asked, "it has none of lr, weight_decay, eps, momentum, betas")
+    return expect_refusals(s, asked, "it has none of lr, weight_decay, eps, momentum, betas")
 
 
 @check("lr=inf, a decay or an eps of NaN are slips too", "torch", taste=True)
@@ -69,10 +69,10 @@ def infinite_settings(s: TorchSubject) -> Any:
     pairs = [
         (n, v)
         for n in ("lr", "weight_decay", "eps")
-        if isinstance(s.keywords.get(n) and s.given(n), float)
+        if isinstance(s.keywords.get(n) and s.get_setting(n), float)
         for v in (math.inf, math.nan)
     ]
-    return all_refused(s, pairs, "it has none of lr, weight_decay, eps as a number")
+    return expect_refusals(s, pairs, "it has none of lr, weight_decay, eps as a number")
 
 
 @check("a keyword that is spelled wrong and swallowed trains another model", "torch")
@@ -95,7 +95,7 @@ def bad_parameters(s: TorchSubject) -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                s.made(given, **s.settings)
+                s.factory(given, **s.settings)
         except Exception:
             continue
         raise Wrong(f"{what} is taken without a word", what)
@@ -107,10 +107,10 @@ def bad_parameters(s: TorchSubject) -> Any:
 def groups(s: TorchSubject) -> Any:
     if not s.takes_groups:
         raise Skip("it takes one group alone")
-    s.placeless()
+    s.refuse_random()
     params = s.params()
     s.run(s.make([{"params": [p]} for p in params]), params, 0, 6)
-    return s.close(params, s.after(), "one group a parameter ends elsewhere than one group of all")
+    return s.expect_close(params, s.step_params(), "one group a parameter ends elsewhere than one group of all")
 
 
 @check("a group's own learning rate holds for its parameters and no others", "torch")
@@ -118,19 +118,19 @@ def group_settings(s: TorchSubject) -> Any:
     lr = s.lr()
     if not s.takes_groups:
         raise Skip("it takes one group alone")
-    s.placeless()
-    s.independent()
+    s.refuse_random()
+    s.refuse_entangled()
     together, apart = s.params(), s.params()
     half = len(together) // 2
     opt = s.make([{"params": together[:half], "lr": lr}, {"params": together[half:], "lr": 3 * lr}])
     ones = s.make([{"params": apart[:half], "lr": lr}]), s.make([{"params": apart[half:], "lr": 3 * lr}])
     for t in range(6):
-        s.grads(together, t)
-        s.grads(apart, t)
+        s.set_grads(together, t)
+        s.set_grads(apart, t)
         s.step(opt, together, t)
         s.step(ones[0], apart[:half], t)
         s.step(ones[1], apart[half:], t)
-    return s.close(together, apart, "two groups with different lr end elsewhere than two optimizers")
+    return s.expect_close(together, apart, "two groups with different lr end elsewhere than two optimizers")
 
 
 @check("a transposed parameter or gradient is the same numbers", "torch")
@@ -145,11 +145,11 @@ def strides(s: TorchSubject) -> Any:
     params = [nn.Parameter(turned(p)) for p in s.params()]
     opt = s.make(params)
     for t in range(6):
-        s.grads(params, t)
+        s.set_grads(params, t)
         for p in params:
             p.grad = turned(p.grad)
         s.step(opt, params, t)
-    return s.close(params, s.after(), "tensors that are not contiguous end elsewhere")
+    return s.expect_close(params, s.step_params(), "tensors that are not contiguous end elsewhere")
 
 
 @check("channels_last is the same numbers", "torch")
@@ -161,27 +161,23 @@ def memory_format(s: TorchSubject) -> Any:
     last[0].data = last[0].data.to(memory_format=torch.channels_last)
     first, second = s.make(plain), s.make(last)
     for t in range(5):
-        s.grads(plain, t)
+        s.set_grads(plain, t)
         last[0].grad = plain[0].grad.clone().to(memory_format=torch.channels_last)
         s.step(first, plain, t)
         s.step(second, last, t)
-    return s.close(last, plain, "a channels_last parameter ends elsewhere", s.params(shapes=shape))
+    return s.expect_close(last, plain, "a channels_last parameter ends elsewhere", s.params(shapes=shape))
 
 
 @check("torch.set_default_dtype is about new tensors, not about this one", "torch")
 def default_dtype(s: TorchSubject) -> Any:
-    want, worst = s.after(), 0.0
+    want, worst = s.step_params(), 0.0
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)
         try:
-            got = s.after()
+            got = s.step_params()
         finally:
             torch.set_default_dtype(torch.float32)
-        start = s.params()
-        worst = max(
-            worst,
-            s.near(numbers(got), numbers(want), numbers(start), f"under the default {dtype} it ends elsewhere", max(s.bar, 1e-3)),
-        )
+        worst = max(worst, s.expect_close(got, want, f"under the default {dtype} it ends elsewhere", bar=1e-3))
     return worst
 
 
@@ -190,10 +186,10 @@ def bfloat16_accumulates(s: TorchSubject) -> Any:
     lr = s.lr()
     p = nn.Parameter(torch.full((4, 4), 512 * max(lr, 1e-6), dtype=torch.bfloat16))
     start = p.detach().clone()
-    with s.refusable("bfloat16"):
+    with s.allow_refusal("bfloat16"):
         opt = s.make([p], **s.without_decay())
         for t in range(100):
             p.grad = torch.ones_like(p)
             s.step(opt, [p], t)
     expect(not torch.equal(p, start), "a hundred equal steps left a bfloat16 parameter where it was", 0.0)
-    return moved([p], [start])
+    return find_move([p], [start])

@@ -65,7 +65,7 @@ class Problem(Exception):
 
 
 # ---- what the commands share ------------------------------------------------------------------------------------------
-def unknown(kind: str, name: str, known: Sequence[str]) -> Problem:
+def unknown_name(kind: str, name: str, known: Sequence[str]) -> Problem:
     """The message about a name that nobody knows."""
     near = nearest(name, known)
     asked = f"did you mean {near!r}? Known" if near else "known"
@@ -79,20 +79,20 @@ def choose(kind: str, text: str, known: Sequence[str], aliases: Mapping[str, str
         return list(known)
     for name in asked:
         if name not in known:
-            raise unknown(kind, name, known)
+            raise unknown_name(kind, name, known)
     return list(dict.fromkeys(asked))
 
 
-def one(kind: str, name: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
+def choose_one(kind: str, name: str, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
     """A name, spelled as `known` spells it."""
     found = name.strip().lower()
     found = (aliases or {}).get(found, found)
     if found not in known:
-        raise unknown(kind, name, known)
+        raise unknown_name(kind, name, known)
     return found
 
 
-def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+def check_output_path(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
     """Refuse a file that could not be written, before any work is done for it. "-" is stdout, for JSON alone."""
     if path is None or (str(path) == "-" and ".json" in suffixes):
         return
@@ -105,12 +105,12 @@ def check_place(option: str, path: Path | None, suffixes: Sequence[str]) -> None
 def write_json(data: Any, path: Path | None = None) -> None:
     """Print data as JSON, or write it to a file; "-" is stdout."""
     if path is None or str(path) == "-":
-        print(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=not _unicode()))
+        print(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=not _is_unicode()))
     else:
         path.write_text(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def machine() -> dict[str, Any]:
+def get_machine() -> dict[str, Any]:
     """Where a measurement was made: processor, GPU where torch has found one, threads, memory, versions, date."""
     torch = sys.modules.get("torch")
     return {
@@ -158,7 +158,7 @@ def _own_version() -> str:
 
 
 @contextlib.contextmanager
-def progress(total: int, begun: int = -1) -> Iterator[Callable[..., None]]:
+def show_progress(total: int, begun: int = -1) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr, and give the function that moves it: by one when the next thing begins, unless `advance` is another
     number. note: what is said behind the bar. begun: where it starts; -1, because what begins is not done yet."""
     from rich.console import Console
@@ -175,7 +175,7 @@ def progress(total: int, begun: int = -1) -> Iterator[Callable[..., None]]:
         yield tick
 
 
-def width(stream: TextIO | None = None) -> int:
+def get_width(stream: TextIO | None = None) -> int:
     """Return the columns of the terminal behind a stream, stdout by default; COLUMNS overrides it, and 80 stands for none."""
     columns = os.environ.get("COLUMNS", "")
     if stream is not None and not (columns.isdecimal() and int(columns)):
@@ -188,7 +188,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """Print lines, folded where they are too long; what is folded stands under its line's own text."""
     for line in text.splitlines():
         margin = " " * (len(line) - len(line.lstrip()) + (4 if line.startswith(" ") else 2))
-        folded = textwrap.wrap(line, width(stream), subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+        folded = textwrap.wrap(line, get_width(stream), subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
         print("\n".join(folded), file=stream or sys.stdout)
 
 
@@ -204,7 +204,7 @@ def complain(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def size(count: float) -> str:
+def show_size(count: float) -> str:
     """Bytes with three digits, in units of 1000, here and everywhere."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
@@ -213,7 +213,7 @@ def size(count: float) -> str:
     return f"{count:,.0f} TB" if count >= 100 else f"{count:#.3g} TB"
 
 
-def digits(value: float | None, unit: str = "") -> str:
+def show_digits(value: float | None, unit: str = "") -> str:
     """Three digits that count, or a dash."""
     if value is None:
         return "–"
@@ -229,7 +229,7 @@ def show_table(
     from rich.measure import Measurement
     from rich.table import Column, Table
 
-    console = Console(width=width())
+    console = Console(width=get_width())
 
     def table(folded: bool, kept: Sequence[int]) -> Table:
         def column(i: int) -> Column:
@@ -285,13 +285,13 @@ def load_lab(what: str, module: str) -> Any:
 
 
 # ---- the program ------------------------------------------------------------------------------------------------------
-def _examples(text: str) -> str:
+def _find_examples(text: str) -> str:
     """The lines of a command's docstring that call it, for the end of its help."""
     lines = [line.strip() for line in text.splitlines()]
     return "\n\n".join(["Examples:", *(line for line in lines if line.startswith("rlx-optim "))])
 
 
-def _bare(options: list[Any]) -> list[Any]:
+def _strip_metavars(options: list[Any]) -> list[Any]:
     """Options in whose help flags have no "<bool>" beside them."""
     for option in options:
         if getattr(option, "is_flag", False):
@@ -299,10 +299,10 @@ def _bare(options: list[Any]) -> list[Any]:
     return options
 
 
-def _application() -> Any:
+def _make_application() -> Any:
     class Bare(typer.core.TyperCommand):
         def get_params(self, context: Any) -> list[Any]:
-            return _bare(super().get_params(context))
+            return _strip_metavars(super().get_params(context))
 
     class Lazy(typer.core.TyperGroup):
         """Lists commands by COMMANDS alone, and imports the one that runs."""
@@ -313,7 +313,7 @@ def _application() -> Any:
                 self.add_command(typer.core.TyperCommand(name, help=text))
 
         def get_params(self, context: Any) -> list[Any]:
-            return _bare(super().get_params(context))
+            return _strip_metavars(super().get_params(context))
 
         def resolve_command(self, context: Any, arguments: list[str]) -> Any:
             name: str | None = arguments[0]
@@ -323,7 +323,7 @@ def _application() -> Any:
             assert name is not None
             module = load_command(name)
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(name, cls=Bare, context_settings=HELP, epilog=_examples(module.__doc__ or ""))(module.command)
+            alone.command(name, cls=Bare, context_settings=HELP, epilog=_find_examples(module.__doc__ or ""))(module.command)
             return name, typer.main.get_command(alone), rest
 
     made = typer.Typer(name="rlx-optim", cls=Lazy, pretty_exceptions_enable=False, context_settings=HELP)
@@ -341,7 +341,7 @@ def _application() -> Any:
     return made
 
 
-app = None if typer is None else _application()
+app = None if typer is None else _make_application()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -372,7 +372,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return app(args=argv, prog_name="rlx-optim", standalone_mode=False) or 0
     except (Problem, usage_error) as error:
-        complain(str(error) if isinstance(error, Problem) else name_value(error, sys.argv[1:] if argv is None else argv))
+        complain(str(error) if isinstance(error, Problem) else add_value(error, sys.argv[1:] if argv is None else argv))
         return 2
     except typer.Abort:
         return INTERRUPTED
@@ -382,7 +382,7 @@ def _run(argv: Sequence[str] | None) -> int:
         raise
 
 
-def name_value(error: Any, argv: Sequence[str]) -> str:
+def add_value(error: Any, argv: Sequence[str]) -> str:
     """Return what a usage error says, with the value that was given for its option."""
     said: str = error.format_message()
     names = getattr(getattr(error, "param", None), "opts", ())
@@ -395,10 +395,10 @@ def _tame_output() -> None:
     """Where stdout is closed, print into the void; where it has not all our characters, print "?" for those."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (as long as the process)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    if not _unicode():
+    if not _is_unicode():
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
-def _unicode() -> bool:
+def _is_unicode() -> bool:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a string that a program collects has none
     return encoding.lower().replace("-", "") == "utf8"

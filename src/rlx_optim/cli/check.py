@@ -21,17 +21,17 @@ from typing import Annotated, Any
 import typer
 
 from ..check import CHECKS, FILES, checks_of, explain_missing, load_target, subject_of
-from ..check.page import page
+from ..check.page import render_page
 from ..check.table import choose_checks, run_checks
 from ..numpy.classes import list_optimizers
 from ..registry import aliases
-from . import Problem, check_place, load_lab, one, progress, say, write_json
+from . import Problem, check_output_path, choose_one, load_lab, say, show_progress, write_json
 
 
-def target_of(name: str) -> str:
+def find_target(name: str) -> str:
     """Return a rule's name as it is registered, or PACKAGE:CLASS where that names something."""
     if ":" not in name:
-        return one("optimizer", name, list_optimizers(), aliases())
+        return choose_one("optimizer", name, list_optimizers(), aliases())
     try:
         load_target(name)
     except ModuleNotFoundError as problem:
@@ -61,7 +61,7 @@ def list_all(as_json: bool) -> None:
         say(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
 
 
-def settings_of(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as problem:
@@ -90,30 +90,30 @@ def command(
     """Check any optimizer: a torch class, an optax factory, a rule on every engine here."""
     if (target is None) != (of_language or listing):
         raise Problem("give an optimizer (torch.optim:AdamW, optax:adamw, adamw), or --list, or --language")
-    check_place("--html", as_html, (".html",))
-    settings = settings_of(kwargs)
+    check_output_path("--html", as_html, (".html",))
+    settings = parse_settings(kwargs)
     words = [word.strip() for word in only.split(",") if word.strip()]
     if listing:
         return list_all(as_json)
     if target is None:
         raise typer.Exit(int(not load_lab("check --language", "language").show(as_json)))
-    claimed = one("optimizer", claimed, list_optimizers(), aliases()) if claimed else ""
+    claimed = choose_one("optimizer", claimed, list_optimizers(), aliases()) if claimed else ""
     try:
         engines = ["cpu"] if quick else None
-        subject = subject_of(target_of(target), settings, claimed=claimed or None, ranks=ranks or 2, engines=engines)
+        subject = subject_of(find_target(target), settings, claimed=claimed or None, ranks=ranks or 2, engines=engines)
         if subject.kind == "rule":
             if claimed or ranks:
                 raise Problem(f"{target} is a rule: --as and --ranks are for torch classes and optax factories")
             for name in settings.keys() - subject.rule.fields.keys():
                 raise Problem(f"--kwargs: {target} has no {name!r}; it has {', '.join(subject.rule.fields)}")
         checks = choose_checks(subject, quick=quick, only=words, ranks=ranks)
-        with progress(len(checks)) as tick:
+        with show_progress(len(checks)) as tick:
             report = run_checks(subject, checks, tick)
     except (TypeError, ValueError) as problem:
         raise Problem(str(problem)) from None
     except SystemExit as problem:
         raise Problem(f"{target}: SystemExit: {problem}") from None
     if as_html is not None:
-        as_html.write_text(page(report), encoding="utf-8")
+        as_html.write_text(render_page(report), encoding="utf-8")
     write_json(report.as_dict()) if as_json else say("\n".join(report.lines()))
     raise typer.Exit(int(not report.ok))

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint import CheckpointError
-from . import Problem, check_place, say, write_json
+from . import Problem, check_output_path, say, write_json
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -33,7 +33,7 @@ def command(
     """Turn an optimizer's state dict, as torch.save writes it, into a checkpoint, or a checkpoint into a state dict."""
     if importlib.util.find_spec("torch") is None:
         raise Problem('convert needs torch: pip install "rlx-optim[torch]"')
-    check_place("target", target, SUFFIXES)
+    check_output_path("target", target, SUFFIXES)
     if (source.suffix == SUFFIXES[0]) == (target.suffix == SUFFIXES[0]):
         raise Problem(f"one of {source} and {target} must end in {SUFFIXES[0]}, and the other not")
     try:

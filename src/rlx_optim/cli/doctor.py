@@ -23,7 +23,7 @@ from ..check.subject import distance
 from ..engines import list_engines
 from ..registry import spec_class
 from ..spec import Spec
-from . import machine, say, show_table, size, write_json
+from . import get_machine, say, show_size, show_table, write_json
 
 #: an elementwise rule, one that reduces, one that multiplies matrices; far enough that a unit in the last place does not show
 CHECKED: dict[str, dict[str, Any]] = {"adamw": {"lr": 0.01}, "lamb": {"lr": 0.05}, "muon": {}}
@@ -62,7 +62,7 @@ def check(name: str) -> dict[str, Any]:
     return told | status | {"errors": errors, "seconds": time.perf_counter() - start}
 
 
-def offloading() -> dict[str, Any]:
+def check_offload() -> dict[str, Any]:
     """Whether `offload="cpu"` works, and gives what parameters on the CPU give, bit for bit."""
     if importlib.util.find_spec("torch") is None:
         return {"status": "not here", "why": "torch is not installed"}
@@ -84,7 +84,7 @@ def offloading() -> dict[str, Any]:
     return {"status": "live", "why": why}
 
 
-def more_threads_from() -> int:
+def threads_threshold() -> int:
     """The bytes that a pass of float32 tensors moves before the cpu engine takes more than one thread for it."""
     entries: int = importlib.import_module("rlx_optim.engines.cpu.runtime").WORTHWHILE
     return 4 * entries
@@ -94,15 +94,15 @@ def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
     engines = [check(engine) for engine in ENGINES]
-    away = offloading()
+    away = check_offload()
     known, compiled = {"reference", "cpu"}, next(e for e in engines if e["engine"] == "cpu")["status"] == "live"
     return {
         "healthy": all(e["status"] in ("live", "not here") for e in engines) and away["status"] != "wrong",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],
-        "more_threads_from_bytes": more_threads_from() if compiled else None,
+        "more_threads_from_bytes": threads_threshold() if compiled else None,
         "offload": away,
-        "machine": machine(),
+        "machine": get_machine(),
         "seconds": time.perf_counter() - start,
     }
 
@@ -121,7 +121,7 @@ def show(found: dict[str, Any]) -> None:
     say(f"third-party engines: {others}" if others else "")
     say(f"threads: {m['threads']} of {m['cores']} cores")
     if (least := found["more_threads_from_bytes"]) is not None:
-        say(f"more than one thread: for passes that move {size(least)} or more")
+        say(f"more than one thread: for passes that move {show_size(least)} or more")
     away = found["offload"]
     say(f"offload: {away['status']}, {away['why']}")
     say(f"machine: {m['cpu']}, {m['memory_gb']} GB, {m['platform']}")

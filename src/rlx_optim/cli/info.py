@@ -14,7 +14,7 @@ from ..documentation import state, words
 from ..numpy.classes import list_optimizers
 from ..registry import aliases, documentation, spec_class
 from ..spec import REQUIRED
-from . import Problem, one, say, width, write_json
+from . import Problem, choose_one, get_width, say, write_json
 from .listing import entry
 
 #: how a part of a rule's docstring begins -> what it is
@@ -33,7 +33,7 @@ def parts_of(name: str) -> dict[str, str]:
     return parts
 
 
-def flowing(text: str) -> str:
+def join_lines(text: str) -> str:
     """Prose without the file's own line breaks, so that any width suits it; indented formulas and list items keep theirs."""
     lines: list[str] = []
     for line in text.splitlines():
@@ -47,7 +47,7 @@ def flowing(text: str) -> str:
     return "\n".join(lines)
 
 
-def described(name: str) -> dict[str, Any]:
+def describe_rule(name: str) -> dict[str, Any]:
     """Everything that is known of an optimizer."""
     kind = spec_class(name)
     said = words(kind.__doc__)
@@ -78,12 +78,12 @@ def show(told: dict[str, Any]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=width())
+    console = Console(highlight=False, width=get_width())
 
     def section(title: str, text: str) -> None:
         if text:
             console.print(f"\n[bold]{title}[/]")
-            say(flowing(text))
+            say(join_lines(text))
 
     console.print(f"[bold]{told['title'].replace('[', chr(92) + '[')}[/]")
     section("Idea", told.get("idea", ""))
@@ -113,5 +113,5 @@ def command(
     """Explain one optimizer: idea, formulas, defaults, when to use it, what it costs."""
     if sys.flags.optimize > 1:
         raise Problem("info reads docstrings, and python -OO takes them away; run it without -OO")
-    told = described(one("optimizer", name, list_optimizers(), aliases()))
+    told = describe_rule(choose_one("optimizer", name, list_optimizers(), aliases()))
     write_json(told) if as_json else show(told)

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from ..checkpoint import CheckpointError, summary
 from ..checkpoint.files import open_checkpoint
-from . import Problem, say, show_table, width, write_json
+from . import Problem, get_width, say, show_table, write_json
 
 
 def show(path: Path, as_json: bool) -> int:
@@ -28,7 +28,7 @@ def show(path: Path, as_json: bool) -> int:
         write_json({"file": str(path), "verified": True, "description": list(said), "state": entries})
         return 0
     say("\n".join([str(path), *said]))
-    if sum(max(map(len, column)) + 3 for column in zip(summary.HEAD, *told, strict=True)) < width():
+    if sum(max(map(len, column)) + 3 for column in zip(summary.HEAD, *told, strict=True)) < get_width():
         show_table(summary.HEAD, [[escape(cell) for cell in row] for row in told], [False] * len(told))
     else:
         for name, optimizer, shape, dtype, steps, state, count in told:

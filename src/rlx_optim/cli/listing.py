@@ -14,7 +14,7 @@ import typer
 from ..numpy.classes import create
 from ..program import has_reduction
 from ..registry import documentation, known, spec_class
-from . import digits, say, show_table, write_json
+from . import say, show_digits, show_table, write_json
 from .costs import count_bytes, settings_of
 from .memory import slots_of
 
@@ -48,9 +48,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     if as_json:
         write_json(entries)
         return
-    rows = [
-        [e["name"], e["summary"], e["kind"], digits(e["state_bytes_per_parameter"]), digits(e["traffic_bytes_per_parameter"])]
-        for e in entries
-    ]
+    counted = ("state_bytes_per_parameter", "traffic_bytes_per_parameter")
+    rows = [[e["name"], e["summary"], e["kind"], *(show_digits(e[key]) for key in counted)] for e in entries]
     show_table(("optimizer", "what it is", "rule", "state B/param", "traffic B/param"), rows, [False] * len(rows), spare=(2, 4))
     say("State of a 1024×1024 matrix (SGD with momentum). More on one: rlx-optim info NAME")

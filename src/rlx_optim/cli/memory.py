@@ -30,9 +30,9 @@ from ..program import has_reduction, reduces_over_all
 from ..registry import aliases
 from ..rounding import EXACT, LOW
 from ..storage import count_bytes
-from . import NAMES, Problem, choose, one, say, show_table, size, write_json
+from . import NAMES, Problem, choose, choose_one, say, show_size, show_table, write_json
 from .costs import settings_of
-from .shapes import KNOWN, Shapes, parameters, shapes_of
+from .shapes import KNOWN, Shapes, count_numbers, shapes_of
 
 ITEM = 4  # bytes of a float32
 ENGINES = ("auto", "cpu", "torch", "triton")
@@ -66,10 +66,12 @@ def slots_of(optimizer: NamedOptimizer, shapes: Shapes) -> list[SlotBytes]:
 
 
 # ---- where it is -----------------------------------------------------------------------------------------------------------
-def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, engine: str = "auto") -> dict[str, dict[str, int]]:
+def place_bytes(
+    optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, engine: str = "auto"
+) -> dict[str, dict[str, int]]:
     """Bytes on the device and on the host, of parameters of so many bytes each, their gradients, and state. engine: of offloaded
     rules, which says where they are computed."""
-    each = item * parameters(shapes)
+    each = item * count_numbers(shapes)
     device = {"parameters": each, "gradients": each}
     if not offload:
         return {"device": device | {"state": sum(slot.bytes for slot in slots_of(optimizer, shapes))}, "host": {}}
@@ -81,7 +83,7 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
         above = buckets.on_the_device(spec.matrix, engine)
         row = sum(kept) // max(rows, 1) if above else 2 * item * math.prod(shape[1:])
         kept += [2 * math.prod(shape)] * (spec.rounding == EXACT)
-        state += sum(map(locked, kept)) if above else sum(kept)
+        state += sum(map(round_up_locked, kept)) if above else sum(kept)
         together = together or reduces_over_all(spec, shape)
         whole = spec.matrix or has_reduction(spec, shape) or not shape
         for run in [slice(0, rows)] if whole else buckets.runs(rows, row, buckets.most(above, spec.matrix)):
@@ -92,10 +94,10 @@ def homes(optimizer: NamedOptimizer, shapes: Shapes, item: int, offload: bool, e
     rooms = [
         room for who, sizes in lanes.items() if not who[0] for room in buckets.rooms(sizes, buckets.most(*who), together)
     ]  # fmt: skip
-    return {"device": device, "host": {"state": state, "buckets": sum(map(locked, rooms))}}
+    return {"device": device, "host": {"state": state, "buckets": sum(map(round_up_locked, rooms))}}
 
 
-def locked(size: int) -> int:
+def round_up_locked(size: int) -> int:
     """What torch takes for so many bytes of page-locked memory."""
     return 1 << (size - 1).bit_length() if size else 0
 
@@ -141,28 +143,28 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
     return settings
 
 
-def made(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
+def make_named(name: str, settings: Mapping[str, Any]) -> NamedOptimizer:
     try:
         return create(name, **{**settings_of(name), **settings})
     except (TypeError, ValueError) as problem:
         raise Problem(f"--set: {problem}") from None
 
 
-def described(sizes: Mapping[str, int]) -> str:
+def format_sizes(sizes: Mapping[str, int]) -> str:
     """In words: "8.80 GB (parameters 4.40 GB, gradients 4.40 GB)"."""
-    return f"{size(sum(sizes.values()))} ({', '.join(f'{what} {size(n)}' for what, n in sizes.items() if n)})"
+    return f"{show_size(sum(sizes.values()))} ({', '.join(f'{what} {show_size(n)}' for what, n in sizes.items() if n)})"
 
 
 # ---- what is said -------------------------------------------------------------------------------------------------------
-def sizes(total: int, count: int) -> list[str]:
-    return [f"{total:,}", size(total), f"{total / max(count, 1):.3f}"]
+def format_columns(total: int, count: int) -> list[str]:
+    return [f"{total:,}", show_size(total), f"{total / max(count, 1):.3f}"]
 
 
-def rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], bool]]:
+def list_rows(report: Mapping[str, Any], count: int) -> Iterator[tuple[list[str], bool]]:
     for name, entry in report.items():
         for s in entry["slots"]:
-            yield [name, f"{s['rule']}: {s['slot']}", f"{s['tensors']:,}", *sizes(s["bytes"], count)], False
-        yield [name, "all state", "", *sizes(entry["state_bytes"], count)], True
+            yield [name, f"{s['rule']}: {s['slot']}", f"{s['tensors']:,}", *format_columns(s["bytes"], count)], False
+        yield [name, "all state", "", *format_columns(entry["state_bytes"], count)], True
 
 
 def command(
@@ -181,19 +183,19 @@ def command(
     """Count the bytes of state that an optimizer needs for a model."""
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
     tensors, settings = read_shapes(model), read_settings(set_ or [])
-    item = WEIGHTS[one("type", weights, list(WEIGHTS))]
+    item = WEIGHTS[choose_one("type", weights, list(WEIGHTS))]
     report: dict[str, Any] = {}
     for name in chosen:
-        slots = slots_of(made(name, settings), tensors)
+        slots = slots_of(make_named(name, settings), tensors)
         report[name] = {"state_bytes": sum(slot.bytes for slot in slots), "slots": [dataclasses.asdict(slot) for slot in slots]}
-        report[name] |= homes(made(name, settings), tensors, item, offload, one("engine", engine, ENGINES))
-    count = parameters(tensors)
+        report[name] |= place_bytes(make_named(name, settings), tensors, item, offload, choose_one("engine", engine, ENGINES))
+    count = count_numbers(tensors)
     if as_json:
         about = {"shapes": model, "tensors": len(tensors), "parameters": count, "parameter_bytes": item * count}
         write_json({**about, "optimizers": report})
         return
-    say(f"{model}: tensors {len(tensors):,}, parameters {count:,}, {size(item * count)} of {weights} parameters")
-    lines = list(rows(report, count))
+    say(f"{model}: tensors {len(tensors):,}, parameters {count:,}, {show_size(item * count)} of {weights} parameters")
+    lines = list(list_rows(report, count))
     show_table(
         ("optimizer", "rule: slot", "tensors", "bytes", "rounded", "B/param"),
         [line for line, _ in lines],
@@ -201,6 +203,6 @@ def command(
         spare=(4, 2, 5),
     )
     for name, entry in report.items() if offload else ():
-        say(f"{name}: " + "; ".join(f"{place}: {described(entry[place])}" for place in ("device", "host")))
+        say(f"{name}: " + "; ".join(f"{place}: {format_sizes(entry[place])}" for place in ("device", "host")))
     if "sgd" in chosen and "momentum" not in settings:
         say("SGD here has momentum=0.9; --set momentum=0 for none")

@@ -19,7 +19,7 @@ from ..registry import aliases, required, spec_class
 from ..routing import reason_by_name
 from ..spec import Shape, Spec
 from ..storage import FORMATS, count_bytes
-from . import NAMES, Problem, choose, one, say, show_table, size, write_json
+from . import NAMES, Problem, choose, choose_one, say, show_size, show_table, write_json
 from .shapes import KNOWN, shapes_of
 
 SIZES = {"float32": 4, "bfloat16": 2}
@@ -50,7 +50,7 @@ class Row:
     state_mean: float
 
 
-def planned(model: str, name: str, ranks: int, itemsize: int, state_dtype: str = "float32") -> Row:
+def plan_step(model: str, name: str, ranks: int, itemsize: int, state_dtype: str = "float32") -> Row:
     kind = spec_class(name)
     own = kind(**required(kind), state_dtype=state_dtype)
     routed = own.otherwise_default
@@ -61,7 +61,7 @@ def planned(model: str, name: str, ranks: int, itemsize: int, state_dtype: str =
     ]
     step = traffic(entries, ranks, itemsize)
     wide = max(itemsize, 4)
-    beside = sum(kept(shape, spec, ranks, wide) for shape, spec in entries if not spec.matrix)
+    beside = sum(count_kept_bytes(shape, spec, ranks, wide) for shape, spec in entries if not spec.matrix)
     state = [held + beside for held in step.state]
     return Row(
         model,
@@ -80,7 +80,7 @@ def planned(model: str, name: str, ranks: int, itemsize: int, state_dtype: str =
     )
 
 
-def kept(shape: Shape, spec: Spec, ranks: int, wide: int) -> int:
+def count_kept_bytes(shape: Shape, spec: Spec, ranks: int, wide: int) -> int:
     """How many bytes of state the first rank has beside its shard; an axis that a slot lacks is not cut."""
     whole = spec.stored_slots(shape)
     cut = {name: (slot, whole[name]) for name, slot in spec.slots((extent(shape[0], ranks, 0)[1], *shape[1:])).items()}
@@ -89,13 +89,14 @@ def kept(shape: Shape, spec: Spec, ranks: int, wide: int) -> int:
     return sum(count_bytes(slot, wide) for slot in here)
 
 
-def cells(row: Row) -> list[str]:
+def format_cells(row: Row) -> list[str]:
     balance = "–" if row.balance is None else f"{100 * row.balance:.0f} %"
-    reduced = [str(len(row.all_reduced)), size(sum(row.all_reduced))] if row.all_reduced else ["0", "–"]
-    sent = [size(row.sent_most), size(row.sent_mean)] if row.sent_most else ["–", "–"]
+    reduced = [str(len(row.all_reduced)), show_size(sum(row.all_reduced))] if row.all_reduced else ["0", "–"]
+    sent = [show_size(row.sent_most), show_size(row.sent_mean)] if row.sent_most else ["–", "–"]
+    state = [show_size(row.state_most), show_size(row.state_mean)]
     return [
         row.optimizer, f"{row.ranks:,}", str(row.matrices), *sent, str(row.stages) if row.stages else "–",
-        "–" if row.hidden is None else f"{100 * row.hidden:.0f} %", *reduced, balance, size(row.state_most), size(row.state_mean),
+        "–" if row.hidden is None else f"{100 * row.hidden:.0f} %", *reduced, balance, *state,
     ]  # fmt: skip
 
 
@@ -108,13 +109,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a step sends and how evenly its work is shared out, for a model sharded over many ranks."""
-    dtype, state_dtype = one("dtype", dtype, list(SIZES)), one("state dtype", state_dtype, list(FORMATS))
+    dtype, state_dtype = choose_one("dtype", dtype, list(SIZES)), choose_one("state dtype", state_dtype, list(FORMATS))
     counts = [part.strip().replace("_", "") for part in ranks.split(",")]
     if not all(count.isdecimal() and 0 < int(count) <= 100_000 for count in counts):
         raise Problem(f"--ranks must be whole numbers from 1 to 100000, comma-separated, got {ranks!r}")
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
-    rows = [planned(model, name, int(count), SIZES[dtype], state_dtype) for name in chosen for count in counts]
+    rows = [plan_step(model, name, int(count), SIZES[dtype], state_dtype) for name in chosen for count in counts]
     if as_json:
         return write_json([dataclasses.asdict(row) for row in rows])
     say(f"{model}: {rows[0].parameters:,} parameters in {dtype}, one step; bytes that a rank sends to others")
-    show_table(HEAD, [cells(row) for row in rows], [False] * len(rows), SPARE, texts=1)
+    show_table(HEAD, [format_cells(row) for row in rows], [False] * len(rows), SPARE, texts=1)

@@ -19,7 +19,7 @@ from ..numpy.classes import list_optimizers
 from ..race import report
 from ..race.running import GRID, MODELS, Race, run
 from ..registry import aliases
-from . import NAMES, Problem, choose, digits, machine, one, progress, say, show_table, size, write_json
+from . import NAMES, Problem, choose, choose_one, get_machine, say, show_digits, show_progress, show_size, show_table, write_json
 
 REPORT, RESULTS = "report.html", "results.json"
 #: help of options that the races of language models have too
@@ -46,7 +46,7 @@ def show_grid(found: dict[str, Any]) -> None:
     """The training loss at each rate of the grid, the one taken marked."""
 
     def cell(trial: dict[str, Any], taken: float) -> str:
-        end = "diverged" if trial["train_loss"] is None else digits(trial["train_loss"])
+        end = "diverged" if trial["train_loss"] is None else show_digits(trial["train_loss"])
         return f"{trial['lr']:g}: {end}{' *' if trial['lr'] == taken else ''}"
 
     rows = [[name, *(cell(trial, e["lr"]) for trial in e["grid"])] for name, e in found["optimizers"].items()]
@@ -72,7 +72,7 @@ def show(found: dict[str, Any]) -> None:
         note = f" ({e['diverged']} of {e['runs']} diverged)" if e["diverged"] else ""
         rows.append([
             name + note, f"{e['lr']:g}", spread(e["accuracy"], "{:.1%}".format), spread(e["test_loss"], "{:.3g}".format),
-            spread(e["train_loss"], "{:.3g}".format), digits(e["ms_per_step"]["mean"]), size(e["state_bytes"]),
+            spread(e["train_loss"], "{:.3g}".format), show_digits(e["ms_per_step"]["mean"]), show_size(e["state_bytes"]),
         ])  # fmt: skip
     head = ("optimizer", "lr", "test accuracy", "test loss", "train loss", "ms/step", "state")
     show_table(head, rows, [place == 0 for place in range(len(rows))], spare=(3,))
@@ -90,7 +90,7 @@ def command_line(race: Race, name: str = "race") -> str:
 
 def conclude(race: Race, folder: Path, command_: str, as_json: bool, code: int = 130) -> NoReturn:
     """Write what came of a race, show it and end the process. code: that of a race that was interrupted."""
-    found = report.results(race, command_, machine())
+    found = report.results(race, command_, get_machine())
     write_json(found, folder / RESULTS)
     (folder / REPORT).write_text(report.html(found), encoding="utf-8")
     if as_json:
@@ -109,7 +109,7 @@ def conclude(race: Race, folder: Path, command_: str, as_json: bool, code: int =
 
 def train(race: Race) -> None:
     """Run everything, with a bar that says what runs, its loss and the time left."""
-    with progress(race.total, 0) as tick:
+    with show_progress(race.total, 0) as tick:
         run(race, lambda name: tick(name, 0), lambda loss: tick(note=f"loss {loss:.4g}"))
 
 
@@ -125,8 +125,8 @@ def command(
 ) -> None:
     """Train one model with every optimizer and write a report that opens in a browser."""
     chosen = choose("optimizer", optimizers, list_optimizers(), aliases())
-    raced = MODELS[one("model", model, list(MODELS))]
-    where = one("engine", engine, raced.engines)
+    raced = MODELS[choose_one("model", model, list(MODELS))]
+    where = choose_one("engine", engine, raced.engines)
     race = Race(raced, chosen, steps or raced.steps, seeds or raced.seeds, where, tune)
     folder = new_folder(out)
     train(race)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import unknown
+from . import unknown_name
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -74,9 +74,9 @@ def shapes_of(model: str) -> Shapes:
     if one:
         return {"w": tuple(int(n.rstrip("kM")) * UNITS[n.lstrip("0123456789")] for n in one[1].split("x"))}
     if model not in MODELS:
-        raise unknown("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M), one:NxN"])
+        raise unknown_name("model", model, [*MODELS, "one:N (such as one:1k, one:262k, one:32M), one:NxN"])
     return MODELS[model]()
 
 
-def parameters(shapes: Shapes) -> int:
+def count_numbers(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())

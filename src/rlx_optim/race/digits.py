@@ -26,7 +26,7 @@ Arrays = dict[str, np.ndarray]
 
 
 @functools.cache
-def digits() -> tuple[np.ndarray, ...]:
+def split_digits() -> tuple[np.ndarray, ...]:
     """Images and labels to learn, images and labels to test: the same split in every race."""
     images, labels = load_digits()
     order = np.random.default_rng(0).permutation(len(labels))
@@ -116,7 +116,7 @@ class Digits:
 
     # ---- a run ------------------------------------------------------------------------------------------------------------
     def evaluate(self, params: Arrays) -> dict[str, float]:
-        images, labels, test_images, test_labels = digits()
+        images, labels, test_images, test_labels = split_digits()
         logits = self.forward(params, test_images)[1]
         return {
             "accuracy": float((logits.argmax(axis=1) == test_labels).mean()),
@@ -128,10 +128,10 @@ class Digits:
     def train(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> Run:
         self._walk(optimizer, settings, WARM, seed, engine, lambda loss: None)
         run, params = self._walk(optimizer, settings, steps, seed, engine, tick)
-        return run if run.diverged_at is not None else finished(run, self.evaluate(params))
+        return run if run.diverged_at is not None else finish_run(run, self.evaluate(params))
 
     def _walk(self, optimizer: str, settings: Settings, steps: int, seed: int, engine: str, tick: Tick) -> tuple[Run, Arrays]:
-        images, labels, *_ = digits()
+        images, labels, *_ = split_digits()
         rng, noise = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         params, opt = self.initial(rng), build(optimizer, settings, steps, engine)
         run, stepping = Run(seed), Stopwatch()
@@ -157,7 +157,7 @@ class Digits:
         return run, params
 
 
-def finished(run: Run, metrics: dict[str, float]) -> Run:
+def finish_run(run: Run, metrics: dict[str, float]) -> Run:
     """A run that took all its steps, with what it came to; the last step may have thrown it."""
     if all(map(math.isfinite, metrics.values())):
         run.metrics = metrics
