@@ -139,7 +139,9 @@ def main() -> None:
                 rows[target] = row(library, target)
                 print(target, rows[target].get("counts") or rows[target]["unchecked"], flush=True)
                 place = {name: i for i, name in enumerate(LIBRARIES)}
-                asked_of = {c.name: {"reason": c.reason, "taste": c.taste} for c in CHECKS.values() if c.quick}
+                asked_of = {
+                    c.name: {"reason": c.reason, "taste": c.taste} for c in CHECKS.values() if c.quick and c.kinds != ("rule",)
+                }
                 known = {**before.get("checks", {}), **asked_of}
                 ordered = sorted(rows.values(), key=lambda each: (place[each["library"]], each["optimizer"].lower()))
                 told = {"versions": PINNED, "checks": known, "rows": ordered}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlx_optim import create
-from rlx_optim.check.engines import explain_missing
+from rlx_optim.check.engines import say_missing
 from rlx_optim.engines import no_compiler
 from rlx_optim.numpy.curvature import CurvatureOptimizer
 from rlx_optim.registry import required, spec_class
@@ -151,12 +151,12 @@ ENGINES = {
     "reference": Place(named, lambda: None, "NumPy in float64"),
     "cpu": Place(_cpu("float32"), no_compiler, "compiled by LLVM, float32"),
     "cpu-float64": Place(_cpu("float64"), no_compiler, "compiled by LLVM, float64"),
-    "torch": Place(_torch("torch", "cpu"), lambda: explain_missing("torch"), "torch functions on CPU tensors"),
-    "torch-cuda": Place(_torch("torch", "cuda"), lambda: explain_missing("torch", gpu=True), "torch functions on CUDA tensors"),
+    "torch": Place(_torch("torch", "cpu"), lambda: say_missing("torch"), "torch functions on CPU tensors"),
+    "torch-cuda": Place(_torch("torch", "cuda"), lambda: say_missing("torch", gpu=True), "torch functions on CUDA tensors"),
     "triton": Place(
-        _torch("triton", "cuda"), lambda: explain_missing("torch", "triton", gpu=True), "compiled by Triton, CUDA tensors"
+        _torch("triton", "cuda"), lambda: say_missing("torch", "triton", gpu=True), "compiled by Triton, CUDA tensors"
     ),
-    "jax": Place(jax_, lambda: explain_missing("jax", "optax"), "traced by JAX, as optax transformations"),
+    "jax": Place(jax_, lambda: say_missing("jax", "optax"), "traced by JAX, as optax transformations"),
 }
 
 

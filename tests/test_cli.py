@@ -255,6 +255,17 @@ def test_an_installed_package_finds_the_lab_of_the_checkout_it_is_started_in(tmp
     assert cli.find_checkout() == tmp_path
 
 
+def test_an_installed_package_in_a_folder_that_has_been_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "rlx_optim" / "cli" / "__init__.py"))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.find_checkout() is None
+    assert run("list") == 0
+    capsys.readouterr()
+    assert "No module named 'nowhere'" in refused(capsys, "check", "nowhere:Rule")
+
+
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"rlx-optim {rlx_optim.__version__}\n"

@@ -9,6 +9,7 @@ something of theirs is checked.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -20,7 +21,7 @@ from ..spec import Spec
 from . import engines
 from .table import CHECKS, Check, Report, Result, choose_checks, run_checks
 
-__all__ = ["CHECKS", "Check", "Report", "Result", "check_optimizer", "checks_of", "explain_missing", "load_target", "subject_of"]
+__all__ = ["CHECKS", "Check", "Report", "Result", "check_optimizer", "checks_of", "load_target", "say_missing", "subject_of"]
 
 #: by kind: the files that enter checks into the table
 FILES = {
@@ -31,9 +32,9 @@ FILES = {
 NEEDS = {"torch": ("torch",), "optax": ("jax", "optax"), "rule": ()}
 
 
-def explain_missing(kind: str) -> str | None:
+def say_missing(kind: str) -> str | None:
     """Return None, or what is not installed and how to get it."""
-    return engines.explain_missing(*NEEDS[kind])
+    return engines.say_missing(*NEEDS[kind])
 
 
 def checks_of(kind: str) -> list[Check]:
@@ -50,8 +51,9 @@ def load_target(target: str) -> Any:
         return spec_class(module)
     if not (module and name):
         raise ValueError(f"{target!r}: say PACKAGE:CLASS, as in torch.optim:AdamW")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    with contextlib.suppress(OSError):  # a folder that has been removed
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python -m` has it
     thing = importlib.import_module(module)
     for part in name.split("."):
         thing = getattr(thing, part)
@@ -73,7 +75,7 @@ def subject_of(
         return RuleSubject(thing, given, engines)
     if torch is not None and isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer):
         from .torch_subject import TorchSubject as Kind
-    elif callable(thing) and not isinstance(thing, type) and explain_missing("optax") is None:
+    elif callable(thing) and not isinstance(thing, type) and say_missing("optax") is None:
         from .optax_subject import OptaxSubject as Kind  # type: ignore[assignment]
     else:
         raise TypeError(f"{target} is neither a torch.optim.Optimizer class nor an optax factory but {thing!r}")

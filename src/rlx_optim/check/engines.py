@@ -63,7 +63,7 @@ def _jax() -> Speaker:
 EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}  # of this package, by what they install
 
 
-def explain_missing(*libraries: str, gpu: bool = False) -> str | None:
+def say_missing(*libraries: str, gpu: bool = False) -> str | None:
     """Return which of these libraries is missing and how to get it, or that there is no GPU; None where all are here."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
@@ -88,16 +88,16 @@ ENGINES: Mapping[str, EngineChoice] = {
     "reference": EngineChoice(lambda: Speaker(get_engine("reference")), lambda: None, "NumPy in float64"),
     "cpu": EngineChoice(lambda: Speaker(get_engine("cpu")), no_compiler, "compiled by LLVM, float32"),
     "cpu-float64": EngineChoice(lambda: Speaker(get_engine("cpu", "float64")), no_compiler, "compiled by LLVM, float64"),
-    "torch": EngineChoice(lambda: _torch("torch", "cpu"), lambda: explain_missing("torch"), "torch functions on CPU tensors"),
+    "torch": EngineChoice(lambda: _torch("torch", "cpu"), lambda: say_missing("torch"), "torch functions on CPU tensors"),
     "torch-cuda": EngineChoice(
-        lambda: _torch("torch", "cuda"), lambda: explain_missing("torch", gpu=True), "torch functions on CUDA tensors"
+        lambda: _torch("torch", "cuda"), lambda: say_missing("torch", gpu=True), "torch functions on CUDA tensors"
     ),
     "triton": EngineChoice(
         lambda: _torch("triton", "cpu" if INTERPRETED else "cuda"),
-        lambda: explain_missing("torch", "triton", gpu=not INTERPRETED),
+        lambda: say_missing("torch", "triton", gpu=not INTERPRETED),
         "compiled by Triton, CUDA tensors",
     ),
-    "jax": EngineChoice(_jax, lambda: explain_missing("jax"), "traced by JAX"),
+    "jax": EngineChoice(_jax, lambda: say_missing("jax"), "traced by JAX"),
 }
 
 

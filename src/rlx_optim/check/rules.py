@@ -13,7 +13,7 @@ import numpy as np
 
 from ..program import commit_has_reduction, trace
 from ..spec import KEY, MODIFIERS, Shape, Slot, Spec
-from .engines import Arrays, Walk, explain_missing, find_gap, get_speaker, walk_by_optax
+from .engines import Arrays, Walk, find_gap, get_speaker, say_missing, walk_by_optax
 from .rule_subject import LONG, MATRIX_BAR, SMALL, RuleSubject, Seen, expect_same
 from .subject import distance
 from .table import Check, RuleReport, Skip, Wrong, check, choose_checks, expect, run_checks
@@ -182,7 +182,7 @@ def groups(s: RuleSubject, engine: str) -> Seen:
 )  # fmt: skip
 def jit(s: RuleSubject) -> Seen:
     """Jitted updates of `rlx_optim.optax` beside the reference; the learning rate is a number, then traced."""
-    if (why := explain_missing("jax", "optax") or (None if "lr" in s.rule.fields else "it has no lr")) is not None:
+    if (why := say_missing("jax", "optax") or (None if "lr" in s.rule.fields else "it has no lr")) is not None:
         raise Skip(f"not asked: {why}")
     spec, found = s.spec, list[Seen]()
     problem = s.draw_problem([shape for shape in SMALL if spec.takes(shape) is None] or s.survey.shapes[:2])

@@ -174,16 +174,10 @@ class RuleReport(Report):
         return self.results
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [
-            {
-                "check": row.name,
-                "engine": row.engine,
-                "ok": row.ok,
-                "seen": row.seen if isinstance(row.seen, (int, float)) and math.isfinite(row.seen) else None,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
+        def number(row: Result) -> float | None:
+            return row.seen if isinstance(row.seen, (int, float)) and math.isfinite(row.seen) else None
+
+        rows = [{"check": r.name, "engine": r.engine, "ok": r.ok, "seen": number(r), "note": r.note} for r in self.rows]
         return {"rule": self.rule, "ok": self.ok, "rows": rows}
 
 

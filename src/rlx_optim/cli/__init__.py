@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+from ..checkpoint.format import CheckpointError
 from ..registry import nearest
 from ..threads import available, get_threads
 
@@ -256,19 +257,16 @@ def show_table(
 # ---- the repository's lab -----------------------------------------------------------------------------------------------
 def find_checkout() -> Path | None:
     """The repository that this package is in, or else the one that the process was started in."""
-    for root in (Path(__file__).parents[3], Path.cwd()):
-        if (root / "lab" / "__init__.py").exists() and (root / "src" / "rlx_optim").is_dir():
-            return root
-    return None
+    roots = [Path(__file__).parents[3]]
+    with contextlib.suppress(OSError):  # a folder that has been removed
+        roots.append(Path.cwd())
+    return next((r for r in roots if (r / "lab" / "__init__.py").exists() and (r / "src" / "rlx_optim").is_dir()), None)
 
 
 def load_command(name: str) -> Any:
     """Import the module of a command."""
-    return (
-        importlib.import_module(f".{FILES.get(name, name)}", __name__)
-        if name in COMMANDS
-        else load_lab(name, FILES.get(name, name))
-    )
+    file = FILES.get(name, name)
+    return importlib.import_module(f".{file}", __name__) if name in COMMANDS else load_lab(name, file)
 
 
 def load_lab(what: str, module: str) -> Any:
@@ -371,8 +369,11 @@ def _run(argv: Sequence[str] | None) -> int:
     usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, which typer has from click or brings itself
     try:
         return app(args=argv, prog_name="rlx-optim", standalone_mode=False) or 0
-    except (Problem, usage_error) as error:
-        complain(str(error) if isinstance(error, Problem) else add_value(error, sys.argv[1:] if argv is None else argv))
+    except (Problem, CheckpointError) as problem:
+        complain(str(problem))
+        return 2
+    except usage_error as problem:
+        complain(add_value(problem, sys.argv[1:] if argv is None else argv))
         return 2
     except typer.Abort:
         return INTERRUPTED

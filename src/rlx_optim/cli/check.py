@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..check import CHECKS, FILES, checks_of, explain_missing, load_target, subject_of
+from ..check import FILES, Check, checks_of, load_target, say_missing, subject_of
 from ..check.page import render_page
 from ..check.table import choose_checks, run_checks
 from ..numpy.classes import list_optimizers
@@ -48,15 +48,16 @@ def find_target(name: str) -> str:
 
 def list_all(as_json: bool) -> None:
     """Show every check."""
+    known: dict[Check, None] = {}
     for kind in FILES:
-        if (why := explain_missing(kind)) is None:
-            checks_of(kind)
+        if (why := say_missing(kind)) is None:
+            known |= dict.fromkeys(checks_of(kind))
         else:
             say(f"{kind}: {why}", sys.stderr)
     if as_json:
         fields = ("name", "kinds", "quick", "taste", "ranks", "reason")
-        return write_json([{field: getattr(each, field) for field in fields} for each in CHECKS.values()])
-    for c in CHECKS.values():
+        return write_json([{field: getattr(each, field) for field in fields} for each in known])
+    for c in known:
         marks = [word for word, on in {"a matter of taste": c.taste, "not quick": not c.quick, "--ranks": c.ranks}.items() if on]
         say(f"{c.name:21} {'+'.join(c.kinds):12} {c.reason}" + (f" ({', '.join(marks)})" if marks else ""))
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint import CheckpointError
 from . import Problem, check_output_path, say, write_json
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -37,17 +36,13 @@ def command(
     if (source.suffix == SUFFIXES[0]) == (target.suffix == SUFFIXES[0]):
         raise Problem(f"one of {source} and {target} must end in {SUFFIXES[0]}, and the other not")
     try:
-        listed = (
-            None if names is None else [line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()]
-        )
+        lines = [] if names is None else names.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as problem:
         raise Problem(f"--names: {names}: {getattr(problem, 'strerror', None) or problem}") from None
+    listed = None if names is None else [line.strip() for line in lines if line.strip()]
     from ..torch.foreign import convert
 
-    try:
-        snapshot = convert(source, target, optimizer, listed, allow_nan)
-    except CheckpointError as problem:
-        raise Problem(str(problem)) from None
+    snapshot = convert(source, target, optimizer, listed, allow_nan)
     rules, count = [member.optimizer for member in snapshot.members], len(snapshot.parameters)
     if as_json:
         write_json({"file": str(target), "optimizers": rules, "parameters": count, "steps": snapshot.iteration})

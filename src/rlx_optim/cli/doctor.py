@@ -84,12 +84,6 @@ def check_offload() -> dict[str, Any]:
     return {"status": "live", "why": why}
 
 
-def threads_threshold() -> int:
-    """The bytes that a pass of float32 tensors moves before the cpu engine takes more than one thread for it."""
-    entries: int = importlib.import_module("rlx_optim.engines.cpu.runtime").WORTHWHILE
-    return 4 * entries
-
-
 def examine() -> dict[str, Any]:
     """Everything the doctor looks at. `healthy` is what the exit code says."""
     start = time.perf_counter()
@@ -100,7 +94,8 @@ def examine() -> dict[str, Any]:
         "healthy": all(e["status"] in ("live", "not here") for e in engines) and away["status"] != "wrong",
         "engines": engines,
         "third_party_engines": [name for name in list_engines() if name not in known],
-        "more_threads_from_bytes": threads_threshold() if compiled else None,
+        # that a pass of float32 tensors moves before the cpu engine takes more than one thread for it
+        "more_threads_from_bytes": 4 * importlib.import_module("rlx_optim.engines.cpu.runtime").WORTHWHILE if compiled else None,
         "offload": away,
         "machine": get_machine(),
         "seconds": time.perf_counter() - start,
