@@ -424,12 +424,12 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(mix, tmp_path):
 
 
 def test_slots_with_one_meaning_have_names_of_their_own():
-    from rlx_optim.torch.state import outside
+    from rlx_optim.torch.state import name_slots
 
     both = rule.like((2,), m1="first moment", m2="first moment", v="second moment", q="factor")
-    assert outside(SlowMix, both) == {"m1": "exp_avg", "m2": "m2", "v": "exp_avg_sq", "q": "q"}
+    assert name_slots(SlowMix, both) == {"m1": "exp_avg", "m2": "m2", "v": "exp_avg_sq", "q": "q"}
     said = type("Said", (SlowMix,), {"torch": rule.Torch(slots={"m1": "exp_avg_fast", "m2": "exp_avg_slow"})})
-    assert outside(said, both) == {"m1": "exp_avg_fast", "m2": "exp_avg_slow", "v": "exp_avg_sq", "q": "q"}
+    assert name_slots(said, both) == {"m1": "exp_avg_fast", "m2": "exp_avg_slow", "v": "exp_avg_sq", "q": "q"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")

@@ -305,9 +305,9 @@ def test_memory_counts_it(capsys):
 def test_places_of_plain_tensors_count_from_zero():
     p = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
     spec = rlx_optim.registry.spec_class("adamw")()
-    assert bf16.half_of(spec, p, "w", None).first == 0
-    assert bf16.half_of(spec.replace(rounding="nearest"), p, "w", None) is None
-    assert bf16.half_of(spec, nn.Parameter(torch.zeros(3)), "w", None) is None
+    assert bf16.find_rounding(spec, p, "w", None).first == 0
+    assert bf16.find_rounding(spec.replace(rounding="nearest"), p, "w", None) is None
+    assert bf16.find_rounding(spec, nn.Parameter(torch.zeros(3)), "w", None) is None
 
 
 @how_rounded

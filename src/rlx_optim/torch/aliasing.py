@@ -27,7 +27,7 @@ def span(tensor: Any) -> tuple[int, int]:
     return start, start + (last + 1) * t.element_size()
 
 
-def spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def batch_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """From where to where the memory of a batch's parameters reaches, and that of its gradients."""
     entries = batch.placement.select(batch.chosen).entries
     found = batch.addresses
@@ -44,12 +44,12 @@ def spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     return params, grads
 
 
-def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated: Mapping[torch.Tensor, int]) -> list[Work]:
+def split_rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated: Mapping[torch.Tensor, int]) -> list[Work]:
     """What may be stepped at once, in turn: parameters over one memory go one after the other, in the order of the groups, as
     torch steps them. A gradient that lies in a parameter is copied. repeated: parameters that groups list more than once."""
     if sum(len(batch.chosen) for batch in work) <= 1 and not repeated:
         return [work]
-    sides = [spans(batch) for batch in work]
+    sides = [batch_spans(batch) for batch in work]
     reach, of_grads = (np.concatenate([side[k] for side in sides]) if sides else np.zeros((0, 2), np.int64) for k in (0, 1))
     order = np.argsort(reach[:, 0], kind="stable")
     starts, ends = reach[order, 0], np.maximum.accumulate(reach[order, 1])
@@ -66,10 +66,10 @@ def rounds(owner: str, work: Work, groups: Sequence[Mapping[str, Any]], repeated
     if not overlapping and not repeated:
         return [work]
     places = [(work[i].placement, work[i].chosen[k], k) for i, k in entries]
-    return _in_turn(work, _turns(owner, places, reach, groups, repeated))
+    return _batch_rounds(work, _order_rounds(owner, places, reach, groups, repeated))
 
 
-def _turns(
+def _order_rounds(
     owner: str, entries: list[Entry], reach: np.ndarray, groups: Sequence[Mapping[str, Any]], repeated: Mapping[Any, int]
 ) -> list[tuple[int, Entry]]:
     """The round of each entry: after all before it whose memory it shares."""
@@ -91,7 +91,7 @@ def _turns(
     return [(number, entries[at]) for number, at in turns]
 
 
-def _in_turn(work: Work, turns: list[tuple[int, Entry]]) -> list[Work]:
+def _batch_rounds(work: Work, turns: list[tuple[int, Entry]]) -> list[Work]:
     out: list[Work] = []
     for number in range(max(r for r, _ in turns) + 1):
         entries = [entry for r, entry in turns if r == number]

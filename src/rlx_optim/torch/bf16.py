@@ -40,7 +40,7 @@ def _layout(tensor: Any) -> Any:
 
 
 @torch.no_grad()
-def put(low: Any, value: torch.Tensor) -> None:
+def write_low(low: Any, value: torch.Tensor) -> None:
     """Take over a low half: a DTensor of whatever placement, or the whole tensor, which every rank has."""
     if not is_dtensor(low):
         low.copy_(value)
@@ -50,7 +50,7 @@ def put(low: Any, value: torch.Tensor) -> None:
     Shards(_layout(low)).write(low, value)
 
 
-def checked(
+def read_low(
     owner: str, state: Mapping[str, Any], spec: Spec, param: torch.Tensor, name: str, device: torch.device
 ) -> torch.Tensor | None:
     """The low half of what is here, as integers of 16 bits, if there is to be one."""
@@ -69,7 +69,7 @@ def checked(
     return found
 
 
-def half_of(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> ParamRounding | None:
+def find_rounding(spec: Spec, param: torch.Tensor, name: str, low: torch.Tensor | None) -> ParamRounding | None:
     """How a parameter is rounded; None: to nearest, or it is not of 16 bits. name: by which chance is keyed."""
     if param.dtype not in KINDS or spec.rounding == NEAREST:
         return None
@@ -89,7 +89,7 @@ def extent(param: Any) -> tuple[list[int], list[int]]:
     return list(offsets), list(shard)
 
 
-def places(param: Any) -> torch.Tensor:
+def index_elements(param: Any) -> torch.Tensor:
     """The index in the whole parameter of each element that is here."""
     offsets, shard = extent(param)
     device, found = local_part(param).device, torch.zeros((), dtype=torch.int64, device="cpu")
@@ -99,19 +99,19 @@ def places(param: Any) -> torch.Tensor:
     return found.reshape(-1).to(device)
 
 
-def held(entry: Any) -> torch.Tensor:
+def read_whole(entry: Any) -> torch.Tensor:
     """What this rank has of an entry's parameter, with its low half if it has one."""
     return with_low_half(local_part(entry.param).detach().resolve_neg(), entry.rounding)
 
 
-def opened(entry: Any, dtype: torch.dtype) -> torch.Tensor:
+def copy_in(entry: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of an entry's parameter in the arithmetic's type."""
     p = local_part(entry.param).detach().resolve_neg()
     wide = with_low_half(p, entry.rounding)
     return wide if wide is not p else p.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
+def write_back(entry: Any, value: torch.Tensor, t: Any) -> None:
     """Leave in an entry's parameter what came of such a copy at step t."""
     p, half = local_part(entry.param).detach(), entry.rounding
     if half is None:
@@ -119,21 +119,21 @@ def closed(entry: Any, value: torch.Tensor, t: Any) -> None:
     elif half.low is not None:
         split_halves(value, p, half.low)
     else:
-        index = places(entry.param) if half.first is None else None
+        index = index_elements(entry.param) if half.first is None else None
         near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, index)
         p.copy_(near.to(p.dtype))
 
 
-def tell(placement: Any, entry: Any) -> None:
+def set_rounding(placement: Any, entry: Any) -> None:
     """Tell the records of an entry how they are rounded, as the engine of their placement wants it."""
     if placement.separates:
         for record in entry.records:
             record.kind = KINDS.get(entry.param.dtype, "")
     if placement.rounds:
-        deal_out(placement, entry)
+        split_rounding(placement, entry)
 
 
-def deal_out(placement: Any, entry: Any) -> None:
+def split_rounding(placement: Any, entry: Any) -> None:
     """Tell the records of an entry how they are rounded, each a part of it, as the engine of their placement wants it."""
     half = entry.rounding
     if half is None or half.first is None or entry.columns:

@@ -21,13 +21,13 @@ from ..routing import Choice, bare
 from ..spec import Spec
 from ..splits import WHOLE, shapes_of
 from .eval_mode import dicts_in
-from .groups import in_dtype, plain
+from .groups import read_numbers, settings_in_dtype
 from .optimizer import RuleOptimizer
 from .params import current_split, home_of, is_dormant, wanted_split
 from .placements.local import ARITHMETIC
 from .policy import resume_guard
 from .state import init_state, part_names
-from .state_dict import COUNTABLE, fill, make_room, read_parameter
+from .state_dict import COUNTABLE, fill_state, make_state, read_parameter
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -70,7 +70,7 @@ def snapshot_of(opt: RuleOptimizer) -> Snapshot:
 
 def _kind(opt: RuleOptimizer, group: Mapping[str, Any], param: torch.Tensor) -> torch.dtype:
     """The dtype whose settings a parameter has: its own where the group's follow the dtype, else float32."""
-    return torch.float32 if in_dtype(opt._rules[group["rule"]], group, param.dtype) is group else param.dtype
+    return torch.float32 if settings_in_dtype(opt._rules[group["rule"]], group, param.dtype) is group else param.dtype
 
 
 def _members(opt: RuleOptimizer) -> tuple[list[SavedOptimizer], dict[tuple[int, torch.dtype], tuple[int, int | None]]]:
@@ -84,16 +84,16 @@ def _members(opt: RuleOptimizer) -> tuple[list[SavedOptimizer], dict[tuple[int, 
     where: dict[tuple[int, torch.dtype], tuple[int, int | None]] = {}
     for place, (rule, its) in enumerate(opt._rules.items()):
         mine = [(i, kind) for i, group in enumerate(opt.param_groups) if group["rule"] == rule for kind in kinds[i]]
-        values = [_values(its.fields, in_dtype(its, opt.param_groups[i], kind)) for i, kind in mine]
-        values = values or [_values(its.fields, in_dtype(its, opt._defaults_of(rule), torch.float32))]
+        values = [_values(its.fields, settings_in_dtype(its, opt.param_groups[i], kind)) for i, kind in mine]
+        values = values or [_values(its.fields, settings_in_dtype(its, opt._defaults_of(rule), torch.float32))]
         members.append(SavedOptimizer.of(rule, values))
         where |= {i: (place, k - 1 if k else None) for k, i in enumerate(mine)}
     return members, where
 
 
 def _values(fields: Mapping[str, Any], group: Mapping[str, Any]) -> SavedSettings:
-    given = plain({name: group[name] for name in fields})
-    beside = plain({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
+    given = read_numbers({name: group[name] for name in fields})
+    beside = read_numbers({k: v for k, v in group.items() if k not in (*fields, "params", "param_names", "rule")})
     return SavedSettings(
         given, [k for k, v in given.items() if callable(v)], {k: v for k, v in beside.items() if isinstance(v, PLAIN)}
     )
@@ -117,7 +117,7 @@ def load_into(
             states = {known[name][1]: _room(opt, snapshot, name, p, *known[name]) for name, p in there.items()}
         for name, p in there.items():  # from here on nothing but the disk can fail
             here = _here(opt, snapshot, p, known[name][0])
-            fill(states[known[name][1]], here, p, home_of(opt, name, known[name][1], here, p.way))
+            fill_state(states[known[name][1]], here, p, home_of(opt, name, known[name][1], here, p.way))
         opt.state.update(states)
         opt._consolidated = (None, None)
         opt._why.update({known[name][1]: p.reason for name, p in there.items()})
@@ -225,7 +225,7 @@ def _regrouped(
         contents: list[tuple[dict[str, Any], list[int]]] = []
         for place, which in parts.items():
             content = _content(snapshot, group, place, [group["params"][i] for i in which], values)
-            if same := next((members for each, members in contents if plain(each) == plain(content)), None):
+            if same := next((members for each, members in contents if read_numbers(each) == read_numbers(content)), None):
                 same += which  # parameters of other types, whose settings in the file say what the group's say of each type
             else:
                 contents.append((content, which))
@@ -253,9 +253,9 @@ def _content(
     moved = {"lr": torch.full_like(lr, rate)} if isinstance(lr, torch.Tensor) and rate is not None else {}
     content |= values[place] | moved | extra | {"rule": member.optimizer, "state_dtype": group["state_dtype"]}
     if member.optimizer == group["rule"] and kind.torch.in_dtype:  # a None that follows the dtype stays where it means the file's
-        follows = {k: group[k] for k, v in in_dtype(kind, group, torch.float32).items() if v is not group[k]}
+        follows = {k: group[k] for k, v in settings_in_dtype(kind, group, torch.float32).items() if v is not group[k]}
         unsaid = {**content, **follows}
-        meant = [in_dtype(kind, unsaid, p.dtype) for p in params if p.dtype in ARITHMETIC]
+        meant = [settings_in_dtype(kind, unsaid, p.dtype) for p in params if p.dtype in ARITHMETIC]
         return unsaid if all(each[k] == content[k] for each in meant for k in follows) else content
     return content
 
@@ -272,7 +272,7 @@ def _room(opt: RuleOptimizer, snapshot: Snapshot, name: str, p: Parameter, index
     """State for a parameter, to be filled: buffers that fit are used again, what is the user's own stays."""
     spec, before = _here(opt, snapshot, p, index), opt.state[param]
     alike = snapshot.members[p.member].optimizer == opt.param_groups[index]["rule"]
-    state = make_room(spec, p, param, home_of(opt, None, param, spec, p.way), before if alike else None)
+    state = make_state(spec, p, param, home_of(opt, None, param, spec, p.way), before if alike else None)
     if wanted_split(opt, name, param) != WHOLE:  # what was whole says so, where it would be split
         state["batch"] = p.way
     earlier = opt._specs.update(opt)[index]

@@ -20,18 +20,18 @@ class Norm:
         self.total, self.count = total, count
 
 
-def version(grad: Any) -> int:
+def count_changes(grad: Any) -> int:
     """The count of changes in place; a DTensor's is its part's, which FSDP changes directly."""
     local: torch.Tensor = local_part(grad)
     return 0 if local.is_inference() else local._version
 
 
-def measured(params: Sequence[torch.Tensor]) -> Norm | None:
+def find_norm(params: Sequence[torch.Tensor]) -> Norm | None:
     """What one clip measured of exactly these parameters' gradients, if none was changed since."""
     found = None
     for param in params:
         norm, before = getattr(param.grad, "__dict__", {}).get(MARK, (None, 0))
-        if norm is None or norm is not (found or norm) or norm.count != len(params) or before != version(param.grad):
+        if norm is None or norm is not (found or norm) or norm.count != len(params) or before != count_changes(param.grad):
             return None
         found = norm
     return found
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be >= 0 and norm_type > 0, got {max_norm!r} and {norm_type!r}")
-    params = _listed(parameters)
+    params = _list_params(parameters)
     grads = [p.grad for p in params if p.grad is not None]
     total = grad_norm(params, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     norm = Norm(total if norm_type == 2 else grad_norm(params), len(grads)) if watched else None
     _multiply(list(map(_local, grads)), factor)
     for grad in grads if watched else ():
-        setattr(grad, MARK, (norm, version(grad)))
+        setattr(grad, MARK, (norm, count_changes(grad)))
     return total
 
 
@@ -85,7 +85,7 @@ def _local(grad: Any) -> torch.Tensor:
     return grad.to_local() if hasattr(grad, "placements") else grad
 
 
-def _listed(parameters: Any) -> list[Any]:
+def _list_params(parameters: Any) -> list[Any]:
     if hasattr(parameters, "param_groups"):
         return list(dict.fromkeys(p for group in parameters.param_groups for p in group["params"]))
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -98,13 +98,13 @@ def grad_norm(params: list[Any], order: float = 2.0) -> torch.Tensor:
     if any(map(is_dtensor, params)):
         from .placements.sharded import sum_over_ranks
 
-        combined = sum_over_ranks(params, lambda each: _power(each, order, device), math.isinf(order))
+        combined = sum_over_ranks(params, lambda each: _sum_powers(each, order, device), math.isinf(order))
     else:
-        combined = _power(grads, order, device)
+        combined = _sum_powers(grads, order, device)
     return combined if math.isinf(order) else combined ** (1 / order)
 
 
-def _power(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+def _sum_powers(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     """The sum of |x|^order (the largest |x| where order is infinite) over tensors, in float64."""
     found = torch.zeros((), dtype=torch.float64, device=device)
     filled = [t for t in tensors if t.numel()]

@@ -30,10 +30,10 @@ def collect(opt: RuleOptimizer, only: torch.Tensor | None) -> Work:
 def find_ready(opt: RuleOptimizer, only: torch.Tensor | None = None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
     """The placements, with those of their entries that have a gradient, and the gradients."""
     check_laid_out(opt, only)
-    chosen = with_gradient(opt, only)
+    chosen = select_ready(opt, only)
     if any(is_stale(opt, placement, which) for placement, which, _ in chosen):
         make_placements(opt)
-        chosen = with_gradient(opt, only)
+        chosen = select_ready(opt, only)
     return chosen
 
 
@@ -75,7 +75,7 @@ def is_laid_out(opt: RuleOptimizer) -> bool:
     )
 
 
-def with_gradient(opt: RuleOptimizer, only: torch.Tensor | None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
+def select_ready(opt: RuleOptimizer, only: torch.Tensor | None) -> list[tuple[Placement, Sequence[int], list[Any]]]:
     if only is not None:
         placement, place = opt._places[only]
         return [(placement, (place,), [only.grad])]

@@ -12,11 +12,11 @@ from .. import random
 from ..routing import bare
 from .calls import exclusive
 from .collect import check_entry, find_ready, list_placements
-from .groups import named
+from .groups import name_params
 from .memory import are_finite, is_dtensor
 from .optimizer import RuleOptimizer
 from .policy import skip_nonfinite
-from .state import count_of
+from .state import read_counter
 
 
 class CurvatureRuleOptimizer(RuleOptimizer):
@@ -37,9 +37,9 @@ class CurvatureRuleOptimizer(RuleOptimizer):
     def _advise(self) -> None:
         """Say so, once, if the first step comes before any estimate."""
         for spec, group in zip(self._specs.update(self), self.param_groups, strict=True):
-            for name, param in named(group):
+            for name, param in name_params(group):
                 if param.grad is not None:
-                    counters = {k: count_of(self.state.get(param, {}).get(k, first)) for k, first in spec.counters().items()}
+                    counters = {k: read_counter(self.state.get(param, {}).get(k, first)) for k, first in spec.counters().items()}
                     if advice := spec.advice(counters):
                         warnings.warn(f"{self._owner}: {bare(name)!r} {advice}", stacklevel=6)
                         return

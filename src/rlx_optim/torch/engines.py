@@ -21,7 +21,7 @@ def check_engine(wanted: str) -> None:
 
 
 @functools.cache
-def choose(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = False) -> tuple[Engine, str]:
+def choose_engine(wanted: str, device: torch.device, dtype: torch.dtype, fake: bool = False) -> tuple[Engine, str]:
     """The engine for a device and arithmetic, and why. fake: the tensors have no memory (FakeTensorMode)."""
     if wanted == "cpu" and device.type != "cpu":
         raise ValueError(f"engine 'cpu' cannot step a parameter on {device}; use 'auto' or 'torch'")

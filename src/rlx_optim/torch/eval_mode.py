@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..spec import TRAINED
-from .groups import named, spec_of
+from .groups import name_params, spec_of
 from .memory import local_part
 from .params import current_split
-from .state import outside, piece_shape
+from .state import name_slots, piece_shape
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -39,10 +39,10 @@ def start_evaluating(opt: RuleOptimizer) -> None:
         return
     for group in opt.param_groups:
         kind = opt._rules[group["rule"]]
-        for name, param in named(group) if kind.evaluated else ():
+        for name, param in name_params(group) if kind.evaluated else ():
             state = opt.state.get(param) or {}
             slots = spec_of(opt, group).slots(piece_shape(param, current_split(opt, name, param)))
-            key = outside(kind, slots)[str(kind.evaluated)]
+            key = name_slots(kind, slots)[str(kind.evaluated)]
             if TRAINED not in state and key in state:
                 value, offset = local_part(param), local_part(state[key])
                 away = offset.device != value.device  # on the host

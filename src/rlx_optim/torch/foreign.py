@@ -29,17 +29,17 @@ from ..splits import WHOLE, inner_shape
 from .checkpoint import PLAIN
 from .foreign_reader import layout_of, refuse_strangers, settings_of, state_of, unwrap_state
 from .foreign_table import Origin
-from .groups import in_dtype, plain
-from .state import names_of, outside, shape_in_state, split_in
+from .groups import read_numbers, settings_in_dtype
+from .state import name_slots, names_of, read_split, shape_in_state
 from .state_dict import (
     check_outline,
+    defer_reading,
     read_parameter,
     refuse_repeated,
-    refuse_state,
     state_error,
+    state_type_error,
     torch_settings,
-    unreadable,
-    wrapped,
+    unreadable_reason,
 )
 
 PROBES: tuple[Shape, ...] = ((), (3,), (3, 5), (3, 5, 7))  # shapes whose slots show which are like the parameter
@@ -138,7 +138,7 @@ def _make_snapshot(state_dict: Mapping[str, Any], optimizer: str | None, names: 
     called = _find_names(groups, names)
     for key, state in states.items():
         if key in called and not isinstance(state, Mapping | None):
-            raise refuse_state("convert", called[key], state)
+            raise state_type_error("convert", called[key], state)
     members: list[SavedOptimizer] = []
     parameters: dict[str, Parameter] = {}
     for rule in order:
@@ -164,7 +164,7 @@ def _translate_state(spec: Spec, layout: Origin | None, group: Mapping[str, Any]
     if layout is None:
         return state
     shape = _find_foreign_shape(state)
-    names = list(outside(spec, spec.slots(shape)).values())
+    names = list(name_slots(spec, spec.slots(shape)).values())
     return state_of(spec.title, spec, layout, group, state, names, shape, name)
 
 
@@ -203,7 +203,7 @@ def _read_settings(
     given = settings_of(kind.title, kind, layout, dict(group))
     # torch keeps state in the parameter's dtype, which settings may follow
     dtypes = {v.dtype for each in states for k, v in each.items() if k != "step" and torch.is_tensor(v) and v.is_floating_point()}
-    given, *others = [plain(in_dtype(kind, given, dtype)) for dtype in dtypes or {torch.float32}]
+    given, *others = [read_numbers(settings_in_dtype(kind, given, dtype)) for dtype in dtypes or {torch.float32}]
     if different := [k for other in others for k, v in other.items() if v != given[k]]:
         raise CheckpointError(
             f"{kind.title}'s {different[0]} of None means another number for each dtype of a group; write numbers there"
@@ -220,17 +220,17 @@ def _read_settings(
 
 def _read_parameter(name: str, where: tuple[int, int | None], spec: Spec, state: Mapping[str, Any]) -> Parameter:
     try:
-        split = split_in(state) or WHOLE
+        split = read_split(state) or WHOLE
     except (TypeError, ValueError) as problem:
         raise state_error("convert", "batch", name, state["batch"], f"how many parts it is split into ({problem})") from None
     if not isinstance(split, int):
         raise CheckpointError(f"{name!r} is split into parts of {split}, which state dicts of others do not have")
     shape = _find_shape(spec, state)
     for key, value in state.items():
-        if torch.is_tensor(value) and not unreadable(value):
+        if torch.is_tensor(value) and not unreadable_reason(value):
             refuse_repeated(value, f"state {key!r} of {name!r}")
     slots = spec.stored_slots(inner_shape(shape, split))
-    plain_slots = [state.get(key) for slot, key in outside(spec, slots).items() if not slots[slot].storage]
+    plain_slots = [state.get(key) for slot, key in name_slots(spec, slots).items() if not slots[slot].storage]
     dtypes = [value.dtype for value in plain_slots if torch.is_tensor(value)]
     dtype = torch.bfloat16 if LOW in state and spec.rounding == EXACT else dtypes[-1] if dtypes else torch.float32
     given = state if spec.torch.counts else {"step": 1, **state}  # torch's SGD and Muon do not count, and need not
@@ -238,7 +238,7 @@ def _read_parameter(name: str, where: tuple[int, int | None], spec: Spec, state:
     p.member, p.group = where
     for key, each in p.tensors.items():
         if key in slots and not slots[key].storage and each.dtype == DTYPES["BF16"]:  # torch's, of parameters of 16 bits
-            p.tensors[key] = wrapped(each.value, each.shape, f"{key} of {name!r}")
+            p.tensors[key] = defer_reading(each.value, each.shape, f"{key} of {name!r}")
     return p
 
 
@@ -248,7 +248,7 @@ def _find_shape(spec: Spec, state: Mapping[str, Any]) -> Shape:
         return (*state["row_var"].shape[:-1], state["col_var"].shape[-1])
     for probe in PROBES:
         slots = spec.slots(probe)
-        for slot, key in outside(spec, slots).items():
+        for slot, key in name_slots(spec, slots).items():
             if slots[slot].shape == probe and not slots[slot].factor and torch.is_tensor(state.get(key)):
                 return tuple(state[key].shape)
     raise CheckpointError(f"its state ({', '.join(map(str, state))}) is not {spec.title}'s; is it another optimizer's?")

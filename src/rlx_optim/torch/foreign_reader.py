@@ -18,7 +18,7 @@ from ..registry import OURS
 from ..routing import quote
 from ..spec import MODIFIERS, Foreign, Shape, Spec
 from .foreign_table import LAYOUTS, SHARED, STRANGERS, Group, Only, Origin
-from .state_dict import described, number_in, restart, state_error, unreadable
+from .state_dict import check_number, describe_value, restart_hint, state_error, unreadable_reason
 
 #: what bitsandbytes wraps its state in, what is in it beside "state1" and "state2", and how many neighbours may share an absmax
 WRAPPED = "__bnb_optimizer_quant_state__"
@@ -35,7 +35,7 @@ def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any],
     states = [state for state in states if isinstance(state, Mapping) and state]
     refuse_strangers(owner, group, states)
     if group.get("step") is not None:
-        number_in(owner, "step", "a group", group["step"])
+        check_number(owner, "step", "a group", group["step"])
     fits = [row for row in make_rows(kind) if row.has(group, states)]
     if not fits:
         writers = ", ".join(row.writer for row in make_rows(kind) if not row.refusal)
@@ -179,16 +179,15 @@ def state_of(
     if layout is None or not state:
         return dict(state)
     if lacking := [key for key in layout.kept.split() if key not in state]:
-        raise ValueError(f"{owner}: {describe_missing(lacking[0], what)}{restart(what)}")
+        raise ValueError(f"{owner}: {describe_missing(lacking[0], what)}{restart_hint(what)}")
     given = dequantize(owner, dict(state), what)
     for key, value in given.items():
-        if key != "step" and torch.is_tensor(value) and (unreadable(value) or not value.is_floating_point()):
+        if key != "step" and torch.is_tensor(value) and (unreadable_reason(value) or not value.is_floating_point()):
             raise state_error(owner, key, what, value, "a tensor of real numbers")
     step = group.get("step")
     if step is not None and not _is_equal(given.setdefault("step", step), step):
-        raise ValueError(
-            f"{owner}: 'step' of {what!r} is {described(given['step'])} in the checkpoint, and {described(step)} in its group"
-        )
+        own, of_group = describe_value(given["step"]), describe_value(step)
+        raise ValueError(f"{owner}: 'step' of {what!r} is {own} in the checkpoint, and {of_group} in its group")
     try:
         given = layout.remade(spec, given, shape, group)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as problem:
@@ -227,7 +226,7 @@ def dequantize(owner: str, state: dict[str, Any], what: str) -> dict[str, Any]:
         if f"state{n}" not in state:
             continue
         for key in (f"{label}{n}" for label in ("state", "qmap", "absmax") if f"{label}{n}" in state):
-            if unreadable(state[key]):
+            if unreadable_reason(state[key]):
                 raise state_error(owner, key, what, state[key], "a tensor")
         if f"qmap{n}" in state:
             table, codes, largest = state[f"qmap{n}"], state[f"state{n}"], state.get(f"absmax{n}")

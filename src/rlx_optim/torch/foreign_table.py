@@ -16,7 +16,7 @@ import torch
 
 from ..coefficients import SCHEMES
 from ..spec import Foreign, Shape, Spec
-from .state_dict import unreadable
+from .state_dict import unreadable_reason
 
 Group = Mapping[str, Any]
 #: settings that change no step here, or that every group here has
@@ -137,7 +137,7 @@ def read_factors(spec: Spec, state: dict[str, Any], shape: Shape, group: Group) 
     if rows is None and columns is None:
         return rename_keys(state, {"exp_avg_sq": "variance"})
     for value, needed in ((rows, shape[:-1]), (columns, (*shape[:-2], *shape[-1:]))):
-        if unreadable(value) or tuple(value.shape) != needed:
+        if unreadable_reason(value) or tuple(value.shape) != needed:
             raise ValueError("it is not factored along its last two dimensions there; with nothing in its state it starts afresh")
     return {**state, "row_var": rows.unsqueeze(-1), "col_var": columns.unsqueeze(-2)}
 

@@ -26,7 +26,10 @@ def is_fixed(value: Any, tensors: bool) -> bool:
     return type(value) in FIXED or (tensors and isinstance(value, torch.Tensor))
 
 
-def number(name: str, value: Any) -> Any:
+def read_number(name: str, value: Any) -> Any:
+    """A hyperparameter, with the number of a tensor of one element in its place, and a tuple for a list."""
+    if isinstance(value, (tuple, list)):
+        return tuple(read_number(name, each) for each in value)
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
@@ -34,17 +37,17 @@ def number(name: str, value: Any) -> Any:
     return value
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters with one-element tensors read."""
-    return {k: tuple(number(k, x) for x in v) if isinstance(v, (tuple, list)) else number(k, v) for k, v in values.items()}
+def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters with the numbers of tensors read."""
+    return {name: read_number(name, value) for name, value in values.items()}
 
 
-def in_dtype(kind: type[Spec], group: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def settings_in_dtype(kind: type[Spec], group: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """A group as it is for parameters of a dtype."""
     return group if kind.torch.in_dtype is None else kind.torch.in_dtype(group, torch.finfo(dtype).eps)
 
 
-def named(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def name_params(group: Mapping[str, Any], place: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """A group's parameters with their names, or with what can be said of them. place: the group's, so that no two are
     called alike."""
     said = "" if place is None else f"{place}."
@@ -92,8 +95,7 @@ class GroupSpecs:
         groups, before = opt.param_groups, self.given
         given = [[g["rule"], *map(g.__getitem__, opt._rules[g["rule"]].fields), g["maximize"]] for g in groups]
         same = [
-            len(current) == len(before.get(i, ())) and all(map(operator.is_, current, before[i]))
-            for i, current in enumerate(given)
+            len(values) == len(before.get(i, ())) and all(map(operator.is_, values, before[i])) for i, values in enumerate(given)
         ]
         if all(same) and len(before) == len(given):
             return self.current
@@ -133,10 +135,10 @@ def spec_of(opt: RuleOptimizer, group: Mapping[str, Any], dtype: torch.dtype = t
     if not isinstance(up := group.get("maximize", False), bool):  # whatever is true would climb
         raise TypeError(f"{opt._owner}: maximize must be True or False, got {up!r}")
     kind = opt._rules[group["rule"]]
-    group = in_dtype(kind, group, dtype)
-    values = plain({name: group[name] for name in kind.fields})
+    group = settings_in_dtype(kind, group, dtype)
+    values = read_numbers({name: group[name] for name in kind.fields})
     lr, first = values["lr"], group.get("initial_lr")
-    if isinstance(lr, float) and lr < 0 and first is not None and -lr <= ROUNDED * abs(number("initial_lr", first)):
+    if isinstance(lr, float) and lr < 0 and first is not None and -lr <= ROUNDED * abs(read_number("initial_lr", first)):
         values["lr"] = 0.0
     return kind(**values)
 
@@ -145,7 +147,7 @@ def view_groups(opt: RuleOptimizer) -> list[dict[str, Any]]:
     """The groups; where settings may follow the dtype, as they are for each dtype, one dtype after the other."""
     if not follows_dtype(opt):
         return opt.param_groups
-    return [in_dtype(opt._rules[group["rule"]], group, dtype) for dtype in DTYPES for group in opt.param_groups]
+    return [settings_in_dtype(opt._rules[group["rule"]], group, dtype) for dtype in DTYPES for group in opt.param_groups]
 
 
 def follows_dtype(opt: RuleOptimizer) -> bool:

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 GRAD, SHAPE, DTYPE, DEVICE, LAYOUT = map(operator.attrgetter, ("grad", "shape", "dtype", "device", "layout"))
 REQUIRES_GRAD, IS_CPU = map(operator.attrgetter, ("requires_grad", "is_cpu"))
-POINTER, OFFSET, IS_NEG = torch.Tensor.data_ptr, torch.Tensor.storage_offset, torch.Tensor.is_neg
+POINTER, IS_NEG = torch.Tensor.data_ptr, torch.Tensor.is_neg
+OFFSET: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
 IS_CONTIGUOUS, STRIDE, ITEMSIZE = torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.element_size
-NUMEL = torch.Tensor.numel
-STORAGE, STORED = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+NUMEL, STORAGE, STORED = torch.Tensor.numel, torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
 def is_fake(tensor: Any) -> bool:
@@ -68,8 +68,7 @@ def stored_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def locate_in_storage(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Where each tensor begins in its storage, and the bytes of that."""
-    offset: Any = OFFSET
-    return list(map(offset, tensors)), stored_bytes(tensors)
+    return list(map(OFFSET, tensors)), stored_bytes(tensors)
 
 
 try:  # one look of torch.compile's at type, dispatch keys (a lazy sign is one), dtype, device, sizes and strides of all tensors

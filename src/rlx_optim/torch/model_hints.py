@@ -22,11 +22,11 @@ from ..splits import WHOLE, Split
 BIASES = ("bias_k", "bias_v")
 
 
-def kinds_of(model: nn.Module) -> dict[torch.Tensor, str]:
+def find_kinds(model: nn.Module) -> dict[torch.Tensor, str]:
     """Embeddings, norms, biases, tied weights, and the last Linear of a model in which no name says head."""
     found: dict[torch.Tensor, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    owned = [(*owner(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    owned = [(*split_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     for path, leaf, parameter in owned:
         kind = type(modules[path]).__name__
         if isinstance(modules[path], (nn.Embedding, nn.EmbeddingBag)):
@@ -45,7 +45,7 @@ def kinds_of(model: nn.Module) -> dict[torch.Tensor, str]:
     return found
 
 
-def owner(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
     """The path of the module that a parameter belongs to, and what it is there, parametrized or not."""
     path, _, leaf = PARAMETRIZED.sub(r"\1", name).rpartition(".")
     return path, leaf
@@ -93,7 +93,7 @@ def sizes_of(config: Any) -> Sizes | None:
     return Sizes(heads, groups, found["size"] or width // heads, found["experts"], found["inner"])
 
 
-def heads_of(count: Callable[[Sizes], int]) -> Rule:
+def split_heads(count: Callable[[Sizes], int]) -> Rule:
     """A rule by which a matrix is split into so many heads, in rows or in columns, where heads are asked for."""
 
     def split(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
@@ -104,17 +104,17 @@ def heads_of(count: Callable[[Sizes], int]) -> Rule:
     return split
 
 
-def latent(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+def split_latent(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     """What leads from a latent vector to heads, whose sizes differ from those of others."""
     return sizes.heads if by_head and shape[0] % sizes.heads == 0 else None
 
 
-def fused(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+def split_fused(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     """Queries, keys and values one after the other."""
     return each_head(sizes, shape, by_head) or (sizes.parts if sum(sizes.parts) in shape and not by_head else None)
 
 
-def halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
+def split_halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
     """Gate and up projection; of experts where they are rows."""
     fits = bool(sizes.inner) and shape[-2] == 2 * sizes.inner
     if len(shape) == 2:
@@ -124,19 +124,19 @@ def halves(sizes: Sizes, shape: Shape, by_head: bool) -> Split | None:
 
 #: into what a rule splits a parameter of this shape, and whether heads are asked for
 Rule = Callable[[Sizes, Shape, bool], Split | None]
-queries, keys = heads_of(lambda sizes: sizes.heads), heads_of(lambda sizes: sizes.groups)
-each_head = heads_of(lambda sizes: sizes.heads + 2 * sizes.groups)
+queries, keys = split_heads(lambda sizes: sizes.heads), split_heads(lambda sizes: sizes.groups)
+each_head = split_heads(lambda sizes: sizes.heads + 2 * sizes.groups)
 #: by the last part of a name but "weight": how it is split, and what that is called
 KNOWN: dict[str, tuple[Rule, str]] = {
     "q_proj": (queries, "heads"),
     "k_proj": (keys, "heads"),
     "v_proj": (keys, "heads"),
-    "q_b_proj": (latent, "heads"),
-    "kv_b_proj": (latent, "heads"),
-    "qkv_proj": (fused, "queries, keys, values"),
-    "c_attn": (fused, "queries, keys, values"),
+    "q_b_proj": (split_latent, "heads"),
+    "kv_b_proj": (split_latent, "heads"),
+    "qkv_proj": (split_fused, "queries, keys, values"),
+    "c_attn": (split_fused, "queries, keys, values"),
     "query_key_value": (each_head, "queries, keys, values by head"),  # one head after another: they come apart only so
-    "gate_up_proj": (halves, "gate and up"),
+    "gate_up_proj": (split_halves, "gate and up"),
 }
 
 GATES = ("weight_ih", "weight_hh")
@@ -163,7 +163,7 @@ def splits_by_module(model: nn.Module, by_head: bool) -> dict[torch.Tensor, tupl
     found: dict[torch.Tensor, tuple[Split, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
-        path, leaf = owner(name)
+        path, leaf = split_name(name)
         for kind, starts, parts, rows, what in PACKED:
             module = modules[path]
             if not isinstance(module, kind) or not leaf.startswith(starts):
@@ -195,7 +195,7 @@ def splits_by_config(model: nn.Module, by_head: bool) -> dict[torch.Tensor, tupl
         shape, path = tuple(param.shape), original(name).removesuffix(".weight").split(".")
         rule, what = KNOWN.get(path[-1], (None, ""))
         if len(shape) == 3 and sizes is not None and shape[0] == sizes.experts:
-            rule, what = (rule, "experts, gate and up") if rule is halves else (lambda sizes, shape, _: shape[0], "experts")
+            rule, what = (rule, "experts, gate and up") if rule is split_halves else (lambda sizes, shape, _: shape[0], "experts")
         elif len(shape) != 2:
             continue
         split = None if rule is None or sizes is None else rule(sizes, shape, by_head)

@@ -30,8 +30,8 @@ from .collect import list_placements
 from .engines import check_engine
 from .eval_mode import is_evaluating, start_evaluating, stop_evaluating
 from .foreign_reader import layout_of, settings_of, state_of, unwrap_state
-from .groups import GroupSpecs, named, number, pair_with_names, spec_of, view_groups
-from .model_hints import has_heads, kinds_of, splits_of
+from .groups import GroupSpecs, name_params, pair_with_names, read_number, spec_of, view_groups
+from .model_hints import find_kinds, has_heads, splits_of
 from .params import (
     admit,
     check_param,
@@ -43,12 +43,12 @@ from .params import (
     parse_splits,
     saved_split,
     wanted_split,
-)  # fmt: skip
+)
 from .placements.local import ARITHMETIC, Placement
 from .policy import resume_guard
-from .replaced_params import follow, list_params, pair_replaced
-from .state import export_state, is_frozen, kept_slots, names_of, piece_shape, shapes_in_state, tensor_of
-from .state_dict import check_outline, load_state, order_by_name, refuse_codes, refuse_state, torch_settings
+from .replaced_params import carry_state_over, list_params, pair_replaced
+from .state import as_tensor, export_state, is_frozen, kept_slots, names_of, piece_shape, shapes_in_state
+from .state_dict import check_outline, load_state, order_by_name, refuse_codes, state_type_error, torch_settings
 from .step import take_step
 
 
@@ -136,7 +136,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._maximize = maximize
         other = None if otherwise is None else self._choice(otherwise, "otherwise")
         self._router = Router(self._owner, other, route, self._choice)
-        self._kinds = kinds_of(params) if isinstance(params, nn.Module) else {}
+        self._kinds = find_kinds(params) if isinstance(params, nn.Module) else {}
         if process_group is None and not self._offload and isinstance(params, nn.parallel.DistributedDataParallel):
             process_group = params.process_group
         if process_group is not None:
@@ -149,7 +149,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._why: dict[torch.Tensor, str] = {}
         given = {name: hyperparameters.get(name, field.default) for name, field in self.spec.fields.items()}
         if otherwise is not None:
-            given["lr"] = number("lr", given["lr"])  # one tensor cannot stand for two learning rates
+            given["lr"] = read_number("lr", given["lr"])  # one tensor cannot stand for two learning rates
         spec_of(self, {"rule": self.rule, **given})
         params = params.named_parameters() if isinstance(params, nn.Module) else params
         self._router.warned = True  # not before everything is admitted
@@ -246,7 +246,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             )
         kept = {k: v for k, v in group.items() if k != "params" and k not in lost}
         if "lr" in kept:
-            kept["lr"] = number("lr", kept["lr"])  # one tensor cannot stand for two learning rates
+            kept["lr"] = read_number("lr", kept["lr"])  # one tensor cannot stand for two learning rates
         return kept
 
     def _add_all(self, groups: list[dict[str, Any]]) -> None:
@@ -293,12 +293,12 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _refresh(self) -> None:
         """Bring state in line with the groups: it follows parameters that were replaced, and thawed ones get theirs."""
         if pairs := pair_replaced(self._listed, self.param_groups):
-            follow(self, pairs)
+            carry_state_over(self, pairs)
         self._listed = list_params(self.param_groups)
         for index, group in enumerate(self.param_groups):
             if not all(self.state.get(param) or is_frozen(param) for param in group["params"]):
                 spec = self._specs.at(index) or spec_of(self, group)
-                admit(self, list(named(group, index)), spec, group)
+                admit(self, list(name_params(group, index)), spec, group)
 
     def _forget(self) -> None:
         """Drop everything that is derived from groups and state."""
@@ -446,7 +446,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         found = []
         for group in self.param_groups:
             spec = spec_of(self, group)
-            for name, param in named(group):
+            for name, param in name_params(group):
                 if not self.state.get(param):
                     continue
                 split = current_split(self, name, param)
@@ -533,9 +533,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             given = {**group, "state_dtype": ours["state_dtype"]}
             completed.append({**defaults, **settings_of(self._owner, self._rules[rule], layout, given, ours), "rule": rule})
             spec, saved_format = spec_of(self, completed[-1]), group.get("state_dtype", "float32")
-            for (name, param), given in zip(named(completed[-1], index), states, strict=True):  # type: ignore[assignment]
+            for (name, param), given in zip(name_params(completed[-1], index), states, strict=True):  # type: ignore[assignment]
                 if not isinstance(given, Mapping):
-                    raise refuse_state(self._owner, name, given)
+                    raise state_type_error(self._owner, name, given)
                 if not given and is_frozen(param):
                     continue
                 check_param(self, name, param, completed[-1])
@@ -597,9 +597,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         if next and any(placement.spread for placement in list_placements(self)):  # here: in a step the other ranks would wait
             raise RuntimeError(f"{self._owner}: stats is not for parameters that are spread over ranks")
         found, self._stats_requested = self._rows, self._stats_requested or next
-        device = tensor_of(found[0][2]["grad_norm"]).device if found else None
+        device = as_tensor(found[0][2]["grad_norm"]).device if found else None
         moved = [
-            (name, size, {kind: tensor_of(value).to(device, non_blocking=True) for kind, value in each.items()})
+            (name, size, {kind: as_tensor(value).to(device, non_blocking=True) for kind, value in each.items()})
             for name, size, each in found
         ]
         return summarize_stats(moved)

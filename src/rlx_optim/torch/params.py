@@ -13,11 +13,11 @@ from ..rounding import EXACT
 from ..routing import first_match
 from ..spec import Spec
 from ..splits import WHOLE, Split, checked, described, shapes_of
-from .engines import choose
+from .engines import choose_engine
 from .memory import REPEATS, has_repeats, is_dtensor
 from .placements.host import COPY_STREAMS
 from .placements.local import ARITHMETIC
-from .state import HOST, init_state, is_frozen, split_in
+from .state import HOST, init_state, is_frozen, read_split
 from .state_dict import split_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def check_param(opt: RuleOptimizer, name: str | None, param: torch.Tensor, group
             "the optimizer is made, or leave offload out, or name others: offload={'*pattern*': 'cpu'}"
         )
     where = compute_device(opt, param, opt._rules[group["rule"]])
-    choose(opt.engine, where, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
+    choose_engine(opt.engine, where, ARITHMETIC[param.dtype])  # refuses a device the engine cannot reach
 
 
 def is_dormant(opt: RuleOptimizer, param: torch.Tensor) -> bool:
@@ -133,7 +133,7 @@ def compute_device(opt: RuleOptimizer, param: torch.Tensor, kind: type[Spec]) ->
 
 def current_split(opt: RuleOptimizer, name: str | None, param: torch.Tensor) -> Split:
     """Into which matrices a parameter is split: as its state says, or where that was cleared, the user or the model."""
-    return split_in(opt.state.get(param, {})) or wanted_split(opt, name, param)
+    return read_split(opt.state.get(param, {})) or wanted_split(opt, name, param)
 
 
 def wanted_split(opt: RuleOptimizer, name: str | None, param: torch.Tensor) -> Split:

@@ -9,9 +9,9 @@ import torch
 
 from ..guard import Guard
 from ..routing import quote
-from .aliasing import Work, rounds
-from .clip import grad_norm, measured
-from .groups import named, view_groups
+from .aliasing import Work, split_rounds
+from .clip import find_norm, grad_norm
+from .groups import name_params, view_groups
 from .placements.captured import not_finite
 from .placements.local import Batch
 
@@ -57,7 +57,7 @@ def measure(opt: RuleOptimizer, work: Work, problem: Exception | None) -> tuple[
     """This rank's work, whether something in it is not finite and should be, and the norm before a clip of it."""
     if problem is not None:
         raise problem
-    rounds(opt._owner, work, opt.param_groups, opt._repeated)  # refuses what ranks cannot step together
+    split_rounds(opt._owner, work, opt.param_groups, opt._repeated)  # refuses what ranks cannot step together
     return work, is_bad(opt, work), clipped_norm(opt, work)
 
 
@@ -76,7 +76,7 @@ def skip_nonfinite(opt: RuleOptimizer, pairs: Iterable[tuple[torch.Tensor, torch
     """Count a step that is left out for what is not finite, or refuse it by name, as `nonfinite` says."""
     if opt.nonfinite == "raise":
         bad = [param for param, array in pairs if not bool(torch.isfinite(array).all())]
-        names = {param: name for group in opt.param_groups for name, param in named(group)}
+        names = {param: name for group in opt.param_groups for name, param in name_params(group)}
         which = f"gradient of {quote(names[p] for p in bad)}" if bad else "a gradient on another rank"
         raise ValueError(f"{opt._owner}: {which} is not finite; nothing was stepped")
     opt._skipped += 1
@@ -85,7 +85,7 @@ def skip_nonfinite(opt: RuleOptimizer, pairs: Iterable[tuple[torch.Tensor, torch
 
 def clipped_norm(opt: RuleOptimizer, work: Work) -> torch.Tensor | None:
     """The norm of these gradients before a clip that was the last to change them."""
-    norm = None if opt.skip_above is None else measured([b.placement.entries[i].param for b in work for i in b.chosen])
+    norm = None if opt.skip_above is None else find_norm([b.placement.entries[i].param for b in work for i in b.chosen])
     return None if norm is None else norm.total
 
 
@@ -111,9 +111,8 @@ def is_outlier(opt: RuleOptimizer, work: Work, scale: Any, loss: Any, norm: torc
 
 def resume_guard(opt: RuleOptimizer, window: Mapping[str, Sequence[float]]) -> None:
     """Go on with the windows of a checkpoint; without any, begin anew."""
-    opt._guard = None
-    if window:
-        opt._guard = Guard(torch, device="cpu")
+    opt._guard = Guard(torch, device="cpu") if window else None
+    if opt._guard is not None:
         opt._guard.take(window)
 
 

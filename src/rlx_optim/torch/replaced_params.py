@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..routing import quote
-from .groups import named, spec_of
+from .groups import name_params, spec_of
 from .memory import is_dtensor
 from .params import check_param, current_split, home_of, share_out, wanted_split
-from .state import HOST, is_frozen, shapes_in_state, split_in
-from .state_dict import load_state, whole
+from .state import HOST, is_frozen, read_split, shapes_in_state
+from .state_dict import gather_whole, load_state
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -46,9 +46,9 @@ def pair_replaced(before: Sequence[Sequence[torch.Tensor]], groups: Groups) -> d
 
 
 @torch.no_grad()
-def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+def carry_state_over(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
     """Give what is known of replaced parameters to those that took their places, and forget the others."""
-    names = {param: (name, group) for i, group in enumerate(opt.param_groups) for name, param in named(group, i)}
+    names = {param: (name, group) for i, group in enumerate(opt.param_groups) for name, param in name_params(group, i)}
     kept = {old: new for old, new in pairs.items() if new is not None and old.shape == new.shape}
     stepped = {old for old in pairs if float((opt.state.get(old) or {}).get("step", 0)) > 0}
     lost = [names[new][0] for old, new in pairs.items() if new is not None and old not in kept and old in stepped]
@@ -57,7 +57,7 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
         for param in kept.values():
             if not is_frozen(param):
                 check_param(opt, names[param][0], param, names[param][1])
-    states = {new: (old, export(opt, old, *names[new])) for old, new in kept.items() if opt.state.get(old)}
+    states = {new: (old, export_state_of(opt, old, *names[new])) for old, new in kept.items() if opt.state.get(old)}
     for old, new in pairs.items():
         opt.state.pop(old, None)
         if opt._homes is not None:
@@ -74,9 +74,9 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
     opt._forget()
     opt._specs.update(opt)
     for group in opt.param_groups:
-        share_out(opt, [(name, param) for name, param in named(group) if param in states], spec_of(opt, group))
+        share_out(opt, [(name, param) for name, param in name_params(group) if param in states], spec_of(opt, group))
     for new, (old, state) in states.items():
-        opt.state[new] = place(opt, old, new, *names[new], state)
+        opt.state[new] = lay_out_state(opt, old, new, *names[new], state)
     if lost:
         warnings.warn(
             f"{opt._owner}: the state of {quote(lost)} was dropped: parameters of other shapes took their places in "
@@ -85,7 +85,7 @@ def follow(opt: RuleOptimizer, pairs: Mapping[torch.Tensor, torch.Tensor | None]
         )
 
 
-def export(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def export_state_of(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a replaced parameter, free of the owner that held it."""
     spec, state, split = spec_of(opt, group, old.dtype), opt.state[old], current_split(opt, name, old)
     home = home_of(opt, name, old, spec, split)
@@ -96,16 +96,16 @@ def export(opt: RuleOptimizer, old: torch.Tensor, name: str, group: Mapping[str,
     return export_owned({old: state}, [(old, home, shapes_in_state(spec, old, split))])[old] if isinstance(home, Owned) else state
 
 
-def place(
+def lay_out_state(
     opt: RuleOptimizer, old: torch.Tensor, new: torch.Tensor, name: str, group: Mapping[str, Any], state: dict[str, Any]
 ) -> dict[str, Any]:
     """State that is laid out as the new parameter is; the same tensors where that is as the old one was."""
     spec = spec_of(opt, group, new.dtype)
-    split = split_in(state) or wanted_split(opt, name, new)
+    split = read_split(state) or wanted_split(opt, name, new)
     home = home_of(opt, name, new, spec, split)
     alike = not is_dtensor(old) and not is_dtensor(new) and (old.dtype, old.device) == (new.dtype, new.device)
     if alike and home in (None, HOST):
         return state
     if not is_dtensor(new):
-        state = {key: whole(value) if torch.is_tensor(value) else value for key, value in state.items()}
+        state = {key: gather_whole(value) if torch.is_tensor(value) else value for key, value in state.items()}
     return load_state(opt._owner, spec, new, split, state, name, home)

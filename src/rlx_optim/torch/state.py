@@ -34,7 +34,7 @@ MEANINGS = {
 }
 
 
-def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str]:
+def name_slots(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str]:
     """The names of a tensor's slots in a state_dict. Of several with one meaning the first has torch's name."""
     found: dict[str, str] = {}
     for slot, each in slots.items():
@@ -44,7 +44,7 @@ def outside(kind: type[Spec] | Spec, slots: Mapping[str, Slot]) -> dict[str, str
     return found
 
 
-def split_in(state: Mapping[str, Any]) -> Split | None:
+def read_split(state: Mapping[str, Any]) -> Split | None:
     """How a parameter is split, as its state says."""
     given = state.get("batch")
     return None if given is None else checked(given if isinstance(given, (list, tuple)) else operator.index(given))
@@ -77,7 +77,7 @@ def is_frozen(param: torch.Tensor) -> bool:
     return not param.requires_grad and param.grad is None
 
 
-def fresh(
+def start_slot(
     slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
     """A slot as it starts, or a part of one in fewer bits; beside the parameter, if nothing else is said."""
@@ -97,7 +97,7 @@ class Host:
         return slots
 
     def allocate(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-        return fresh(slots, param, split, dtype, self.device)
+        return start_slot(slots, param, split, dtype, self.device)
 
     def write(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value.reshape(buffer.shape))
@@ -119,7 +119,7 @@ def device_of(param: torch.Tensor, home: Any) -> torch.device:
 
 def names_of(spec: Spec, slots: Mapping[str, Slots]) -> dict[str, str]:
     """The names of a parameter's slots in a state_dict."""
-    return outside(spec, {name: each[0] for name, each in slots.items()})
+    return name_slots(spec, {name: each[0] for name, each in slots.items()})
 
 
 def kept_slots(spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> dict[str, Slots]:
@@ -143,19 +143,19 @@ def dtype_of(slots: Slots, param: torch.Tensor, end: str) -> torch.dtype:
     return getattr(torch, dtype) if dtype else ARITHMETIC[param.dtype]
 
 
-def in_pieces(buffer: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
+def view_pieces(buffer: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
     """The part of a slot's memory that is each piece's."""
     each = buffer.reshape(-1).split([math.prod(slot.shape) for slot in slots])
     return [piece.view(slot.shape) for piece, slot in zip(each, slots, strict=True)]
 
 
-def counter(value: Any) -> torch.Tensor:
+def make_counter(value: Any) -> torch.Tensor:
     """A number that is kept; on the CPU, whatever the default device is. float32, which torch.optim counts in, ends at 2^24."""
     with _disable_current_modes():  # FakeTensorMode's among them
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
-def count_of(value: Any) -> float:
+def read_counter(value: Any) -> float:
     """A number that is kept, read."""
     with _disable_current_modes():
         return float(value)
@@ -164,14 +164,14 @@ def count_of(value: Any) -> float:
 def room(slots: Slots, param: torch.Tensor, split: Split, home: Any, end: str = "") -> torch.Tensor:
     """A slot as it starts, or the part of it with this name, where it is kept: home is that of a parameter spread over ranks
     (`placements.homes`) or `HOST`, else None."""
-    make = fresh if home is None else home.allocate
+    make = start_slot if home is None else home.allocate
     buffer: torch.Tensor = make(part(slots, end), param, split, dtype_of(slots, param, end))
     return buffer
 
 
 def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Split, home: Any = None) -> None:
     """State from the start, so that nobody needs a hidden first step to learn its shape. What is there stays."""
-    state.setdefault("step", counter(0.0))
+    state.setdefault("step", make_counter(0.0))
     if split != WHOLE:
         state.setdefault("batch", split)
     slots = kept_slots(spec, param, split, home)
@@ -179,7 +179,7 @@ def init_state(state: dict[str, Any], spec: Spec, param: torch.Tensor, split: Sp
         if name not in state:
             state[name] = room(slots[slot], param, split, home, end)
     for name, value in spec.counters().items():
-        state.setdefault(name, counter(value))
+        state.setdefault(name, make_counter(value))
     bf16.init_state(state, spec, param, device_of(param, home))
 
 
@@ -191,6 +191,6 @@ def export_state(group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, A
     return state
 
 
-def tensor_of(value: Any) -> torch.Tensor:
+def as_tensor(value: Any) -> torch.Tensor:
     """A tensor as it is, and what else there is on the host, whatever the default device."""
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")

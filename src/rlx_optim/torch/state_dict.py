@@ -30,18 +30,18 @@ from .memory import is_dtensor
 from .state import (
     HOST,
     Slots,
-    counter,
+    as_tensor,
     device_of,
     dtype_of,
     kept_slots,
+    make_counter,
     names_of,
     part_names,
     piece_shape,
+    read_split,
     room,
     shape_in_state,
-    split_in,
-    tensor_of,
-)  # fmt: skip
+)
 
 # ---- what may be in one, and what is said of something else ----
 COUNTABLE = 2**53  # "step" is a float64
@@ -55,20 +55,20 @@ CLOSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
-def restart(name: str) -> str:
+def restart_hint(name: str) -> str:
     return f"; remove the state of {name!r} to restart it with zero state"
 
 
-def unreadable(value: Any) -> str | None:
+def unreadable_reason(value: Any) -> str | None:
     """The way out where no numbers can be copied from a value; None where they can."""
     return next((hint for is_so, hint in CLOSED if is_so(value)), None)
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value, in a message."""
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
-    if value.numel() < 2 and not unreadable(value):
+    if value.numel() < 2 and not unreadable_reason(value):
         return repr(value)
     layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
     return f"{value.dtype}{layout} of shape {tuple(value.shape)} on {value.device}"
@@ -76,21 +76,22 @@ def described(value: Any) -> str:
 
 def state_error(owner: str, key: str, name: str, value: Any, needed: str) -> ValueError:
     """What is said of a value in a parameter's state."""
-    hint = unreadable(value) or CLOSED[0][1]
-    hint += restart(name) if hint == CLOSED[0][1] else ""
-    return ValueError(f"{owner}: state {key!r} of {name!r} is {described(value)}, expected {needed}. {hint}")
+    hint = unreadable_reason(value) or CLOSED[0][1]
+    hint += restart_hint(name) if hint == CLOSED[0][1] else ""
+    return ValueError(f"{owner}: state {key!r} of {name!r} is {describe_value(value)}, expected {needed}. {hint}")
 
 
-def refuse_state(owner: str, name: str, value: Any) -> ValueError:
+def state_type_error(owner: str, name: str, value: Any) -> ValueError:
     """What is said where the state of a parameter is no dict."""
-    return ValueError(f"{owner}: the state of {name!r} is {described(value)}, expected a dict of tensors{restart(name)}")
+    found = describe_value(value)
+    return ValueError(f"{owner}: the state of {name!r} is {found}, expected a dict of tensors{restart_hint(name)}")
 
 
 def check_outline(owner: str, given: Any) -> None:
     """That a state dict has parameters in groups, which torch's loader takes for granted."""
 
     def refuse(what: str, value: Any, needed: str) -> ValueError:
-        return ValueError(f"{owner}: {what} is {described(value)}, expected {needed}. Give what state_dict() returned")
+        return ValueError(f"{owner}: {what} is {describe_value(value)}, expected {needed}. Give what state_dict() returned")
 
     if not isinstance(given, Mapping):
         raise refuse("the state dict", given, "a dict")
@@ -114,12 +115,12 @@ def check_outline(owner: str, given: Any) -> None:
     misspelled = [key for key in strangers if "step" in state[key] or str(key) in map(str, places)]
     if places and misspelled and not any(key in state for key in places):  # torch would begin anew, and say nothing
         raise ValueError(
-            f"{owner}: 'state' of the state dict is by {described(misspelled[0])}, expected the places that 'params' of its "
-            f"groups list, as {described(places[0])}. JSON makes texts of numbers: give what state_dict() returned"
+            f"{owner}: 'state' of the state dict is by {describe_value(misspelled[0])}, expected the places that 'params' of its "
+            f"groups list, as {describe_value(places[0])}. JSON makes texts of numbers: give what state_dict() returned"
         )
 
 
-def number_in(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
+def check_number(owner: str, key: str, name: str, value: Any, allowed: Field | None = None) -> float:
     """A number that is kept beside the slots of a parameter; "step" counts. allowed: its range, where the rule says one."""
     try:
         with _disable_current_modes():  # a count is a number, under FakeTensorMode too
@@ -142,15 +143,15 @@ def canonicalize(owner: str, state: dict[str, Any], spec: Spec, name: str) -> No
     """Counts as they should be, where others have moved or replaced them. name: whose they are."""
     for key in ("step", *spec.counters()):
         value = state[key]
-        found = number_in(owner, key, name, value, spec.counter_ranges.get(key))
+        found = check_number(owner, key, name, value, spec.counter_ranges.get(key))
         sound = torch.is_tensor(value) and not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
         if not sound or value.is_inference():
-            state[key] = counter(found)
+            state[key] = make_counter(found)
 
 
 def read_component(owner: str, state: Mapping[str, Any], key: str, name: str) -> torch.Tensor:
     """A slot's tensor, or the part of one; what is no tensor with memory is refused."""
-    if unreadable(state[key]):
+    if unreadable_reason(state[key]):
         raise state_error(owner, key, name, state[key], "a tensor")
     return cast(torch.Tensor, state[key])
 
@@ -158,7 +159,7 @@ def read_component(owner: str, state: Mapping[str, Any], key: str, name: str) ->
 def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: str) -> Split | None:
     """How a parameter is split, as a checkpoint says."""
     try:
-        if (split := split_in(saved)) is not None:
+        if (split := read_split(saved)) is not None:
             shapes_of(tuple(param.shape), split)
     except (TypeError, ValueError) as problem:
         raise state_error(owner, "batch", name, saved["batch"], f"a split of shape {tuple(param.shape)} ({problem})") from None
@@ -166,13 +167,13 @@ def split_of(owner: str, param: torch.Tensor, saved: Mapping[str, Any], name: st
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------------
-def whole(tensor: Any) -> torch.Tensor:
+def gather_whole(tensor: Any) -> torch.Tensor:
     """A tensor; a DTensor with its parts from all ranks."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 
 
-def host(tensor: torch.Tensor, what: str, dtype: str = "") -> np.ndarray:
+def copy_to_host(tensor: torch.Tensor, what: str, dtype: str = "") -> np.ndarray:
     """A tensor's values where NumPy sees them; not copied if they are on the CPU already. dtype: of a component of a slot in
     fewer bits, which is given as it is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -183,14 +184,14 @@ def host(tensor: torch.Tensor, what: str, dtype: str = "") -> np.ndarray:
     return (tensor if dtype or tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
 
-def wrapped(
+def defer_reading(
     tensor: torch.Tensor, shape: Shape, what: str, dtype: str = "", gather: Callable[[], torch.Tensor] | None = None
 ) -> Tensor:
     """A tensor of state that is fetched from its device when it is written; `gather` brings it together from the ranks."""
     kind: Any = Words.types[dtype] if dtype else np.float64 if tensor.dtype is torch.float64 else np.float32
 
     def read() -> np.ndarray:
-        return host(tensor if gather is None else gather(), what, dtype).reshape(shape)
+        return copy_to_host(tensor if gather is None else gather(), what, dtype).reshape(shape)
 
     return Tensor(shape, np.dtype(kind), read, tensor)
 
@@ -210,24 +211,24 @@ def read_parameter(
     is in `extras`. live: it is the optimizer's own, as its home lays it out, perhaps with slots that a changed setting left."""
 
     def lack(key: str) -> ValueError:
-        return ValueError(f"{owner}: {describe_missing(key, name)}{restart(name)}")
+        return ValueError(f"{owner}: {describe_missing(key, name)}{restart_hint(name)}")
 
     kind, parts = str(param.dtype).removeprefix("torch."), () if isinstance(split, int) else split
     p = Parameter(0, None, tuple(param.shape), 0, {}, {}, kind, number(split), piece_shape(param, split), parts=parts)
     given, first = {k: v for k, v in saved.items() if k != "batch"}, spec.counters()
     if saved and spec.torch.counts and "step" not in saved:
         raise lack("step")
-    p.step = int(number_in(owner, "step", name, given.pop("step", 0.0)))
+    p.step = int(check_number(owner, "step", name, given.pop("step", 0.0)))
     low, pieces, slots = given.pop(LOW, None), p.slots(spec), kept_slots(spec, param, split, home)
     if live and given.keys() - {*first, *part_names(spec, slots)}:
         pieces, first = list_possible_state(spec, p)
         slots = {slot: each * (p.pieces // len(each)) for slot, each in pieces.items()}
     for label in first.keys() & given.keys():
-        p.counters[label] = number_in(owner, label, name, given.pop(label), spec.counter_ranges.get(label))
+        p.counters[label] = check_number(owner, label, name, given.pop(label), spec.counter_ranges.get(label))
     if low is not None and bf16.keeps_low(spec, param):
         check_low(owner, param, low, name)
         gather = low.full_tensor if live and is_dtensor(low) else None
-        p.tensors[LOW] = wrapped(low, (*param.shape, 2), f"{LOW!r} of {name!r}", "uint8", gather)
+        p.tensors[LOW] = defer_reading(low, (*param.shape, 2), f"{LOW!r} of {name!r}", "uint8", gather)
     begins = "started" in first  # and has no buffers before
     needed = bool(saved) and not live and (not begins or bool(p.counters.get("started")))
     for slot, key in names_of(spec, slots).items():
@@ -237,7 +238,7 @@ def read_parameter(
         if value is not None:
             kind = storage.STORED.get(str(getattr(value, "dtype", "")).removeprefix("torch."), storage.EXACT)
             kind = storage.EXACT if live and not slots[slot][0].storage else kind  # a parameter of 16 bits, in evaluation mode
-            if kind == storage.EXACT and torch.is_tensor(value) and not (unreadable(value) or value.is_floating_point()):
+            if kind == storage.EXACT and torch.is_tensor(value) and not (unreadable_reason(value) or value.is_floating_point()):
                 raise state_error(owner, key, name, value, "a tensor of real numbers")
             there, each = (tuple(replace(one, storage=kind) for one in of[slot]) for of in (slots, pieces))
             for end, dtype in COMPONENTS[kind].items():
@@ -245,9 +246,10 @@ def read_parameter(
                 gather = functools.partial(home.gather, found, shape) if live and home is not None else None
                 if gather is None:
                     check_component(owner, key + end, name, found, shape, bool(end))
-                elif unreadable(found) or not home.accepts(found, shape):  # else ranks would gather what one of them has not
+                elif unreadable_reason(found) or not home.accepts(found, shape):  # ranks would gather what one of them has not
                     raise state_error(owner, key + end, name, found, f"a tensor of shape {shape}, as this optimizer laid it out")
-                p.tensors[slot + end] = wrapped(found, p.stored(part(each, end)), f"{key + end!r} of {name!r}", dtype, gather)
+                stored, called = p.stored(part(each, end)), f"{key + end!r} of {name!r}"
+                p.tensors[slot + end] = defer_reading(found, stored, called, dtype, gather)
         elif needed:
             raise lack(key)
     if begins:
@@ -261,20 +263,20 @@ def read_parameter(
 
 def check_component(owner: str, key: str, name: str, value: Any, shape: Shape, scales: bool) -> None:
     """Refuse what is no tensor of this shape, and scales below zero."""
-    if unreadable(value):
+    if unreadable_reason(value):
         raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
-        raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart(name)}")
-    if scales and bool((whole(value) < 0).any()):
-        raise ValueError(f"{owner}: state {key!r} of {name!r} has scales below zero. {CORRUPT}{restart(name)}")
+        raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart_hint(name)}")
+    if scales and bool((gather_whole(value) < 0).any()):
+        raise ValueError(f"{owner}: state {key!r} of {name!r} has scales below zero. {CORRUPT}{restart_hint(name)}")
 
 
 def check_low(owner: str, param: torch.Tensor, value: Any, name: str) -> None:
     """The low half of a parameter, if it is one."""
     shape = (*param.shape, 2)
-    if unreadable(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
+    if unreadable_reason(value) or value.dtype is not torch.uint8 or tuple(value.shape) != shape:
         raise ValueError(
-            f"{owner}: state {LOW!r} of {name!r} is {described(value)}, expected uint8 of shape {shape}. {CORRUPT}; remove "
+            f"{owner}: state {LOW!r} of {name!r} is {describe_value(value)}, expected uint8 of shape {shape}. {CORRUPT}; remove "
             "this entry to go on from the parameter's upper half alone"
         )
 
@@ -294,8 +296,8 @@ def refuse_codes(
     slots = slots_of(spec.replace(state_dtype=there), tuple(param.shape), split)
     for slot, key in names_of(spec, slots).items():
         value: Any = given.get(key)
-        if len(COMPONENTS[slots[slot][0].storage]) > 1 and not unreadable(value) and value.is_floating_point():
-            found = whole(value)
+        if len(COMPONENTS[slots[slot][0].storage]) > 1 and not unreadable_reason(value) and value.is_floating_point():
+            found = gather_whole(value)
             if bool(found.any()) and torch.equal(found, found.round()):
                 raise ValueError(
                     f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
@@ -304,19 +306,19 @@ def refuse_codes(
 
 
 # ---- into the optimizer --------------------------------------------------------------------------------------------------------
-def slots_here(spec: Spec, p: Parameter, home: Any) -> dict[str, Slots]:
+def slots_at_home(spec: Spec, p: Parameter, home: Any) -> dict[str, Slots]:
     """The slots of a parameter as they are kept at its home: those of the rule, and those that there is state for."""
     slots = {**p.slots(spec), **p.used(spec)}
     slots = {name: each * (p.pieces // len(each)) for name, each in slots.items()}
     return slots if home is None else home.stored_slots(slots, p.way)
 
 
-def make_room(
+def make_state(
     spec: Spec, p: Parameter, param: torch.Tensor, home: Any = None, before: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """State for a parameter of a snapshot, to be filled. before: buffers that are used again where they fit."""
-    slots, device = slots_here(spec, p, home), device_of(param, home)
-    state: dict[str, Any] = {"step": counter(p.step)}
+    slots, device = slots_at_home(spec, p, home), device_of(param, home)
+    state: dict[str, Any] = {"step": make_counter(p.step)}
     if p.pieces > 1:
         state["batch"] = p.way
     for key, (slot, end) in part_names(spec, slots).items():
@@ -325,35 +327,35 @@ def make_room(
         if torch.is_tensor(old) and (old.dtype, old.device) == (dtype_of(each, param, end), device) and old.is_contiguous():
             fits = old.shape == shape if home is None else home.accepts(old, shape)
         state[key] = old if fits else room(each, param, p.way, home, end)
-    state |= {k: counter(v) for k, v in p.counters.items()}
+    state |= {k: make_counter(v) for k, v in p.counters.items()}
     bf16.init_state(state, spec, param, device)
     return state
 
 
 @torch.no_grad()
-def fill(state: dict[str, Any], spec: Spec, p: Parameter, home: Any = None) -> None:
+def fill_state(state: dict[str, Any], spec: Spec, p: Parameter, home: Any = None) -> None:
     """Write a snapshot's tensors into the state of a parameter: components of the same format as they are, others by value."""
     if LOW in state and LOW in p.tensors:
-        bf16.put(state[LOW], tensor_of(p.tensors[LOW].native()))
-    slots = slots_here(spec, p, home)
+        bf16.write_low(state[LOW], as_tensor(p.tensors[LOW].native()))
+    slots = slots_at_home(spec, p, home)
     for slot, key in names_of(spec, slots).items():
         if slot in p.tensors:
             kind, wanted = p.storage_of(slot), slots[slot][0].storage
             found = {end: p.tensors[slot + end].native() for end in COMPONENTS[kind]}
-            put({end: state[key + end] for end in COMPONENTS[wanted]}, wanted, kind, found, home)
+            write_slot({end: state[key + end] for end in COMPONENTS[wanted]}, wanted, kind, found, home)
 
 
-def put(buffers: Mapping[str, torch.Tensor], wanted: str, kind: str, given: Mapping[str, Any], home: Any) -> None:
+def write_slot(buffers: Mapping[str, torch.Tensor], wanted: str, kind: str, given: Mapping[str, Any], home: Any) -> None:
     """Leave the components of a slot, in the format `kind`, in buffers that are in the format `wanted`. Those of a parameter that
     is spread over ranks are given whole, or as DTensors."""
-    values = {end: tensor_of(value) for end, value in given.items()}
+    values = {end: as_tensor(value) for end, value in given.items()}
     values = {end: v.view(torch.bfloat16) if v.dtype is torch.uint16 else v for end, v in values.items()}  # as NumPy has it
     if kind != wanted:
-        first, value = buffers[""], decoded(kind, values)
+        first, value = buffers[""], decode_slot(kind, values)
         if wanted:
-            value = whole(value).to(first.device)
+            value = gather_whole(value).to(first.device)
             value = value.reshape(first.shape) if home in (None, HOST) else value
-            values = storage.encode(words(first.device), wanted, value, 0)
+            values = storage.encode(engine_on(first.device), wanted, value, 0)
         else:
             values = {"": value}
     for end, value in values.items():
@@ -363,17 +365,17 @@ def put(buffers: Mapping[str, torch.Tensor], wanted: str, kind: str, given: Mapp
             home.write(buffers[end], value)
 
 
-def decoded(kind: str, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def decode_slot(kind: str, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The values of a slot that is kept in these components."""
     if not kind:
         return components[""]
-    codes, *scales = map(whole, components.values())
+    codes, *scales = map(gather_whole, components.values())
     scales = [each.reshape(*codes.shape[:-1], -1) for each in scales]  # of a split parameter they may have another shape
-    found: torch.Tensor = storage.decode(words(codes.device), storage.Quantized(kind, codes, *scales))
+    found: torch.Tensor = storage.decode(engine_on(codes.device), storage.Quantized(kind, codes, *scales))
     return found
 
 
-def words(device: torch.device) -> Any:
+def engine_on(device: torch.device) -> Any:
     """`storage`'s words on a device."""
     from ..engines.torch_ import Torch
 
@@ -385,23 +387,23 @@ def load_state(
 ) -> dict[str, Any]:
     """The state of a parameter that a state dict in our words has, by value; as it starts where that is empty."""
     p = read_parameter(owner, spec, param, split, saved, name, home)
-    state = make_room(spec, p, param, home)
-    fill(state, spec, p, home)
-    state |= {k: by_value(v) for k, v in p.extras.items()}
+    state = make_state(spec, p, param, home)
+    fill_state(state, spec, p, home)
+    state |= {k: copy_value(v) for k, v in p.extras.items()}
     if spec.evaluated and TRAINED in p.extras:  # of evaluation mode: laid out as the parameter is, whatever it was before
         check_component(owner, TRAINED, name, p.extras[TRAINED], tuple(param.shape), False)
         state[TRAINED] = param.detach().clone().to(device_of(param, home))
-        put({"": state[TRAINED]}, "", "", {"": p.extras[TRAINED]}, home)
+        write_slot({"": state[TRAINED]}, "", "", {"": p.extras[TRAINED]}, home)
     return state
 
 
-def by_value(found: Any) -> Any:
+def copy_value(found: Any) -> Any:
     """Tensors and what they are in, copied; other objects are what they are."""
     if torch.is_tensor(found):
         return found.clone()
     if type(found) is dict:
-        return {k: by_value(v) for k, v in found.items()}
-    return type(found)(map(by_value, found)) if type(found) in (list, tuple, set) else found
+        return {k: copy_value(v) for k, v in found.items()}
+    return type(found)(map(copy_value, found)) if type(found) in (list, tuple, set) else found
 
 
 # ---- groups ----

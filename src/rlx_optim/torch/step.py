@@ -10,7 +10,7 @@ import torch
 
 from ..spec import Spec
 from ..stepping import StepPart, TensorState, list_stats
-from .aliasing import Work, rounds
+from .aliasing import Work, split_rounds
 from .collect import collect
 from .eval_mode import is_evaluating
 from .placements.host import finish_copies
@@ -80,7 +80,7 @@ def run(opt: RuleOptimizer, work: Work, specs: list[Spec], factor: Any, asked: b
         placement.with_stats = asked
     try:
         with finish_copies(placements) if any(placement.hosted for placement in placements) else contextlib.nullcontext():
-            for round_ in rounds(opt._owner, work, opt.param_groups, opt._repeated):
+            for round_ in split_rounds(opt._owner, work, opt.param_groups, opt._repeated):
                 for batch in round_:
                     placement = batch.placement
                     placement.step(batch, specs, opt._specs.fusion_keys, placement.sign * factor)

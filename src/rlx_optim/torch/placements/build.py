@@ -18,12 +18,12 @@ from ...splits import WHOLE, Split, part
 from ...stepping import check_together
 from ...storage import COMPONENTS, Quantized
 from .. import bf16
-from ..engines import choose
-from ..groups import named, spec_of, view_index
+from ..engines import choose_engine
+from ..groups import name_params, spec_of, view_index
 from ..memory import is_fake, local_part
 from ..params import check_param, compute_device, current_split, home_of, is_dormant
 from ..replaced_params import list_params
-from ..state import HOST, count_of, dtype_of, in_pieces, init_state, kept_slots, names_of, part_names, shape_in_state
+from ..state import HOST, dtype_of, init_state, kept_slots, names_of, part_names, read_counter, shape_in_state, view_pieces
 from ..state_dict import canonicalize, read_component
 from .captured import Captured, unsupported_reason
 from .host import Hosted
@@ -95,7 +95,7 @@ def plan_params(opt: RuleOptimizer, dormant: list[torch.Tensor]) -> list[Planned
     mixed = len({group["maximize"] for group in opt.param_groups}) > 1
     number = 0
     for index, group in enumerate(opt.param_groups):
-        for name, param in named(group, index):
+        for name, param in name_params(group, index):
             number += 1
             if param in found or is_dormant(opt, param):  # listed twice: one entry, stepped twice
                 dormant += [] if param in found else [param]
@@ -121,7 +121,7 @@ def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planne
     device, dtype, maximize = each.key
     init_state(opt.state[param], spec, param, each.split, home)
     where = compute_device(opt, param, type(spec))
-    engine, why = choose(opt.engine, where, dtype, is_fake(param))
+    engine, why = choose_engine(opt.engine, where, dtype, is_fake(param))
     make: Any = Captured if opt.capturable else LOCAL.get(engine.name, LocalTensors)
     key: tuple[Any, ...] = each.key
     spread = ""
@@ -146,9 +146,9 @@ def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planne
     entry.turned = each.turned
     if bf16.keeps_low(spec, param):
         read_component(opt._owner, entry.state, LOW, bare(each.name))
-    low = bf16.checked(opt._owner, entry.state, spec, param, bare(each.name), placement.kept)
-    entry.rounding = bf16.half_of(spec, param, bare(each.name), low)
-    bf16.tell(placement, entry)
+    low = bf16.read_low(opt._owner, entry.state, spec, param, bare(each.name), placement.kept)
+    entry.rounding = bf16.find_rounding(spec, param, bare(each.name), low)
+    bf16.set_rounding(placement, entry)
 
 
 def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> ParamEntry:
@@ -165,8 +165,8 @@ def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> Param
     local_slots = placement.cut_to_part(entry, spec, slots) if each.spread else slots
     for i, record in enumerate(entry.records):
         record.slots = {slot: of_pieces[i] for slot, of_pieces in local_slots.items()}
-        record.t = int(count_of(state["step"]))
-        record.counters = {counter: count_of(state[counter]) for counter in spec.counters()}
+        record.t = int(read_counter(state["step"]))
+        record.counters = {counter: read_counter(state[counter]) for counter in spec.counters()}
     for slot, key in names_of(spec, slots).items() if not each.spread or home.computes else ():
         kind, views = slots[slot][0].storage, []
         for end in COMPONENTS[kind]:
@@ -180,7 +180,7 @@ def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> Param
                     f"{owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} and {where}; it is of shape "
                     f"{tuple(kept.shape)}, {kept.dtype} and on {kept.device}"
                 )
-            views.append([placement.view(piece) for piece in in_pieces(buffer, part(local_slots[slot], end))])
+            views.append([placement.view(piece) for piece in view_pieces(buffer, part(local_slots[slot], end))])
         first = home.first_place() if each.spread else 0
         for record, *arrays in zip(entry.records, *views, strict=True):
             record.state[slot] = Quantized(kind, *arrays, first=first) if kind else arrays[0]

@@ -19,7 +19,7 @@ from ...spec import Shape, Slot, Spec
 from ...splits import WHOLE, Split, exact, number, shapes_of
 from ...storage import COMPONENTS
 from ..memory import local_part
-from ..state import Slots, fresh, piece_shape, shape_in_state
+from ..state import Slots, piece_shape, shape_in_state, start_slot
 from .comm import Comm, DTensorLayout
 from .exchange import Transfer, scatter_parts
 
@@ -57,7 +57,7 @@ class Shards:
         shape, layout, slot = shape_in_state(slots, param, split), self.layout, slots[0]
         placements = self.placements(slot)
         if self.whole or not layout.shards:
-            return layout.wrap(fresh(slots, param, split, dtype), shape, placements)
+            return layout.wrap(start_slot(slots, param, split, dtype), shape, placements)
         lacking = lacking_axes(slot, layout.shape)
         local = [1 if i in lacking else n for i, n in enumerate(layout.local_shape)] if shape else []
         if slot.drop == () and shape:
@@ -101,7 +101,7 @@ class Owned:
         return slots
 
     def allocate(self, slots: Slots, param: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-        return fresh(slots, param, split, dtype) if self.computes else torch.empty(0, dtype=dtype, device=param.device)
+        return start_slot(slots, param, split, dtype) if self.computes else torch.empty(0, dtype=dtype, device=param.device)
 
     def first_place(self) -> int:
         return 0

@@ -261,7 +261,7 @@ class Hosted(Placement):
         placement.entries = [cast(Any, chunk) for _, chunk in chunks]
         if not self.above:
             for _, chunk in chunks:
-                bf16.tell(placement, chunk)
+                bf16.set_rounding(placement, chunk)
             placement.arrange()
         return StagedBucket(placement, [place for place, _ in chunks])
 
@@ -282,7 +282,7 @@ class Hosted(Placement):
                         record.state[slot] = self.inner.view(next(staged)[0])
             if chunk.rounding is not None and chunk.rounding.low is not None:
                 chunk.rounding = dataclasses.replace(chunk.rounding, low=next(staged)[0])
-            bf16.tell(bucket.placement, chunk)
+            bf16.set_rounding(bucket.placement, chunk)
         bucket.placement.arrange()
 
     def observe(self, entry: ParamEntry, spec: Spec, estimate: torch.Tensor) -> None:

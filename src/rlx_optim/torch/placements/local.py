@@ -448,7 +448,7 @@ class LocalTensors(Placement):
         for entry, grad in zip(selection.entries, batch.grads, strict=True):
             whole = as_plain(local_part(entry.param))
             if entry.rounding is not None:
-                whole = pack_pieces(bf16.opened(entry, self.dtype), entry)
+                whole = pack_pieces(bf16.copy_in(entry, self.dtype), entry)
                 back.append((entry, whole))
             elif entry.split != WHOLE and (entry.columns or not whole.is_contiguous()):
                 whole = pack_pieces(whole, entry).contiguous()
@@ -460,7 +460,7 @@ class LocalTensors(Placement):
             ps, gs = ([side[at[place]] for place in places] for side in (params, pieces))
             run_part(part, self.engine, specs, self.numbers, ps, gs, scale, rows)
         for entry, whole in back:
-            bf16.closed(entry, unpack_pieces(whole, entry), self.rng_step(entry))
+            bf16.write_back(entry, unpack_pieces(whole, entry), self.rng_step(entry))
 
 
 class LocalPointers(Placement):
@@ -508,7 +508,7 @@ class LocalPointers(Placement):
                 copies_grad = entry.columns or not self.is_direct(grads[i])
                 self.copied += copies_param or copies_grad
                 if copies_param:
-                    scratch = params[i] = pack_pieces(bf16.opened(entry, self.dtype), entry)
+                    scratch = params[i] = pack_pieces(bf16.copy_in(entry, self.dtype), entry)
                     back.append((entry, scratch))
                 if copies_grad:
                     grads[i] = pack_pieces(grads[i], entry).to(self.dtype).contiguous()
@@ -518,7 +518,7 @@ class LocalPointers(Placement):
         self.pointers.set(selection.index, params_at, grads_at, param_types, grad_types)
         self.launch(selection, entries, params, grads, specs, scale)
         for entry, scratch in back:
-            bf16.closed(entry, unpack_pieces(scratch, entry), self.rng_step(entry))  # torch counts this version itself
+            bf16.write_back(entry, unpack_pieces(scratch, entry), self.rng_step(entry))  # torch counts this version itself
 
     def launch(
         self, selection: Selection, entries: list[ParamEntry], params: list[torch.Tensor], grads: list[torch.Tensor],

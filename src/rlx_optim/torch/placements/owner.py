@@ -98,7 +98,7 @@ class Owner(Placement):
         self.shards.entries = [commit_entry(entry) for entry in self.entries]
         self.shards.spread = self.spread if any(map(is_dtensor, self.params)) else ""
         for entry in self.shards.entries if self.shards.rounds else ():
-            bf16.deal_out(self.shards, entry)
+            bf16.split_rounding(self.shards, entry)
         self.shards.arrange()
 
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
@@ -174,7 +174,7 @@ class Owner(Placement):
         travelling = []
         for side, i in [*((0, i) for i in stage.members), *((1, i) for i in stage.members if i in step.reading)]:
             entry, home = self.entries[i], self.homes[i]
-            part = bf16.held(entry) if side else step.grads[i]
+            part = bf16.read_whole(entry) if side else step.grads[i]
             if isinstance(home, Shards):
                 layout = home.layout
                 wholes[side][i] = layout.wrap(part.contiguous(), layout.shape, layout.placements).full_tensor()
