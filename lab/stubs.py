@@ -20,7 +20,7 @@ from .optimizer import NamedOptimizer
 from ..spec import Spec
 
 def spec_class(name: str) -> type[Spec]: ...
-def made(kind: type[Spec]) -> type[NamedOptimizer]: ...
+def make_class(kind: type[Spec]) -> type[NamedOptimizer]: ...
 def create(name: str, **settings: Any) -> NamedOptimizer: ...
 def list_optimizers() -> list[str]: ...
 """
@@ -80,7 +80,7 @@ def named_stub() -> str:
 
     text = HEAD + NAMED + f"\n__all__ = {[kind.title for kind in OURS]!r}\n"
     for kind in OURS:
-        fields, keywords = lines_of(inspect.signature(classes.made(kind)))
+        fields, keywords = lines_of(inspect.signature(classes.make_class(kind)))
         text += class_stub(kind.title, "CurvatureOptimizer" if kind.observes else "NamedOptimizer", fields, fields, keywords)
     return text
 

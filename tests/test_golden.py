@@ -8,7 +8,7 @@ import pytest
 from helpers import distance
 
 import rlx_optim
-from rlx_optim.numpy.classes import made
+from rlx_optim.numpy.classes import make_class
 from rlx_optim.rules.muon import Muon, nesterov
 
 FOLDER = Path(__file__).parent / "golden"
@@ -125,7 +125,7 @@ def test_golden(file, engine, precision):
     golden = np.load(FOLDER / f"{file}.npz")
     note = json.loads(str(golden["json"]))
     kind, settings = kind_and_settings(note)
-    opt = made(kind)(**settings, engine=engine, precision=precision)
+    opt = make_class(kind)(**settings, engine=engine, precision=precision)
     start = {k: PROBLEM[f"params0/{k}"] for k in note["tensors"]}
     params = {k: v.copy() for k, v in start.items()}
     for t in range(max(note["steps"])):

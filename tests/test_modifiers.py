@@ -457,7 +457,7 @@ class Committed(Plain):
 def test_rules_of_others():
     """They have modifiers too; what is unsound for them is refused by name."""
     for given, wanted in (({"cautious": True}, -0.1 * 2 * 0.5), ({}, -0.1)):
-        p, opt = np.zeros(2, np.float32), rlx_optim.numpy.classes.made(Plain)(**given)
+        p, opt = np.zeros(2, np.float32), rlx_optim.numpy.classes.make_class(Plain)(**given)
         opt.step("p", p, np.array([1.0, -1.0], np.float32))
         np.testing.assert_allclose(p, [wanted, -wanted] if not given else [-0.1, 0.1], rtol=1e-6)
     with pytest.raises(ValueError, match="Plain: decay='cautious' is not for this rule: it decays nothing"):

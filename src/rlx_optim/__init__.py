@@ -47,7 +47,7 @@ __all__ += classes.__all__
 if not TYPE_CHECKING:  # for which there are ours alone
 
     def __getattr__(title: str) -> Any:
-        return classes.made(registry.find_titled(title, __name__))
+        return classes.make_class(registry.find_titled(title, __name__))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *(kind.title for kind in registry.known().values())})

@@ -150,7 +150,7 @@ def unknown_keyword_error(owner: str, given: Iterable[str], known: Sequence[str]
     for word in bad:
         found = [*(each for each in SYNONYMS.get(word, ()) if each in known), *filter(None, [nearest(word, known)])]
         meant |= {word: found[0]} if found else {}
-    hint = "".join(f"; {word} is called {here} here" for word, here in meant.items())
+    hint = "".join(f"; {word} is called {name} here" for word, name in meant.items())
     hint += GROUPS if "groups" in bad and "params" in known else ""
     return TypeError(f"{owner}: unknown hyperparameter {', '.join(map(repr, bad))}; known are {', '.join(known)}{hint}")
 

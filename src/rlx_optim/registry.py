@@ -76,28 +76,31 @@ def register(kind: Kind) -> Kind:
         return kind
     if "lr" not in kind.fields:
         raise ValueError(f"{kind.title}: a rule needs a hyperparameter lr, which schedules move")
-    factory = kind.optax.factory or kind.name
-    for word in (kind.name, *kind.aliases, factory):
+    for word in (kind.name, *kind.aliases, kind.optax.factory or kind.name):
         if not (isinstance(word, str) and word.isidentifier() and word.islower() and not keyword.iskeyword(word)):
             raise ValueError(f"{kind.title}: a name must be an identifier in lower case, got {word!r}")
     if not kind.title.isidentifier() or kind.title.islower() or kind.title.startswith("_"):
         raise ValueError(f"{kind.title}: a title must be a class's name, with a capital, got {kind.title!r}")
-    own_names = dict.fromkeys((kind.name, *kind.aliases, factory, kind.title.lower()))
     before = []
     for other in _KINDS.values():
-        if words := own_names.keys() & {other.name, *other.aliases, other.optax.factory, other.title.lower()}:
+        if words := names_of(kind) & names_of(other):
             if other.name in FILES or not is_redefined(kind, other):
                 raise ValueError(
                     f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is already {other.__module__}.{other.__qualname__}; "
                     "give the class another name"
                 )
             before.append(other.name)
-    if words := own_names.keys() & TAKEN:
+    if words := names_of(kind) & TAKEN:
         raise ValueError(f"{kind.__module__}.{kind.__qualname__}: {min(words)!r} is a word of rlx_optim; give it another name")
     for name in before:
         del _KINDS[name]
     _KINDS[kind.name] = kind
     return kind
+
+
+def names_of(kind: type[Spec]) -> set[str]:
+    """Every name that a rule has in a front end, in lower case."""
+    return {kind.name, *kind.aliases, kind.optax.factory or kind.name, kind.title.lower()}
 
 
 def is_redefined(kind: type[Spec], other: type[Spec]) -> bool:

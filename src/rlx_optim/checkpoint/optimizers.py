@@ -55,7 +55,7 @@ def _read_tensors(opt: NamedOptimizer, record: TensorState, spec: Spec) -> dict[
 
 
 def _save_member(opt: NamedOptimizer, family: list[NamedOptimizer]) -> SavedOptimizer:
-    if not is_registered(opt.spec) or classes.made(opt.spec) is not type(opt):
+    if not is_registered(opt.spec) or classes.make_class(opt.spec) is not type(opt):
         raise ValueError(f"{opt._owner}: only registered optimizers can be saved; rlx_optim.register(Rule) makes one")
     settings, specs = opt._settings, opt._specs()
 
@@ -178,7 +178,7 @@ def _make_member(
         | {name: group.values.hyperparameters[name] for name in group.overrides} | per_group[i]
         for i, group in enumerate(member.groups)
     ]  # fmt: skip
-    kind = classes.made(spec_class(member.optimizer))
+    kind = classes.make_class(spec_class(member.optimizer))
     if otherwise is None and any(group.use == OTHERWISE for group in member.groups):
         raise CheckpointError(f"a group of {kind.__name__} goes to otherwise, and there is none")
     try:

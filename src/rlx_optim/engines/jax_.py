@@ -6,9 +6,10 @@ Bias corrections are taken as −expm1(t·log b), the logarithm on the host, sin
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -117,11 +118,11 @@ def _halves(X: Array) -> tuple[Array, Array]:
 def _product(A: Array, B: Array) -> Array:
     """In TF32. By itself and laid out as always: XLA tries dozens of kernels for every product that differs from others, be it by
     what was fused into it or by the order of its axes."""
-    A, B = _apart(A, B)
-    return _apart(jnp.matmul(A, B, precision=jax.lax.Precision.HIGH))[0]
+    A, B = _isolate(A, B)
+    return _isolate(jnp.matmul(A, B, precision=jax.lax.Precision.HIGH))[0]
 
 
-def _apart(*arrays: Array) -> Any:
+def _isolate(*arrays: Array) -> Any:
     if not any(isinstance(X, jax.core.Tracer) for X in arrays):
         return arrays
     rows = [with_layout_constraint(X, Layout(tuple(range(X.ndim)))) for X in arrays]  # type: ignore[no-untyped-call]
@@ -130,8 +131,8 @@ def _apart(*arrays: Array) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class LeafStack:
-    """Square matrices of one size, those of a leaf in an array (k, n, n): a stack only where somebody needs one, as that is a
-    copy of them all."""
+    """Square matrices of one size, those of a leaf in an array (k, n, n). They become one stack only where that is needed, since
+    it is a copy of them all."""
 
     def __init__(self, each: Iterable[Array]):
         self.each = tuple(each)
@@ -153,18 +154,17 @@ class LeafStack:
         return self.stack.mT
 
     def like(self, stack: Array) -> LeafStack:
-        """A stack as a pile with as many matrices in each part."""
-        return LeafStack(stack[place] for place in self.places())
+        """Split a stack into as many matrices for each leaf."""
+        return LeafStack(map(stack.__getitem__, self.slices))
 
-    def places(self) -> Iterator[slice]:
-        first = 0
-        for part in self.each:
-            yield slice(first, first + len(part))
-            first += len(part)
+    @property
+    def slices(self) -> list[slice]:
+        """Where the matrices of each leaf are in the stack."""
+        ends = list(itertools.accumulate(map(len, self.each)))
+        return list(map(slice, [0, *ends[:-1]], ends))
 
-    def __getitem__(self, place: slice) -> Array:
-        """Those of a leaf."""
-        return self.each[next(i for i, its in enumerate(self.places()) if its == place)]
+    def __getitem__(self, leaf: slice) -> Array:
+        return self.each[self.slices.index(leaf)]
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], None]:
         return self.each, None
@@ -179,7 +179,7 @@ def dense(X: Any) -> Any:
 
 
 class Deferred(NamedTuple):
-    """What an update asks for its end (`ArrayEngine.defer`)."""
+    """An update that waits for what is computed for all of its owner's at once (`ArrayEngine.defer`)."""
 
     function: Callable[..., Any]
     given: Any
@@ -187,24 +187,24 @@ class Deferred(NamedTuple):
     precision: str | None
 
     def followed(self, end: Callable[[Any], Any]) -> Deferred:
-        """With something that is done to the end."""
+        """Do something more with the result."""
         return self._replace(then=lambda *results: end(self.then(*results)))
 
 
 def resolve_all(updates: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Updates, each with whom it is of, as they end: those of one are asked at once."""
-    ended = [update for _, update in updates]
-    asking: dict[Any, list[int]] = {}
-    for i, (whose, update) in enumerate(updates):
+    """Return the results of updates, each given with its owner. What an owner's deferred ones wait for is computed at once."""
+    results = [update for _, update in updates]
+    deferred: dict[Any, list[int]] = {}
+    for i, (owner, update) in enumerate(updates):
         if isinstance(update, Deferred):
-            asking.setdefault(whose, []).append(i)
-    for mine in asking.values():
-        asked = ended[mine[0]]
-        with jax.default_matmul_precision(asked.precision):
-            results = asked.function([ended[i].given for i in mine])
-        for i, result in zip(mine, results, strict=True):
-            ended[i] = ended[i].then(*result)
-    return ended
+            deferred.setdefault(owner, []).append(i)
+    for indices in deferred.values():
+        first = results[indices[0]]
+        with jax.default_matmul_precision(first.precision):
+            answers = first.function([results[i].given for i in indices])
+        for i, answer in zip(indices, answers, strict=True):
+            results[i] = results[i].then(*answer)
+    return results
 
 
 @functools.cache
@@ -341,7 +341,7 @@ class Jax(ArrayEngine):
             first = 0
             for (k, axis), part in zip(chosen, parts, strict=True):
                 last = first + part[0].shape[0]
-                out[k][axis] = self._piled(stacks[k][0][axis], jax.tree.map(operator.itemgetter(slice(first, last)), whole))
+                out[k][axis] = self._stack_like(stacks[k][0][axis], jax.tree.map(operator.itemgetter(slice(first, last)), whole))
                 first = last
         return [{axis: done[axis] for axis in stack[0]} for done, stack in zip(out, stacks, strict=True)]
 
@@ -350,7 +350,7 @@ class Jax(ArrayEngine):
         return jax.tree.map(dense, values, is_leaf=lambda value: isinstance(value, LeafStack))
 
     @staticmethod
-    def _piled(given: Any, made: Any) -> Any:
+    def _stack_like(given: Any, made: Any) -> Any:
         """Of what was made, that which takes the place of a pile as one too."""
         if not isinstance(given, LeafStack):
             return made

@@ -38,7 +38,7 @@ def _annotation(field: Field) -> str:
 
 
 @functools.cache
-def made(kind: type[Spec]) -> type[NamedOptimizer]:
+def make_class(kind: type[Spec]) -> type[NamedOptimizer]:
     """The class of that rule."""
     title, fallback = kind.title, kind.otherwise_default
     base, signature = CurvatureOptimizer if kind.observes else NamedOptimizer, _signature(kind)
@@ -69,12 +69,12 @@ def made(kind: type[Spec]) -> type[NamedOptimizer]:
 
 
 def __getattr__(title: str) -> Any:
-    return made(registry.find_titled(title, __name__))
+    return make_class(registry.find_titled(title, __name__))
 
 
 def create(name: str, **settings: Any) -> NamedOptimizer:
     """An optimizer by name: create("adamw", lr=3e-4)."""
-    return made(spec_class(name))(**settings)
+    return make_class(spec_class(name))(**settings)
 
 
 def list_optimizers() -> list[str]:

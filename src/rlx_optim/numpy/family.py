@@ -158,9 +158,9 @@ class Member:
         known = any(member._records for member in self._family())
         types = dict(zip((array.dtype.name for array in arrays), names, strict=True))
         if known or len(types) > 1:
-            there = f"this optimizer steps {stored} ones" if known else "one optimizer steps one type"
+            expected = f"this optimizer steps {stored} ones" if known else "one optimizer steps one type"
             kinds = ", ".join(f"{name!r} is {kind}" for kind, name in types.items() if kind != stored or not known)
-            raise TypeError(f"{self._owner}: {kinds}, but {there}; give each type an optimizer of its own")
+            raise TypeError(f"{self._owner}: {kinds}, but {expected}; give each type an optimizer of its own")
         for member in self._family() if arrays[0].dtype != "float32" else ():
             for spec in member._specs():
                 if spec.state_dtype != "float32":

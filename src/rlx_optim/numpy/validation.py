@@ -26,10 +26,10 @@ def check_array(owner: str, name: str, role: str, array: Any, writable: bool = F
     what = f"{owner}: {role} of {name!r}"
     if not isinstance(array, np.ndarray):
         front = OTHERS.get(type(array).__module__.partition(".")[0])
-        there = f"; rlx_optim.{front} is for those" if front else ""
+        hint = f"; rlx_optim.{front} is for those" if front else ""
         if isinstance(array, np.generic):
-            there = "; keep it as an array: np.array(…)" if writable else "; pass np.asarray(…)"
-        raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}{there}")
+            hint = "; keep it as an array: np.array(…)" if writable else "; pass np.asarray(…)"
+        raise TypeError(f"{what} must be a NumPy array, got {type(array).__name__}{hint}")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array, and a step would ignore the mask; pass .filled(0) or .data")
     keep = "keep the parameter itself so: a copy made for the call would be stepped and lost" if writable else ""

@@ -99,8 +99,8 @@ def to_keywords(kind: type[Spec], values: Mapping[str, Any]) -> dict[str, tuple[
 
 def put_over(kind: type[Spec], values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A spec's settings with some of a factory's keywords put over them."""
-    here = {keyword: value for keyword, (_, value) in to_keywords(kind, values).items()}
-    fields = _values(kind, {**dict.fromkeys(keywords(kind)), **here, **given})
+    own = {keyword: value for keyword, (_, value) in to_keywords(kind, values).items()}
+    fields = _values(kind, {**dict.fromkeys(keywords(kind)), **own, **given})
     return {name: fields.get(name, value) for name, value in values.items()}
 
 

@@ -51,14 +51,14 @@ def from_optax(tx: optax.GradientTransformation, state: Any, params: Tree, count
     leaves, tree, entries = transform.lay_out(params)
     states = []
     for i, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
-        theirs = _theirs(entry, found, tree, i)
-        arrays = {name: np.asarray(_slot(name, entry, theirs), arithmetic(leaf)) for name in entry.slots}
+        saved = _read_leaf(entry, found, tree, i)
+        arrays = {name: np.asarray(_slot(name, entry, saved), arithmetic(leaf)) for name in entry.slots}
         first = entry.member.steady.counters()
         states.append((arrays, {name: float(steps > 0) if name == "started" else value for name, value in first.items()}))
     return restore_state(part, build_snapshot(transform, transform.members, leaves, entries, states, steps))
 
 
-def _theirs(entry: LeafEntry, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
+def _read_leaf(entry: LeafEntry, found: Mapping[str, Any], tree: Any, i: int) -> dict[str, Any]:
     """What optax keeps for one leaf, by our names."""
     kind = entry.member.kind
     if not kind.optax.state:
@@ -70,13 +70,13 @@ def _theirs(entry: LeafEntry, found: Mapping[str, Any], tree: Any, i: int) -> di
     }  # fmt: skip
 
 
-def _slot(name: str, entry: LeafEntry, theirs: Mapping[str, Any]) -> np.ndarray:
+def _slot(name: str, entry: LeafEntry, saved: Mapping[str, Any]) -> np.ndarray:
     shape = entry.shape
-    if name in ("row", "col") and np.shape(theirs.get("v", ())) == shape:  # a small matrix, which optax does not factor
-        return np.asarray(np.mean(np.asarray(theirs["v"]), -1 if name == "row" else -2, np.float64))
+    if name in ("row", "col") and np.shape(saved.get("v", ())) == shape:  # a small matrix, which optax does not factor
+        return np.asarray(np.mean(np.asarray(saved["v"]), -1 if name == "row" else -2, np.float64))
     if name in ("row", "col"):
         name = _other_factor(name, entry)
-    value = theirs.get(name)
+    value = saved.get(name)
     if value is None or isinstance(value, optax.MaskedNode):
         raise CheckpointError(f"optax's state has no {name!r} for {entry.name!r}, which {entry.member.kind.title} needs")
     return np.asarray(value)
@@ -122,19 +122,19 @@ def _filled(transform: Transform, state: RuleState, params: Tree, part: Any) -> 
         values = tree.flatten_up_to(getattr(part, field))
         for i, entry in enumerate(entries):
             if not isinstance(values[i], optax.MaskedNode):
-                ours = decode_slots(entry, kept[i])
-                values[i] = _entry(field, table[entry.member.kind.name], entry, ours, values[i])
+                own = decode_slots(entry, kept[i])
+                values[i] = _entry(field, table[entry.member.kind.name], entry, own, values[i])
         new[field] = tree.unflatten(values)
     return part._replace(**new)
 
 
-def _entry(field: str, names: Mapping[str, str], entry: LeafEntry, ours: Mapping[str, Any], old: Any) -> Any:
-    slot = next((slot for slot, its in names.items() if its == field), None)
+def _entry(field: str, names: Mapping[str, str], entry: LeafEntry, own: Mapping[str, Any], old: Any) -> Any:
+    slot = next((slot for slot, name in names.items() if name == field), None)
     shape, title = np.shape(old), entry.member.kind.title
     if slot in ("row", "col") and slot in entry.slots and shape != (1,):
         slot = _other_factor(slot, entry)
-    if slot in entry.slots and np.shape(ours[slot]) == shape:
-        return jnp.asarray(ours[slot], old.dtype)
+    if slot in entry.slots and np.shape(own[slot]) == shape:
+        return jnp.asarray(own[slot], old.dtype)
     if field in ("v_row", "v_col", "v") and shape == (1,):
         return old  # holds the place of what is not kept
     raise CheckpointError(f"optax keeps {field} of shape {shape} for {entry.name!r}, which {title} does not have here")

@@ -32,10 +32,10 @@ class ScheduledRule:
     values: Mapping[str, Any]
 
     def spec(self, count: Any, dtype: Any = None, **changes: Any) -> Spec:
-        now = {
+        values = {
             k: v(count) if callable(v) and not self.kind.fields[k].callable else v for k, v in {**self.values, **changes}.items()
         }
-        return build_spec(self.kind, now if dtype is None else {k: to_dtype(v, dtype) for k, v in now.items()})
+        return build_spec(self.kind, values if dtype is None else {k: to_dtype(v, dtype) for k, v in values.items()})
 
     @property
     def undecayed(self) -> dict[str, Any]:

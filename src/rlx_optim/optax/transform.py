@@ -206,7 +206,7 @@ class Transform:
                 if not isinstance(array, optax.MaskedNode):
                     arrays[name] = array
         for entry, arrays in zip(entries, kept, strict=True):
-            for name in arrays.keys() | entry.arrays.keys():
+            for name in dict.fromkeys([*entry.arrays, *arrays]):
                 has = np.shape(arrays[name]) if name in arrays else "missing"
                 needs = entry.arrays[name][0] if name in entry.arrays else "none such"
                 if has != needs:
@@ -346,8 +346,8 @@ def averaged(state: Any, params: Tree) -> Tree:
     leaves: list[Any] = jax.tree.leaves(params)
     tree: Any = jax.tree.structure(params)
     for lead in leads:
-        there = zip(leaves, flatten_like(tree, lead, "averaged: the state has"), strict=True)
-        leaves = [p if isinstance(more, optax.MaskedNode) else (p + more).astype(p.dtype) for p, more in there]
+        pairs = zip(leaves, flatten_like(tree, lead, "averaged: the state has"), strict=True)
+        leaves = [p if isinstance(more, optax.MaskedNode) else (p + more).astype(p.dtype) for p, more in pairs]
     return tree.unflatten(leaves)
 
 
