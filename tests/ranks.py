@@ -5,6 +5,7 @@ single process that everything is compared with.
 """
 
 import contextlib
+import copy
 import datetime
 import functools
 import importlib.util
@@ -809,6 +810,14 @@ def refused_on_one(world):
     out["save"] = failure(opt.save, path)
     state["exp_avg"] = right
     out["saved"] = failure(opt.save, path), path.exists()
+    good = opt.state_dict()
+    for key, damage in {"load": {}, "size": {"param_groups": good["param_groups"][:1]}}.items():
+        bad = copy.copy(good)
+        if world.rank:
+            bad |= damage or {"state": {i: {**state, "step": torch.tensor(-1.0)} for i, state in good["state"].items()}}
+        before = state_of(opt)
+        out[key] = failure(opt.load_state_dict, bad), same_tensors(before, state_of(opt))
+    out["loaded"] = failure(opt.load_state_dict, good)
     return out
 
 
@@ -819,7 +828,6 @@ def wear(param, grad):
 @scenario(2)
 def copied(world):
     """Copies and pickles of optimizers on ranks go on as the optimizers do; parameters that lie with owners stay there."""
-    import copy
     import pickle
 
     out = {}

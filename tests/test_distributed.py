@@ -582,7 +582,7 @@ def test_what_one_rank_cannot_lay_out_is_refused_on_all(results):
 def test_what_one_rank_has_otherwise_is_refused_on_all(results):
     """A setting or a layout by which ranks would send each other different things; state, mode or loss that one cannot use."""
     first, second = results[2]["refused_on_one"]
-    ends = {name: first.pop(name) for name in ("loss", "save", "saved")}
+    ends = {name: first.pop(name) for name in ("loss", "save", "saved", "load", "size", "loaded")}
     for (name, what), (found, gap) in first.items():
         assert gap <= {"Lamb": 1e-6}.get(name, 0)
         for (problem, still), (other, also) in zip(found, second[name, what][0], strict=True):
@@ -600,6 +600,11 @@ def test_what_one_rank_has_otherwise_is_refused_on_all(results):
     assert ends["save"].startswith("RemoteError: the checkpoint was not written on another rank")
     assert "'exp_avg' of 'b'" in second["save"]
     assert ends["saved"] == second["saved"] == (None, True)
+    for key, words in {"load": "'step' of 'w' is", "size": "different number of parameter groups"}.items():
+        assert ends[key] == ("RemoteError: the state dict was refused on another rank, which says why", True)
+        assert words in second[key][0]
+        assert second[key][1]
+    assert ends["loaded"] is second["loaded"] is None
 
 
 def test_copies_and_pickles_on_ranks_go_on(results):

@@ -48,7 +48,7 @@ from .placements.local import ARITHMETIC, Placement
 from .policy import resume_guard
 from .replaced_params import carry_state_over, list_params, pair_replaced
 from .state import as_tensor, export_state, is_frozen, kept_slots, names_of, piece_shape, shapes_in_state
-from .state_dict import check_outline, load_state, order_by_name, refuse_codes, state_type_error, torch_settings
+from .state_dict import begin_state, check_outline, order_by_name, refuse_codes, state_type_error, torch_settings
 from .step import take_step
 
 
@@ -68,6 +68,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     _guard: guard.Guard | None
     _lock: Any = None  # one thread is in here at a time; copies and pickles have locks of their own
     _comm: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
+    _agreement = contextlib.ExitStack()  # of ranks, while a state dict is checked
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`placements.homes`)
     _gathering = False  # whether a rule reduces over all parameters
     _stats_requested = False  # whether the next step is to say what it does
@@ -494,7 +495,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             check_outline(self._owner, state_dict)
         handle = self.register_load_state_dict_pre_hook(box)  # the last one: it sees what the user's hooks made of it
         try:
-            super().load_state_dict(state_dict)
+            with contextlib.ExitStack() as self._agreement:  # it ends before ranks exchange state
+                self._agreement.enter_context(self._agreed("the state dict was refused"))
+                super().load_state_dict(state_dict)
         finally:
             handle.remove()
         resume_guard(self, window)
@@ -503,7 +506,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what was replaced is not told of to the copy
         derived = {"_rows", "_placements", "_layout", "_places", "_specs", "_consensus", "_consolidated", "_listed", "_dormant"}
-        derived |= {"_evaluating", "_lock", "_stats_requested"}
+        derived |= {"_evaluating", "_lock", "_stats_requested", "_agreement"}
         kept = {k: v for k, v in self.__dict__.items() if k not in derived and not k.startswith("_optimizer_")}
         wrapped = {k for k in kept if callable(getattr(type(self), k, None))}  # a scheduler's wrapper of `step`
         return {k: v for k, v in kept.items() if k not in wrapped} | super().__getstate__()
@@ -521,7 +524,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _read_state_dict(self, groups: list[dict[str, Any]], saved: dict[Any, Any]) -> dict[str, Any]:
         """Groups with every setting there is, and the state of their parameters. Both may be another library's, or of an older
         version."""
-        completed, state = [], type(self.state)(dict)
+        completed, state, filling = [], type(self.state)(dict), list[Callable[[], None]]()
         state.update({k: v for k, v in saved.items() if not isinstance(k, torch.Tensor)})
         for index, (group, ours) in enumerate(zip(groups, self.param_groups, strict=True)):
             kind, states = self._rules[ours["rule"]], [saved.get(param) for param in group["params"]]
@@ -545,9 +548,13 @@ class RuleOptimizer(torch.optim.Optimizer):
                 given = state_of(self._owner, spec, layout, group, given, slots, tuple(param.shape), name)
                 if saved_format not in ("float32", spec.state_dtype):
                     refuse_codes(self._owner, spec, saved_format, param, split, given, name)
-                state[param] = load_state(self._owner, spec, param, split, given, name, home)
+                state[param], finish = begin_state(self._owner, spec, param, split, given, name, home)
+                filling.append(finish)
                 if split != wanted_split(self, name, param):
                     state[param]["batch"] = split  # a whole one says so too, where it would be split
+        self._agreement.close()
+        for finish in filling:
+            finish()
         return {"param_groups": completed, "state": state}
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from .groups import name_params, spec_of
 from .memory import is_dtensor
 from .params import check_param, current_split, home_of, share_out, wanted_split
 from .state import HOST, is_frozen, read_split, shapes_in_state
-from .state_dict import gather_whole, load_state
+from .state_dict import begin_state, gather_whole
 
 if TYPE_CHECKING:
     from .optimizer import RuleOptimizer
@@ -108,4 +108,6 @@ def lay_out_state(
         return state
     if not is_dtensor(new):
         state = {key: gather_whole(value) if torch.is_tensor(value) else value for key, value in state.items()}
-    return load_state(opt._owner, spec, new, split, state, name, home)
+    state, finish = begin_state(opt._owner, spec, new, split, state, name, home)
+    finish()
+    return state

@@ -26,7 +26,7 @@ from ..spec import KEY, TRAINED, Field, Shape, Spec
 from ..splits import Split, names_in, number, part, shapes_of, slots_of
 from ..storage import COMPONENTS, Words
 from . import bf16
-from .memory import is_dtensor
+from .memory import is_dtensor, local_part
 from .state import (
     HOST,
     Slots,
@@ -267,7 +267,7 @@ def check_component(owner: str, key: str, name: str, value: Any, shape: Shape, s
         raise state_error(owner, key, name, value, f"a tensor of shape {shape}")
     if tuple(value.shape) != shape:
         raise ValueError(f"{owner}: {describe_wrong_shape(key, name, tuple(value.shape), shape)}{restart_hint(name)}")
-    if scales and bool((gather_whole(value) < 0).any()):
+    if scales and bool((local_part(value) < 0).any()):
         raise ValueError(f"{owner}: state {key!r} of {name!r} has scales below zero. {CORRUPT}{restart_hint(name)}")
 
 
@@ -297,7 +297,7 @@ def refuse_codes(
     for slot, key in names_of(spec, slots).items():
         value: Any = given.get(key)
         if len(COMPONENTS[slots[slot][0].storage]) > 1 and not unreadable_reason(value) and value.is_floating_point():
-            found = gather_whole(value)
+            found = local_part(value)
             if bool(found.any()) and torch.equal(found, found.round()):
                 raise ValueError(
                     f"{owner}: {key!r} of {name} are codes that were read as numbers: the checkpoint has state_dtype={there!r}, "
@@ -382,19 +382,24 @@ def engine_on(device: torch.device) -> Any:
     return Torch(device)
 
 
-def load_state(
+def begin_state(
     owner: str, spec: Spec, param: torch.Tensor, split: Split, saved: Mapping[str, Any], name: str, home: Any = None
-) -> dict[str, Any]:
-    """The state of a parameter that a state dict in our words has, by value; as it starts where that is empty."""
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The state of a parameter that a state dict in our words has, by value, all of it checked; as it starts where that is empty.
+    And what is to be called to fill it: ranks may then exchange parts of it."""
     p = read_parameter(owner, spec, param, split, saved, name, home)
-    state = make_state(spec, p, param, home)
-    fill_state(state, spec, p, home)
-    state |= {k: copy_value(v) for k, v in p.extras.items()}
-    if spec.evaluated and TRAINED in p.extras:  # of evaluation mode: laid out as the parameter is, whatever it was before
-        check_component(owner, TRAINED, name, p.extras[TRAINED], tuple(param.shape), False)
-        state[TRAINED] = param.detach().clone().to(device_of(param, home))
-        write_slot({"": state[TRAINED]}, "", "", {"": p.extras[TRAINED]}, home)
-    return state
+    state = make_state(spec, p, param, home) | {k: copy_value(v) for k, v in p.extras.items()}
+    trained = p.extras.get(TRAINED) if spec.evaluated else None  # of evaluation mode
+    if trained is not None:
+        check_component(owner, TRAINED, name, trained, tuple(param.shape), False)
+        state[TRAINED] = param.detach().clone().to(device_of(param, home))  # laid out as the parameter is
+
+    def finish() -> None:
+        fill_state(state, spec, p, home)
+        if trained is not None:
+            write_slot({"": state[TRAINED]}, "", "", {"": trained}, home)
+
+    return state, finish
 
 
 def copy_value(found: Any) -> Any:

@@ -175,7 +175,8 @@ class Captured(LocalTriton):
                 if all(s in who for s in entries)
             }
             before = {name: values[index] for name, (index, values) in counted.items()}
-            spec = self.make_live_spec(part.bundle.spec, self.groups[group])
+            spec = object.__new__(type(part.bundle.spec))  # hyperparameters that are on the device are read there
+            spec.__dict__.update({name: as_double(self.groups[group][name]) for name in part.bundle.spec.fields})
             current = {**before, **spec.numbers(t, before, find_decisions(part))}
             current |= {"_rng_step": t} if part.bundle.roundings else {}
             counts += [(name, index, current[name]) for name, (index, _) in counted.items()]
@@ -203,12 +204,6 @@ class Captured(LocalTriton):
         if (what, group) not in self.indices:
             self.indices[what, group] = torch.tensor(places, dtype=torch.int64, device=self.device)
         return self.indices[what, group]
-
-    def make_live_spec(self, spec: Spec, group: Mapping[str, Any]) -> Spec:
-        """The spec with the hyperparameters that are on the device in place of what was read of them once."""
-        live = object.__new__(type(spec))
-        live.__dict__.update({name: as_double(group[name]) for name in spec.fields})
-        return live
 
     def count(self, chosen: Sequence[int]) -> None:
         if not self.engine.sender.capturing():

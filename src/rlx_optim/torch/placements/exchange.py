@@ -31,9 +31,6 @@ class Transfer:
             return self.shape
         return (*self.shape[: self.dim], extent(self.shape[self.dim], comm.size, rank)[1], *self.shape[self.dim + 1 :])
 
-    def nbytes(self, comm: Comm, rank: int) -> int:
-        return math.prod(self.part(comm, rank)) * self.dtype.itemsize
-
     def cut(self, comm: Comm, whole: torch.Tensor, rank: int) -> torch.Tensor:
         if self.dim is None:
             return whole

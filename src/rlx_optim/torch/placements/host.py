@@ -34,7 +34,7 @@ from ...stepping import TensorState, observe
 from ...storage import Quantized
 from .. import bf16
 from ..state import HOST
-from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection
+from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to copy, and what
 
@@ -348,9 +348,6 @@ class Hosted(Placement):
             for chunk, param in zip(work.chunks, bucket.staged, strict=False):
                 chunk.param = param
         self.copies.copy_in(work.buffer, pairs)
-
-    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
-        raise AssertionError("a host placement does everything in `step`")
 
 
 def list_stored(chunk: Chunk) -> Iterator[torch.Tensor]:

@@ -259,8 +259,8 @@ def mark_written(params: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
-class Placement(abc.ABC):
-    """Seats that share an engine."""
+class Placement:
+    """Parameters that one engine steps together, wherever they are."""
 
     spread = ""  # in words: how parameters that are spread over ranks are stepped
     together = False  # whether ranks wait for each other in a step of it
@@ -416,9 +416,9 @@ class Placement(abc.ABC):
         parts = f"{len(self.parts)} parts of one program or stack each"
         return f"{stepped} of {len(self.entries)} parameters {where} by {self.engine.name} ({self.why}) in {parts}{copies}"
 
-    @abc.abstractmethod
     def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
-        """Run the parts on the memory of these entries."""
+        """Run the parts on the memory of these entries, if `step` does not do everything by itself."""
+        raise NotImplementedError
 
     def cut_to_part(self, entry: ParamEntry, spec: Spec, slots: Mapping[str, Slots]) -> Mapping[str, Slots]:
         """Make the records of a parameter that is spread those of the part that is here; gives the slots of these, each in the
@@ -463,7 +463,7 @@ class LocalTensors(Placement):
             bf16.write_back(entry, unpack_pieces(whole, entry), self.rng_step(entry))
 
 
-class LocalPointers(Placement):
+class LocalPointers(Placement, abc.ABC):
     """Parameters whose engine reads and writes torch's memory by address."""
 
     engine: Any

@@ -31,7 +31,7 @@ from ..state import Slots
 from .comm import DTensorLayout, RemoteError
 from .exchange import Transfer, gather_wholes, scatter_parts
 from .homes import Home, Owned, Shards
-from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, Selection, pack_pieces, unpack_pieces
+from .local import LOCAL, Batch, LocalTensors, ParamEntry, Placement, pack_pieces, unpack_pieces
 
 DONE, FAILED, BLIND = range(3)  # what became of an update: BLIND is one that reads p and was not sent it
 Arriving = Callable[[], Any]  # waits for what travels, and gives it
@@ -100,9 +100,6 @@ class Owner(Placement):
         for entry in self.shards.entries if self.shards.rounds else ():
             bf16.split_rounding(self.shards, entry)
         self.shards.arrange()
-
-    def run(self, selection: Selection, batch: Batch, specs: Sequence[Spec], scale: float) -> None:
-        raise AssertionError("an owner does everything in `step`")
 
     def find_readers(self, specs: Sequence[Spec]) -> set[int]:
         """The entries whose p must travel, since their rule reads it: of what is stacked in many shapes all or none."""
