@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .subject import Arrays, Gradient, OptimizerSubject, draw
+from .subject import Arrays, Gradient, OptimizerSubject, draw, is_refused
 from .table import Skip, Wrong
 
 Params = list[Any]  # nn.Parameter, whose grad is there
@@ -120,11 +120,7 @@ class TorchSubject(OptimizerSubject):
 
     @functools.cached_property
     def takes_groups(self) -> bool:
-        try:
-            self.make([{"params": [p]} for p in self.params()])
-        except Exception:
-            return False
-        return True
+        return not is_refused(lambda: self.make([{"params": [p]} for p in self.params()]))
 
     def require(self, keyword: str) -> None:
         if keyword not in self.keywords:
