@@ -50,7 +50,7 @@ REPEATS = "has several elements that are one number in memory (expand)", "give i
 
 def has_repeats(tensor: torch.Tensor) -> bool:
     """Whether several elements are one number in memory, as after `expand`."""
-    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def in_bounds(tensor: torch.Tensor) -> bool:
