@@ -128,7 +128,7 @@ def row(name: str, kind: str, shapes: Shapes, rounds: int) -> Row:
     peak = torch.cuda.max_memory_allocated() - before
     state = sum(t.nbytes for each in opt.state.values() for t in each.values() if torch.is_tensor(t))
     copies = timed(functools.partial(carry, opt), rounds)
-    below = not any(lane.above for lane in opt._placements)
+    below = not any(lane.on_device for lane in opt._placements)
     del opt
     gc.collect()
     fused = ao = None

@@ -110,7 +110,7 @@ def test_engines(name, engine):
         check(pairs)
     lanes = pairs[1][1]._placements
     assert all(lane.engine.name == engine for lane in lanes)
-    assert any(lane.above for lane in lanes) == (name == "Muon" and engine == "torch")
+    assert any(lane.on_device for lane in lanes) == (name == "Muon" and engine == "torch")
 
 
 def on_the_device():
@@ -470,7 +470,7 @@ def test_memory_counts_what_is_taken(name, engine, monkeypatch):
     kept = [v for state in opt.state.values() for k, v in state.items() if k not in ("step", *opt.spec().counters())]
     assert found["host"]["state"] == sum(v.nbytes for v in kept if torch.is_tensor(v))
     rooms = {
-        above: sum(r.memory.numel() for lane in opt._placements if lane.above == above for r in lane.buffers)
+        above: sum(r.memory.numel() for lane in opt._placements if lane.on_device == above for r in lane.buffers)
         for above in (True, False)
     }
     for said, taken in ((found["device"]["buckets"], rooms[True]), (found["host"]["buckets"], rooms[False])):

@@ -95,7 +95,7 @@ def test_on_the_device(name, settings):
     """engine="triton": the state goes up and comes down; the numbers are those of the step on the device."""
     (got, opt), (want, _) = (walk(name, "cuda", engine="triton", **settings, **more) for more in ({"offload": "cpu"}, {}))
     assert equal(values(got), values(want))
-    assert all(lane.above for lane in opt._placements)
+    assert all(lane.on_device for lane in opt._placements)
     kept = [v for state in opt.state.values() for k, v in state.items() if k.startswith(("exp_avg", "m", "h"))]
     assert all(v.is_pinned() for v in kept)
     assert len(opt._placements[0].buckets) > 1

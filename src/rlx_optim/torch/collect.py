@@ -86,22 +86,22 @@ def check_batch(opt: RuleOptimizer, placement: Placement, chosen: Sequence[int],
     """The gradients of these entries. Those that are not such as nearly all are, are looked at one by one."""
     expected = placement.select(chosen).expected
     addresses = expected.locate(grads)
-    for i in range(len(chosen)) if addresses is None else {*addresses.odd, *expected.fresh}:
+    for i in range(len(chosen)) if addresses is None else {*addresses.odd, *expected.newcomers}:
         grads[i] = check_grad(opt, placement, placement.entries[chosen[i]])
-    if expected.fresh:
+    if expected.newcomers:
         placement.selections.clear()
-    if expected.turned:
+    if expected.negated:
         addresses = None
-        for i in expected.turned:
+        for i in expected.negated:
             grads[i] = -grads[i]
     return Batch(placement, chosen, grads, addresses)
 
 
 def check_grad(opt: RuleOptimizer, placement: Placement, entry: ParamEntry) -> torch.Tensor:
     check_entry(opt, placement, entry)
-    if entry.fresh:
+    if entry.is_new:
         refuse_zeros(opt, placement, entry)
-        entry.fresh = False
+        entry.is_new = False
     grad: Any = entry.param.grad
     if grad.layout is not torch.strided:
         raise RuntimeError(f"{opt._owner}: {entry.records[0].name} has a sparse gradient; dense ones are needed (sparse=False)")

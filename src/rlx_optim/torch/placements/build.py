@@ -44,7 +44,7 @@ class Planned(NamedTuple):
     spec: Spec
     split: Split
     home: Any
-    turned: bool  # it is maximized in a placement that minimizes
+    negated: bool  # it is maximized in a placement that minimizes
 
     @property
     def spread(self) -> bool:
@@ -54,7 +54,7 @@ class Planned(NamedTuple):
     @property
     def key(self) -> tuple[torch.device, torch.dtype, bool]:
         """What a placement's entries share."""
-        return self.param.device, ARITHMETIC[self.param.dtype], self.group["maximize"] and not self.turned
+        return self.param.device, ARITHMETIC[self.param.dtype], self.group["maximize"] and not self.negated
 
 
 @torch.inference_mode(False)  # what is kept has versions, even if this step is taken in inference mode
@@ -106,8 +106,8 @@ def plan_params(opt: RuleOptimizer, dormant: list[torch.Tensor]) -> list[Planned
             home = home_of(opt, name, param, spec, split)
             program = None if spec.matrix else trace(spec, spec.slots(tuple(param.shape)))
             gathers = program is not None and program.reduction_over_all is not None
-            turned = mixed and gathers and group["maximize"]  # what is one number for all is one placement's
-            found[param] = each = Planned(number, name, param, group, place, spec, split, home, turned)
+            negated = mixed and gathers and group["maximize"]  # what is one number for all is one placement's
+            found[param] = each = Planned(number, name, param, group, place, spec, split, home, negated)
             if gathers:
                 gathering.setdefault((spec.name, home is None, *each.key), (spec, program, [bare(name)]))
     check_together(list(gathering.values()))
@@ -134,7 +134,7 @@ def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planne
         key = (*key, make, home.group_name)
     elif home is HOST:
         key = (*key, where, spec.matrix)
-        make = functools.partial(Hosted, where=where, above=on_the_device(spec.matrix, opt.engine))
+        make = functools.partial(Hosted, where=where, on_device=on_the_device(spec.matrix, opt.engine))
     elif opt.capturable and (problem := unsupported_reason(spec, engine.name, opt.nonfinite)):
         raise ValueError(f"{opt._owner}: {problem}")
     if key not in placements:
@@ -143,10 +143,10 @@ def add_entry(opt: RuleOptimizer, placements: dict[Any, Placement], each: Planne
     placement = placements[key]
     entry = make_entry(opt, placement, each)
     placement.admit(entry, each)
-    entry.turned = each.turned
+    entry.negated = each.negated
     if bf16.keeps_low(spec, param):
         read_component(opt._owner, entry.state, LOW, bare(each.name))
-    low = bf16.read_low(opt._owner, entry.state, spec, param, bare(each.name), placement.kept)
+    low = bf16.read_low(opt._owner, entry.state, spec, param, bare(each.name), placement.state_device)
     entry.rounding = bf16.find_rounding(spec, param, bare(each.name), low)
     bf16.set_rounding(placement, entry)
 
@@ -174,8 +174,8 @@ def make_entry(opt: RuleOptimizer, placement: Placement, each: Planned) -> Param
             buffer, shape = local_part(kept), shape_in_state(part(slots[slot], end), param, split)
             dtype = dtype_of(slots[slot], param, end)
             fits = home.accepts(kept, shape) if each.spread else kept.shape == shape
-            if not fits or (buffer.dtype, buffer.device) != (dtype, placement.kept) or not buffer.is_contiguous():
-                where = f"on {placement.kept}{', spread like the parameter' if each.spread else ''}"
+            if not fits or (buffer.dtype, buffer.device) != (dtype, placement.state_device) or not buffer.is_contiguous():
+                where = f"on {placement.state_device}{', spread like the parameter' if each.spread else ''}"
                 raise RuntimeError(
                     f"{owner}: {key + end!r} of {name} must be contiguous, of shape {shape}, {dtype} and {where}; it is of shape "
                     f"{tuple(kept.shape)}, {kept.dtype} and on {kept.device}"

@@ -74,7 +74,7 @@ class Captured(LocalTriton):
             for name in entry.counters.keys() & self.counted.keys():
                 who, values = self.counted[name]
                 entry.state[name] = entry.counters[name] = values[who.index(i)]
-            entry.hold()
+            entry.remember_state()
         self.indices: dict[Any, torch.Tensor] = {}
         self.arrange()
 

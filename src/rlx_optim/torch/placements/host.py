@@ -187,56 +187,56 @@ class Hosted(Placement):
     hosted = True
 
     def __init__(
-        self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float, where: torch.device, above: bool
+        self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float, where: Any, on_device: bool
     ):
-        """device: of the parameters; where: the arithmetic is; above: that is the device."""
+        """device: of the parameters; where: the arithmetic is; on_device: that is the device."""
         super().__init__(engine, why, device, dtype, sign)
-        self.kept, self.where, self.above, self.waits = HOST.device, where, above, not above
+        self.state_device, self.where, self.on_device, self.waits = HOST.device, where, on_device, not on_device
         self.inner = LOCAL.get(engine.name, LocalTensors)
-        self.unbroken = False  # whether a rule reduces over all tensors
+        self.reduces_all = False  # whether a rule reduces over all tensors
         self.matrix = False  # whether one is a matrix rule
-        self.copies = COPY_STREAMS[device.type](device, not above)
+        self.copies = COPY_STREAMS[device.type](device, not on_device)
         self.buffers = [StagingBuffer() for _ in range(SLOTS)]
         self.buckets: list[StagedBucket] = []
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        return ", state on the host, stepped " + (f"on {self.where}" if self.above else "there")
+        return ", state on the host, stepped " + (f"on {self.where}" if self.on_device else "there")
 
     def view(self, buffer: torch.Tensor) -> Any:  # type: ignore[override]
-        return buffer if self.above else self.inner.view(buffer)
+        return buffer if self.on_device else self.inner.view(buffer)
 
     def canonicalize(self, state: dict[str, Any], names: Iterable[str]) -> None:
         """Have state that is sent to and fro in page-locked memory."""
-        for name in (*names, LOW) if self.above else ():
-            if name in state:
-                state[name] = self.copies.pin(state[name])
+        for name in state.keys() & {*names, LOW} if self.on_device else ():
+            state[name] = self.copies.pin(state[name])
 
     def admit(self, entry: ParamEntry, planned: Any) -> None:
         """Take an entry in, cut into runs of rows where that makes no difference to its rule."""
         self.entries.append(entry)
         shape, spec = tuple(entry.shape), planned.spec
-        self.unbroken, self.matrix = self.unbroken or reduces_over_all(spec, shape), self.matrix or spec.matrix
-        if self.unbroken and self.above:
+        self.reduces_all, self.matrix = self.reduces_all or reduces_over_all(spec, shape), self.matrix or spec.matrix
+        if self.reduces_all and self.on_device:
             raise spec.refuse(
                 "engine='triton' would bring all state to the device at once, for what is reduced over all tensors; leave it out"
             )
         if spec.matrix or entry.split != WHOLE or not math.prod(shape) or not shape or has_reduction(spec, shape):
             return
         (whole,) = entry.records
-        moved = sum(each.nbytes for each in whole.state.values()) if self.above else 2 * entry.param.nbytes
-        runs = buckets.runs(shape[0], moved // shape[0], buckets.most(self.above, spec.matrix))
+        moved = sum(each.nbytes for each in whole.state.values()) if self.on_device else 2 * entry.param.nbytes
+        runs = buckets.runs(shape[0], moved // shape[0], buckets.most(self.on_device, spec.matrix))
         if len(runs) > 1:
             entry.records = [cut_record(whole, rows) for rows in runs]
 
     def share_counts(self) -> None:
         super().share_counts()
         chunks = [(place, chunk) for place, entry in enumerate(self.entries) for chunk in self.cut_chunks(entry)]
-        moved = [list(list_stored(chunk)) if self.above else [chunk.param_part] * 2 for _, chunk in chunks]
-        sizes, most = list(map(count_bytes, moved)), buckets.most(self.above, self.matrix)
-        self.buckets = [self.make_bucket([chunks[k] for k in members]) for members in buckets.dealt(sizes, most, self.unbroken)]
-        if self.above:
-            for buffer, size in zip(self.buffers, buckets.rooms(sizes, most, self.unbroken), strict=False):
+        moved = [list(list_stored(chunk)) if self.on_device else [chunk.param_part] * 2 for _, chunk in chunks]
+        sizes, most = list(map(count_bytes, moved)), buckets.most(self.on_device, self.matrix)
+        dealt = buckets.dealt(sizes, most, self.reduces_all)
+        self.buckets = [self.make_bucket([chunks[k] for k in members]) for members in dealt]
+        if self.on_device:
+            for buffer, size in zip(self.buffers, buckets.rooms(sizes, most, self.reduces_all), strict=False):
                 self.copies.enlarge(buffer, size)
             for n, bucket in enumerate(self.buckets):
                 self.bind(bucket, self.buffers[n % SLOTS])
@@ -259,7 +259,7 @@ class Hosted(Placement):
         placement = self.inner(self.engine, self.why, self.where, self.dtype, self.sign)
         placement.recorded = False  # graphs would keep memory of their own
         placement.entries = [cast(Any, chunk) for _, chunk in chunks]
-        if not self.above:
+        if not self.on_device:
             for _, chunk in chunks:
                 bf16.set_rounding(placement, chunk)
             placement.arrange()
@@ -290,7 +290,7 @@ class Hosted(Placement):
             for record, part in zip(records, parts, strict=True):
                 observe(record, spec, self.engine, self.inner.view(part.reshape(record.shape)))
 
-        if not self.above:
+        if not self.on_device:
             return take(entry.records, estimate.to(self.where).reshape(-1).split([record.size for record in entry.records]))
         self.run_buckets([self.entries.index(entry)], [estimate], lambda work: take(work.chunks[0].records, work.grads))
         self.copies.drain()
@@ -330,7 +330,7 @@ class Hosted(Placement):
     def copy_in(self, work: BucketStep) -> None:
         """Copy what a bucket is stepped with to where the arithmetic is: its state, or parameters and gradients."""
         bucket, pairs = work.bucket, list[tuple[torch.Tensor, torch.Tensor]]()
-        if self.above:
+        if self.on_device:
             pairs = [pair for k in work.members for pair in bucket.state[k]]
             work.back = [(kept, staged) for staged, kept in pairs]
             for chunk in work.chunks:

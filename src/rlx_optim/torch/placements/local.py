@@ -67,32 +67,32 @@ class ParamEntry:
     """One parameter in a placement: its records (several where it is split into matrices) and its state as torch keeps it."""
 
     __slots__ = (
-        "columns", "counters", "decided", "dtype", "fresh", "held", "kept", "numbers", "param", "pointers", "records", "rounding",
-        "shape", "split", "state", "turned", "whereabouts",
+        "buffers", "columns", "counters", "counts", "decided", "dtype", "is_new", "negated", "param", "pointers", "records",
+        "rounding", "shape", "split", "state", "values", "whereabouts",
     )  # fmt: skip
 
     def __init__(self, param: torch.Tensor, state: dict[str, Any], name: str, group: int, split: Split, counters: Iterable[str]):
         self.param, self.shape, self.dtype, self.state, self.split = param, param.shape, param.dtype, state, split
         self.columns = splits.columnwise(tuple(param.shape), split)
-        self.fresh = True  # no gradient has come for it yet
-        self.turned = False  # it is maximized in a placement that minimizes: its gradients come with the other sign
+        self.is_new = True  # no gradient has come for it yet
+        self.negated = False  # it is maximized in a placement that minimizes: its gradients come with the other sign
         self.rounding: ParamRounding | None = None  # how it is rounded, if it is of 16 bits and not rounded to nearest
         self.counters = {counter: state[counter] for counter in counters}
         self.decided: Set[str] = frozenset()  # those that the host moves, wherever the others are
-        self.hold()
+        self.remember_state()
         shapes = splits.shapes_of(tuple(param.shape), split)
         self.records = [TensorState(each, shape, group) for each, shape in zip(splits.names_in(name, split), shapes, strict=True)]
 
-    def hold(self) -> None:
+    def remember_state(self) -> None:
         """Remember which objects its state consists of, and where their memory is: engines' tables say so too."""
-        self.held = tuple(self.state.values())
+        self.values = tuple(self.state.values())
         numbers = {id(self.state[name]) for name in ("step", *self.counters)}
-        tensors = [value for value in self.held if isinstance(value, torch.Tensor) and not is_fake(value)]
+        tensors = [value for value in self.values if isinstance(value, torch.Tensor) and not is_fake(value)]
         tensors = [value for value in tensors if value.layout is torch.strided]  # a user may keep others beside ours
-        self.numbers = [value for value in tensors if id(value) in numbers]
-        self.kept = [value for value in tensors if id(value) not in numbers]
-        self.pointers = list(map(POINTER, self.numbers))
-        self.whereabouts = Whereabouts(list(map(local_part, self.kept)))
+        self.counts = [value for value in tensors if id(value) in numbers]
+        self.buffers = [value for value in tensors if id(value) not in numbers]
+        self.pointers = list(map(POINTER, self.counts))
+        self.whereabouts = Whereabouts(list(map(local_part, self.buffers)))
 
 
 class Selection:
@@ -129,9 +129,9 @@ class Expected:
     def __init__(self, entries: Sequence[ParamEntry], device: torch.device):
         self.params: list[torch.Tensor] = [entry.param for entry in entries]
         self.states = [entry.state for entry in entries]
-        self.held = [value for entry in entries for value in entry.held]
-        self.counts = [value for entry in entries for value in entry.numbers]
-        self.kept = [value for entry in entries for value in entry.kept]
+        self.values = [value for entry in entries for value in entry.values]
+        self.counts = [value for entry in entries for value in entry.counts]
+        self.buffers = [value for entry in entries for value in entry.buffers]
         self.pointers = [place for entry in entries for place in entry.pointers]
         self.spread = any(map(is_dtensor, self.params))
         self.whereabouts = Whereabouts.join([entry.whereabouts for entry in entries])
@@ -143,18 +143,18 @@ class Expected:
         self.itemsizes = np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
         self.usual: Forms | None = None  # how parameters and gradients are read where all of them can be read in place
         self.extents: Any = None  # where such begin in their storages, and the bytes of these, where all are within them
-        self.fresh = [i for i, entry in enumerate(entries) if entry.fresh]
-        self.turned = [i for i, entry in enumerate(entries) if entry.turned]
+        self.newcomers = [i for i, entry in enumerate(entries) if entry.is_new]
+        self.negated = [i for i, entry in enumerate(entries) if entry.negated]
 
     def is_stale(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
         """Whether what the entries hold is no longer the optimizer's state, in the same memory."""
         if not all(map(operator.is_, map(states.get, self.params), self.states)):
             return True
         current = list(itertools.chain.from_iterable(map(dict.values, self.states)))
-        if len(current) != len(self.held) or not all(map(operator.is_, current, self.held)):
+        if len(current) != len(self.values) or not all(map(operator.is_, current, self.values)):
             return True
-        kept = list(map(local_part, self.kept)) if self.spread else self.kept
-        return list(map(POINTER, self.counts)) != self.pointers or not self.whereabouts.hold(kept)
+        buffers = list(map(local_part, self.buffers)) if self.spread else self.buffers
+        return list(map(POINTER, self.counts)) != self.pointers or not self.whereabouts.hold(buffers)
 
     def locate(self, grads: list[Any]) -> Addresses | None:
         """Where parameters and gradients are; None unless all of them are plain tensors as the state was made for. Those that are
@@ -275,7 +275,7 @@ class Placement:
 
     def __init__(self, engine: Engine, why: str, device: torch.device, dtype: torch.dtype, sign: float):
         self.engine, self.why, self.device, self.dtype = engine, why, device, dtype  # dtype: of arithmetic and state
-        self.kept = device  # where state is
+        self.state_device = device  # where state is
         self.sign = sign  # -1 where groups maximize
         self.entries: list[ParamEntry] = []
         self.parts: list[StepPart] = []  # of the step that is taken
@@ -306,7 +306,7 @@ class Placement:
             for entry, value in zip(entries, found, strict=True):
                 entry.state[name] = value
                 entry.counters |= {name: value} if name in entry.counters else {}
-                entry.hold()
+                entry.remember_state()
             return shared.numpy()
 
     def arrange(self) -> None:
