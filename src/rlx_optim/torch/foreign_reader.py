@@ -38,10 +38,10 @@ def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any],
         check_number(owner, "step", "a group", group["step"])
     fits = [row for row in make_rows(kind) if row.has(group, states)]
     if not fits:
+        words = [quote(map(str, each)) for each in (group.keys() - {*SHARED}, *states[:1]) if each]
         writers = ", ".join(row.writer for row in make_rows(kind) if not row.refusal)
-        words = [sorted(map(str, group.keys() - {*SHARED})), *(sorted(map(str, state)) for state in states[:1])]
         raise ValueError(
-            f"{owner}: the checkpoint is of another optimizer: its groups and states have {' and '.join(map(quote, words))}, as "
+            f"{owner}: the checkpoint is of another optimizer: its groups and states have {' and '.join(words) or 'nothing'}, as "
             f"none of these leaves them: {writers}; load it into the class that it is of, or start afresh"
         )
     row = min(fits, key=lambda each: len(each.unknown(group, others)))
@@ -53,10 +53,10 @@ def layout_of(owner: str, kind: type[Spec], group: Group, states: Sequence[Any],
             "has state; to start it afresh, take 'step' out of the group"
         )
     if unknown := row.unknown(group, others):
-        said = ", ".join(f"{name}={group[name]!r:.40}" for name in unknown)
+        settings = ", ".join(f"{name}={group[name]!r:.40}" for name in unknown)
         raise ValueError(
-            f"{owner}: the groups of the checkpoint have {said}, which is no setting of {row.writer}: it is another optimizer's, "
-            "or of a version that is not known here. What is your own, take out, or put into this optimizer's groups too"
+            f"{owner}: the groups of the checkpoint have {settings}, no setting of {row.writer}: it is another optimizer's, or "
+            "of a version that is not known here. What is your own, take out, or put into this optimizer's groups too"
         )
     return row
 
