@@ -179,9 +179,7 @@ def test_settings_and_state_that_nobody_knows():
     saved = copied(result_of(case).state_dict)
     saved["param_groups"][0] |= {"initial_lr": 0.5, "lr_scale": 2.0, "layer": "first"}
     opt = ours.AdamW(params)
-    with pytest.raises(
-        ValueError, match=r"AdamW: the groups of the checkpoint have layer='first', no setting of torch.optim's"
-    ):
+    with pytest.raises(ValueError, match=r"AdamW: the groups of the checkpoint have layer='first', no setting of torch.optim's"):
         opt.load_state_dict(saved)
     opt = ours.AdamW([{"params": params, "layer": "last"}])
     opt.load_state_dict(saved)

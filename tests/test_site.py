@@ -38,7 +38,7 @@ def test_page_is_complete(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_is_documented(name):
-    told, kind = optimizers.described(name), spec_class(name)
+    told, kind = optimizers.describe_rule(name), spec_class(name)
     assert all(len(field["meaning"]) > 3 for field in told["hyperparameters"].values())
     given = {"lr": 0.1} if name == "sgd" else {}
     variants = [given, *({**given, **more} for more in VARIANTS.get(name, []))]

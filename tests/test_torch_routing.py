@@ -242,20 +242,20 @@ def test_engine_report():
     (text,) = ours.Muon([half], engine="torch").engine_report().values()
     assert text == "torch: cpu, float32 arithmetic, batched by foreach (asked for)"
     with pytest.raises(ValueError, match="engine 'cpu' cannot step a parameter on cuda:0"):
-        ours.engines.choose("cpu", torch.device("cuda", 0), torch.float32)
+        ours.engines.choose_engine("cpu", torch.device("cuda", 0), torch.float32)
 
 
 def test_without_llvmlite_the_torch_engine_takes_over(monkeypatch):
     find = ours.engines.importlib.util.find_spec
     monkeypatch.setattr(ours.engines.importlib.util, "find_spec", lambda name: None if name == "llvmlite" else find(name))
-    ours.engines.choose.cache_clear()
+    ours.engines.choose_engine.cache_clear()
     try:
         (text,) = ours.AdamW([nn.Parameter(torch.ones(2))]).engine_report().values()
         assert text.endswith("(llvmlite is not installed (pip install llvmlite))")
         with pytest.raises(ValueError, match="engine 'cpu' cannot run: llvmlite is not installed"):
             ours.AdamW([nn.Parameter(torch.ones(2))], engine="cpu")
     finally:
-        ours.engines.choose.cache_clear()
+        ours.engines.choose_engine.cache_clear()
 
 
 def test_routing_report_is_a_table():

@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch_cases import give_gradients, make, parameters  # noqa: E402
 
+import rlx_optim.torch  # noqa: E402
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
@@ -133,3 +135,24 @@ def test_steps_of_a_child_count_in_shared_memory(name):
     assert {int(state["step"]) for state in opt.state.values()} == {4}
     for key, param in params.items():
         assert torch.equal(param, alone[key])
+
+
+class Forwarding:
+    """An object of the optimizer's class that forwards what it has not got, as Lightning's does."""
+
+    def __init__(self, optimizer):
+        self._wrapped = optimizer
+        self.__class__ = type("Forwarding", (Forwarding, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._wrapped, name)
+
+
+def test_a_wrapper_that_forwards_uses_the_lock_of_what_it_wraps():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = rlx_optim.torch.Sophia([p])
+    wrapper = Forwarding(opt)
+    p.grad = torch.ones(3)
+    wrapper.update_hessian_from_gradients(2)
+    wrapper.step()
+    assert wrapper.state_dict()["state"][0]["step"] == 1 == opt.state[p]["estimates"]

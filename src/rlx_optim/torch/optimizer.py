@@ -66,7 +66,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     rule: ClassVar[str]
     _specs: GroupSpecs
     _guard: guard.Guard | None
-    _lock: Any = None  # one thread is in here at a time; copies and pickles have locks of their own
+    _lock: Any  # one thread is in here at a time; copies have their own. No default: wrappers that forward (Lightning) find it
     _comm: Any = None  # whose ranks share out matrices that all of them have; None: each rank steps its own
     _agreement = contextlib.ExitStack()  # of ranks, while a state dict is checked
     _homes: Any = None  # where parameters that are spread over ranks keep their state (`placements.homes`)
