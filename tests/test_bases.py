@@ -35,10 +35,10 @@ def test_block_gram_schmidt_is_qr(n, make):
 @pytest.mark.parametrize("n", [300])
 def test_in_float32_it_is_straightened(n, monkeypatch):
     torch = pytest.importorskip("torch")
-    from rlx_optim.engines.torch_ import Torch
+    from rlx_optim.engines.torch_ import TorchEngine
 
-    X, E = stale(n), Torch()
-    monkeypatch.setattr(Torch, "panel_width", 64)
+    X, E = stale(n), TorchEngine()
+    monkeypatch.setattr(TorchEngine, "panel_width", 64)
     rough = basis.gram_schmidt(E, torch.tensor(X, dtype=torch.float32), torch.zeros(X.shape[0], n))
     assert apart(rough.double().numpy()) < 1e-4
     assert apart(basis.reorthogonalize(E, rough).double().numpy()) < 2e-6

@@ -22,10 +22,6 @@ LINES = {
     "rules": 3_000,
     "torch": 7_284,
 }
-#: classes that share a name with others, to be renamed
-SHARED = {
-    "Torch",
-}  # fmt: skip
 
 
 def test_lines_of_each_folder():
@@ -41,5 +37,4 @@ def test_class_names_are_unique():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert {name: places for name, places in files.items() if len(places) > 1 and name not in SHARED} == {}
-    assert {name for name in SHARED if len(files[name]) < 2} == set()  # take it off the list
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}

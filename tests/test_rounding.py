@@ -13,7 +13,7 @@ from torch import nn
 import rlx_optim
 import rlx_optim.torch as ours
 from rlx_optim import rounding, storage
-from rlx_optim.engines.torch_ import Torch, join_halves, split_halves
+from rlx_optim.engines.torch_ import TorchEngine, join_halves, split_halves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,12 +82,12 @@ def test_a_number_goes_to_a_neighbour_the_nearer_the_likelier(kind):
 def test_what_is_of_the_type_stays_and_what_is_finite_stays_so(kind):
     every = patterns(kind).float()
     for t in range(3):
-        found = rounding.rounded(Torch(), every, kind, t, 1)
+        found = rounding.rounded(TorchEngine(), every, kind, t, 1)
         assert torch.equal(found.nan_to_num(7.0), every.nan_to_num(7.0))
         assert torch.equal(found.isnan(), every.isnan())
     most = rounding.LARGEST[kind]
     beyond = torch.tensor([most * 1.001, -most * 1.0001, 3.4e38, -3.4e38, float("inf"), -float("inf")])
-    assert rounding.rounded(Torch(), beyond, kind, 1, 1).tolist() == [most, -most, most, -most, float("inf"), -float("inf")]
+    assert rounding.rounded(TorchEngine(), beyond, kind, 1, 1).tolist() == [most, -most, most, -most, float("inf"), -float("inf")]
 
 
 def test_chance_is_of_the_step_the_key_and_the_place():
@@ -112,7 +112,7 @@ def test_array_libraries_agree_to_the_bit():
     x = np.asarray(rng.standard_normal(5000) * 10.0 ** rng.integers(-9, 6, 5000), np.float32)
     for kind in HALVES:
         want = rounding.rounded(storage.NUMPY, x, kind, 12345, 0xDEADBEEF)
-        assert np.array_equal(rounding.rounded(Torch(), torch.tensor(x), kind, 12345, 0xDEADBEEF).numpy(), want)
+        assert np.array_equal(rounding.rounded(TorchEngine(), torch.tensor(x), kind, 12345, 0xDEADBEEF).numpy(), want)
         traced = rounding.rounded(engine_in(jnp.float32), jnp.asarray(x), kind, jnp.asarray(12345), 0xDEADBEEF)
         assert np.array_equal(np.asarray(traced), want)
 

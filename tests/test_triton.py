@@ -451,10 +451,10 @@ def compiled_ahead(kind):
     """How many variants of each kernel other threads compile, and how many steps then lack."""
     from triton.runtime.jit import JITFunction
 
-    from rlx_optim.engines.torch_ import Torch
+    from rlx_optim.engines.torch_ import TorchEngine
     from rlx_optim.engines.triton_ import ahead
 
-    Torch.to_float64 = lambda self, X: X  # as on CUDA
+    TorchEngine.to_float64 = lambda self, X: X  # as on CUDA
     seen = {}
     JITFunction._do_compile = lambda self, key, *others: seen.setdefault(self.__name__, set()).add(str(key))
     ahead.start = lambda device, *functions: [function() for function in functions][:0]

@@ -33,7 +33,7 @@ class Speaker:
 
 def _torch(kind: str, device: str) -> Speaker:
     torch = importlib.import_module("torch")
-    module, name = ("torch_", "Torch") if kind == "torch" else ("triton_", "Triton")
+    module, name = ("torch_", "TorchEngine") if kind == "torch" else ("triton_", "Triton")
     engine = getattr(importlib.import_module(f"rlx_optim.engines.{module}"), name)(device)
     return Speaker(engine, lambda a: torch.tensor(a, device=device), lambda t: t.cpu().numpy())
 

@@ -280,7 +280,7 @@ def with_low_half(p: torch.Tensor, rounding: ParamRounding | None) -> torch.Tens
     return join_halves(p, rounding.low) if rounding is not None and rounding.low is not None and p.dtype is torch.bfloat16 else p
 
 
-class Torch(ArrayEngine):
+class TorchEngine(ArrayEngine):
     """Any torch device. One engine per device and arithmetic."""
 
     name = "torch"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engines.torch_ import Torch, split_halves, with_low_half
+from ..engines.torch_ import TorchEngine, split_halves, with_low_half
 from ..rounding import EXACT, LOW, NEAREST, ParamRounding, key_of, rounded
 from ..spec import Spec
 from .memory import is_dtensor, local_part
@@ -120,7 +120,7 @@ def write_back(entry: Any, value: torch.Tensor, t: Any) -> None:
         split_halves(value, p, half.low)
     else:
         index = index_elements(entry.param) if half.first is None else None
-        near = rounded(Torch(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, index)
+        near = rounded(TorchEngine(p.device), value.contiguous(), half.kind, t, half.key, half.first or 0, index)
         p.copy_(near.to(p.dtype))
 
 

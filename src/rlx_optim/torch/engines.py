@@ -57,6 +57,6 @@ def _triton(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Any,
 
 
 def _torch(device: torch.device, dtype: torch.dtype) -> Any:
-    from ..engines.torch_ import Torch
+    from ..engines.torch_ import TorchEngine
 
-    return Torch(device, dtype)
+    return TorchEngine(device, dtype)

@@ -377,9 +377,9 @@ def decode_slot(kind: str, components: Mapping[str, torch.Tensor]) -> torch.Tens
 
 def engine_on(device: torch.device) -> Any:
     """`storage`'s words on a device."""
-    from ..engines.torch_ import Torch
+    from ..engines.torch_ import TorchEngine
 
-    return Torch(device)
+    return TorchEngine(device)
 
 
 def begin_state(

@@ -21,7 +21,7 @@ from ...language import REDUCTIONS, Rule, signature, signature_of_numbers
 from ...linalg import Coefficients
 from ...program import Values, reorder_arguments
 from ...spec import KEY
-from ..torch_ import Torch
+from ..torch_ import TorchEngine
 from . import ahead, noise, panels, precise, products, replay
 from .kernels import TENSOR
 from .lazy_stack import LazyStack, RaggedStack, dense, same
@@ -58,7 +58,7 @@ def unstacked(found: Any, lengths: list[int]) -> list[Any]:
     return list(found.split(lengths))
 
 
-class TritonArrays(Torch):
+class TritonArrays(TorchEngine):
     """What `Triton` does with stacks; launches and tables are the engine's."""
 
     started: Any = None  # what the update that runs began with

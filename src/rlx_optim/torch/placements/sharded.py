@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...engine import Bundle, Engine
-from ...engines.torch_ import Torch
+from ...engines.torch_ import TorchEngine
 from ...language import Reduction
 from ...program import Pass, commit_has_reduction, has_reduction, reduced_axis, reduces_over_all
 from ...routing import bare
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .build import Planned
 
 
-class Reducing(Torch):
+class Reducing(TorchEngine):
     """The torch engine on shards: what a rule measures over whole tensors is summed here and all-reduced.
 
     All tensors of a bundle and all results of one map travel in one flat float64 buffer per process group, so a step costs as
